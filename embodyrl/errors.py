@@ -25,7 +25,7 @@ def one_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a foreign error for use in a sentence: the field of a `KeyError`, else its text."""
+    """Return the message of a foreign error for use in a sentence: the key of a `KeyError`, otherwise the message."""
     return f"no field {error}" if isinstance(error, KeyError) else one_line(error) or type(error).__name__
 
 
@@ -65,13 +65,13 @@ class EnvError(EmbodyError):
 
 
 class WorkerError(EmbodyError):
-    """A worker died, hung, or used up its restarts."""
+    """A worker died, hung, or exceeded its restart limit."""
 
     exit_code = 4
 
 
 class ClusterLost(WorkerError):
-    """No worker can be started any more; running workers may still reply, so state is saved before exit."""
+    """No worker can be started any more. Running workers may still reply, so state is saved before exit."""
 
 
 class ChannelClosed(EmbodyError):
@@ -99,7 +99,7 @@ class NonFiniteError(EmbodyError):
 
 
 class CheckpointError(EmbodyError):
-    """A checkpoint is missing, incomplete, corrupt, or does not fit."""
+    """A checkpoint is missing, incomplete, corrupt, or incompatible."""
 
     exit_code = 6
 
@@ -119,7 +119,7 @@ processes first, so this signal never counts as the second one, which exits imme
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal arrived: exit without waiting for running work."""
+    """A second signal arrived; the process exits without waiting for running work."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum

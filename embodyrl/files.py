@@ -92,7 +92,7 @@ def cap_log(path: Path) -> None:
 
 
 def has_room(stream: TextIO, timeout_s: float) -> bool:
-    """Return True if a write of up to 4096 bytes will not block: an unread pipe blocks its writer."""
+    """Return True if a write of up to 4096 bytes will not block; a full pipe blocks its writer."""
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)
@@ -102,7 +102,7 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups and their parents, whose limits also apply. True: version 2.
+    """Yield the folders of this process's control groups and their parents, and whether each is of version 2.
 
     A container has its own group as the root, a Slurm job is below several others.
     """

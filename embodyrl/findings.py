@@ -45,7 +45,7 @@ class GpuResult:
     values: dict[str, Any] = field(default_factory=dict)
     """All measured values, for the JSON file."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Rates that replace the planner's assumptions, by GPU name or `EnvCosts.chunk_name`."""
+    """Measured rates that replace the planner's assumptions, by GPU name or `EnvCosts.chunk_name`."""
 
 
 class GpuParts:

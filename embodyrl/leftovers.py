@@ -1,4 +1,4 @@
-"""Cleanup of threads and child processes of user code that would keep a process alive or outlive it.
+"""Cleanup of threads and child processes of user code that would keep a process alive or outlive the process.
 
 As a program with a process id and a mark, this module waits for the end of that process and kills all processes with
 the mark.
@@ -35,7 +35,7 @@ _FORKS_FD = 3
 
 
 def signal_at_parents_end(signum: int) -> None:
-    """Request a signal from the kernel for this process at the end of the thread that started it."""
+    """Request a signal from the kernel for this process when the thread that started the process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
@@ -106,7 +106,7 @@ def _running_forks(mark: str, forks: int) -> Iterator[int]:
 
 
 def _end_marked(mark: str, forks: int) -> None:
-    """Kill the processes with this mark or mark/more; repeat, because they may start others."""
+    """Kill the processes with this mark or mark/more; repeat, because such processes may start further processes."""
     ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
     while time.monotonic() < ends:
         found = [*_running_forks(mark, forks)]
@@ -130,13 +130,13 @@ def _watch(pid: int, mark: str) -> None:
 
 
 def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:
-    """Return the names of threads, other than the main one, that keep this process alive."""
+    """Return the names of threads, except the main thread, that keep this process alive."""
     known = {threading.main_thread(), threading.current_thread(), *before}
     return [one.name for one in threading.enumerate() if not one.daemon and one not in known]
 
 
 def children_left(before: Collection[int] = ()) -> dict[int, str]:
-    """Return process id and command of the running children of this process, other than Python's own."""
+    """Return process id and command of the running children of this process, except Python's own helper processes."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -151,7 +151,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Return threads and child processes that still run after a waiting time; given names are ignored."""
+    """Return threads and child processes that still run after a waiting time, except the given names."""
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),
@@ -182,7 +182,7 @@ def end_children() -> None:
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
-    """Exit with `code`; report and kill threads and processes that keep the interpreter alive."""
+    """Exit with `code`; report and kill threads and processes that would keep the interpreter alive."""
 
     def watch() -> None:
         ends = time.monotonic() + _PATIENCE_S

@@ -39,12 +39,12 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
 
 
 def has(*names: str) -> Callable[[Any], bool]:
-    """Return a check for `Registry`: an object, not a class, with all of these attributes."""
+    """Return a check for `Registry` that accepts an object, not a class, with all of these attributes."""
     return lambda found: not isinstance(found, type) and all(hasattr(found, name) for name in names)
 
 
 def takes(arguments: int) -> Callable[[Any], bool]:
-    """Return a check for `Registry`: a callable with n arguments; 0: with any number.
+    """Return a check for `Registry` that accepts a callable with n arguments; 0: any number of arguments.
 
     Callables of the standard library are rejected.
     """
@@ -109,7 +109,7 @@ class Registry(Generic[T]):
         self._items[name] = value
 
     def names(self) -> list[str]:
-        """Return all short names, entry points of extensions and installed packages included."""
+        """Return all short names, including entry points of extensions and installed packages."""
         return sorted({*self._items, *declared(self.group), *(e.name for e in installed(group=self.group))})
 
     def every(self) -> list[T]:

@@ -103,10 +103,10 @@ class CameraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalSpec:
-    """State columns that contain goals, if a `GoalFactory` can compute rewards of other goals."""
+    """State columns that contain goals, if a `GoalFactory` can compute rewards for relabelled goals."""
 
     achieved: tuple[int, int]
-    """First column, and one past the last."""
+    """First column, and one past the last column."""
     desired: tuple[int, int]
 
 
@@ -135,7 +135,8 @@ class ExpertSpec:
     tasks: tuple[int, ...] = ()
     """Ids of the tasks that the expert solves."""
     reacts: bool = True
-    """True if the expert acts on the current state; False: it follows a fixed plan and cannot label other states."""
+    """True if the expert acts on the current state; False: the expert follows a fixed plan and cannot label other
+    states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ class TextSpec:
     instructed: bool = True
     """True if the environment has instructions; False: `EnvSpec.tasks` are names."""
     prompt_bytes: int = 0
-    """Number of UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
+    """Number of UTF-8 bytes of the longest instruction; 0: the longest instruction in `EnvSpec.tasks`."""
     prompt_tokens: int = 0
     """Number of tokens of the longest instruction for the run's language model; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
@@ -183,7 +184,7 @@ class SimulatorSpec:
     saves_state: bool = False
     """True if the state of a slot can be saved and loaded (`Simulators.save`)."""
     may_truncate: bool = False
-    """True if the environment may truncate an episode itself, at any step; False: only the run's time limit does."""
+    """True if the environment may truncate an episode at any step; False: only the run's time limit truncates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +192,11 @@ class BenchmarkSpec:
     """Properties of a published benchmark."""
 
     suites: tuple[str, ...] = ()
-    """Suite of each task, if evaluations cover several suites, all with the tasks of the first, the training suite."""
+    """Suite of each task, if evaluations cover several suites.
+    All suites have the tasks of the first suite, the training suite."""
     held_out: int = 0
-    """Number of held-out initial states, the last of each task, for evaluation, unless `state_ids` selects others."""
+    """Number of held-out initial states for evaluation, the last states of each task, unless `state_ids` selects
+    other states."""
     unnorm_key: str | None = None
     """Key of the public statistics (`dataset_statistics.json`)."""
 
@@ -286,7 +289,7 @@ class SteeringSpec:
     key: str
     """Key and value that freeze the weights."""
     corrects: bool
-    """True if the actor corrects actions, which demonstrations also contain; False: it chooses noise."""
+    """True if the actor corrects actions, which demonstrations also contain; False: the actor chooses noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,9 +304,9 @@ class PolicySpec:
     tokens_per_chunk: int
     """L: number of sampled tokens per chunk (K*A for discrete OpenVLA-OFT)."""
     scored: int = 0
-    """P: number of log-probabilities per action, if it differs from the number of tokens; 0: one per token."""
+    """P: number of log-probabilities per action, if P differs from the number of tokens; 0: one per token."""
     imitated: int = 0
-    """H: number of actions per chunk in SFT, if more than executed; 0: K."""
+    """H: number of actions per chunk in SFT, if H exceeds the number of executed actions; 0: K."""
     reply_bytes: int = 0
     """Maximum UTF-8 bytes of a chunk's text; 0: no text."""
     value_dim: int = 0
@@ -316,7 +319,7 @@ class PolicySpec:
     untrainable: str = ""
     """Reason why RL cannot train the policy; empty: RL is supported."""
     scripted: bool = False
-    """True if the environment's own expert chooses the actions, step by step."""
+    """True if the environment's scripted expert chooses the actions, step by step."""
     takes_noise: bool = True
     """True if sampling differs from acting greedily."""
     differentiable: bool = False
@@ -360,7 +363,7 @@ class PolicyCosts:
     outside_layers: int = 0
     """Number of parameters outside the repeated layers: embeddings, output matrix, projectors."""
     logit_bytes: tuple[int, int] = (0, 0)
-    """Bytes of the logits of a vocabulary for log-probabilities: of one sample, and the most at a time."""
+    """Bytes of vocabulary logits for log-probabilities: for one sample, and the maximum at a time."""
     scoring_bytes: tuple[int, int] = (0, 0)
     """Bytes for the gradient of the output matrix while logits exist; the same with recomputed layers."""
     acting_bytes: int = 0

@@ -163,12 +163,12 @@ class Episode:
     cut: bool = False
     """True if the quota of chunk steps cut the episode, which is then excluded from success statistics."""
     counted: bool = True
-    """True if the remaining quota at its start sufficed for the longest episode; otherwise only short episodes would
-    finish."""
+    """True if the remaining quota at the episode's start sufficed for the longest episode; counting other episodes
+    would favour short ones."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     earlier: EarlierPart | None = None
-    """The part before this step, if the episode continues a cut episode."""
+    """Part before this step, if the episode continues a cut episode."""
     instruction: str = ""
     components: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[T, C] reward components of each chunk."""
@@ -193,7 +193,7 @@ class Episode:
 
     @property
     def whole(self) -> EarlierPart:
-        """The episode so far, including the parts of earlier training steps."""
+        """Episode so far, including the parts of earlier training steps."""
         spec, length, earned, success, parts = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
         more = length + self.length, earned + self.episode_return, success or self.success_once
         return EarlierPart(spec, *more, parts + self.components.sum(axis=0))
@@ -215,7 +215,7 @@ class PreparedBatch:
 
     records: IntArray
     episode: IntArray
-    """[B] episode id of each sample; `records`: its arena record."""
+    """[B] episode id of each sample; `records` are the arena records of the samples."""
     advantage: FloatArray
     returns: FloatArray
     """[B, V] value targets."""
@@ -239,7 +239,8 @@ class PolicyOutput:
     replies: tuple[str, ...] = ()
     """Text of each chunk; empty without text."""
     top: tuple[str, ...] = ()
-    """JSON of each reply: [[text, log-probability], ...] for each token: the sampled one, then the most probable."""
+    """JSON of each reply: [[text, log-probability], ...] for each token; the sampled token is first, then the most
+    probable tokens."""
     cut_off: BoolArray | None = None
     """[B] True for replies that hit the token limit; None without replies."""
     cost: IntArray | None = None

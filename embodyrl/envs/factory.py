@@ -83,7 +83,7 @@ class SimFactory(ABC, Generic[S]):
 
 
 _SHARE = 0.8
-"""Fraction of the free memory for simulators; policies and buffers are loaded after them."""
+"""Fraction of the free memory for simulators; policies and buffers are loaded later."""
 
 
 def tasks_in_memory(task_bytes: int, workers: int) -> int:
@@ -100,7 +100,7 @@ def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
 
 
 def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
-    """Yield cameras that do not exist (if the cameras are known) or are named twice."""
+    """Yield cameras that do not exist (if the cameras are known) or occur twice."""
     names = cfg.init_params.camera_names
     for name in names:
         if known is not None and name not in known:

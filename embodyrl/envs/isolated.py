@@ -47,11 +47,11 @@ class Ended:
     timeout_s: float
     output: str
     log: str
-    """The end of standard error."""
+    """End of standard error."""
 
     @property
     def reason(self) -> str:
-        """Reason for a missing result: the deadline, the signal, or the last line of the log."""
+        """Return the reason for a missing result: the deadline, the signal, or the last line of the log."""
         lines = self.log.strip().splitlines()
         if self.code is None:
             return f"no response within {self.timeout_s:g} s"

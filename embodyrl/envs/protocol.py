@@ -96,7 +96,7 @@ class ReportsSolvedStarts(Env, Protocol):
     """Interface of environments that report episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return the slots, of those reset last, whose goal is reached before the first action."""
+        """Return the most recently reset slots whose goal is reached before the first action."""
         ...
 
 
@@ -129,7 +129,7 @@ class EnvContext:
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Parts from other sections of the config, set by `EnvFactory.complete`."""
+    """Objects derived from other config sections, set by `EnvFactory.complete`."""
     pictures: bool = True
     """True if `render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
@@ -191,7 +191,7 @@ class EnvFactory(Protocol):
 
 
 class GoalJudge(Protocol):
-    """Interface of rewards of executed actions for other goals."""
+    """Interface of rewards of executed actions for relabelled goals."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
         """Return rewards [n] and terminations [n] of env steps that reached `achieved` [n, G], for goals `desired` [n,
@@ -205,7 +205,7 @@ class GoalJudge(Protocol):
         ...
 
     def close(self) -> None:
-        """Free its resources; idempotent."""
+        """Free the resources; idempotent."""
         ...
 
 

@@ -65,7 +65,7 @@ class RewardStep:
     reward: float
     """The simulator's own reward after the action, neither relative nor scaled."""
     success: bool
-    """The goal is reached after the action."""
+    """True if the goal is reached after the action."""
     terminated: bool
     truncated: bool
     look: Callable[[], ObservationOut] = field(repr=False)
@@ -88,7 +88,8 @@ def success(step: RewardStep) -> float:
 
 
 StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
-"""Several numbers are weighted and added; the function's attribute `components` contains their names."""
+"""Function of a step.
+Several returned numbers are weighted and added; the attribute `components` contains their names."""
 
 STEP_REWARDS: Registry[StepFunction] = Registry(
     "step reward",
@@ -107,7 +108,7 @@ REWARD_MODELS: Registry[Callable[[Path], StepFunction | None]] = Registry(
 
 
 def _reward_model(path: str) -> StepFunction | None:
-    """Return the reward model in a folder; None: the path is that of a function."""
+    """Return the reward model in a folder; None if the path is that of a function."""
     folder = resolve_asset(path)
     found = (load(folder) for load in REWARD_MODELS.every()) if folder.is_dir() else ()
     return next((model for model in found if model is not None), None)
@@ -168,7 +169,7 @@ class StepReward:
 
 
 def _line(error: Exception) -> str:
-    """Return the deepest line of the file of the user's function; "" for errors in the value that it returned."""
+    """Return the deepest line of the traceback in the user's file; empty for an error in the returned value."""
     below = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in below if frame.filename == below[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

@@ -46,8 +46,8 @@ class TrainSplit(EnvSplit):
     auto_reset: bool = True
     """Start the next episode of a slot when an episode ends; false: one episode per slot and rollout epoch."""
     continue_episodes: bool = False
-    """With algorithms that count steps (GAE): continue an episode that the end of a step cuts in the next step. Every
-    episode then starts from a separate initial state."""
+    """With algorithms that count steps (GAE): an episode that is cut at the end of a training step continues in the
+    next step. Every episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
     """Share one reset id among the members of a group, and among all episodes of a slot within one rollout epoch."""
     max_steps_per_rollout_epoch: Count | None = None
@@ -126,7 +126,7 @@ class InitParams(Settings):
     camera_widths: Annotated[int, Field(ge=1, le=8192)] = 256
     """Width of every camera image, pixels."""
     camera_names: list[str] = ["agentview"]
-    """Cameras to render for the policy, in the order of its image inputs; each one costs rendering time."""
+    """Cameras to render for the policy, in the order of its image inputs; each camera costs rendering time."""
 
 
 class CameraSettings(Settings):

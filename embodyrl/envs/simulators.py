@@ -18,11 +18,12 @@ class SimStep:
     reward: float
     """Reward of the simulator after this action, neither relative nor scaled."""
     terminated: bool
-    """The task ended (goal reached or failed); never the time limit."""
+    """True if the task ended (goal reached or failed); never set by the time limit."""
     success: bool
     """True if the goal is reached after this action."""
     truncated: bool = False
-    """The simulator truncated the episode, for example by its own time limit; requires `EnvSpec.may_truncate`."""
+    """True if the simulator truncated the episode, for example by its own time limit; requires
+    `EnvSpec.may_truncate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

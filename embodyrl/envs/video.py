@@ -36,7 +36,7 @@ class Recorder(Protocol):
     """Writer of the video of one episode."""
 
     success: bool
-    """The goal was reached in some frame."""
+    """True if the goal was reached in some frame."""
 
     def add(self, frame: ByteArray, success: bool) -> None:
         """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal is reached."""

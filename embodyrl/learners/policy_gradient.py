@@ -21,8 +21,7 @@ from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 AT_ONCE = 2**18
-"""Number of tokens of all ranks whose metrics are computed in one pass: few operations for small networks, little
-memory for large ones."""
+"""Number of tokens of all ranks whose metrics are computed in one pass; the number limits memory for large networks."""
 _Taken = tuple[dict[str, float], list[Measured]]
 
 
@@ -31,7 +30,7 @@ class _Proximal:
     """Denominator of the ratio and correction factors, aligned with a batch."""
 
     logprob: torch.Tensor
-    """[B, L]"""
+    """[B, L] log-probabilities of the old policy."""
     correction: torch.Tensor | None
     metrics: dict[str, float]
 
@@ -43,7 +42,7 @@ class _Part:
     seen: IntArray | Observation
     """Observations, or their records [B]; images are read on demand."""
     tokens: IntArray
-    """[B, L]"""
+    """[B, L] sampled tokens."""
     inputs: LossInputs
     """Loss inputs, on the host."""
 
@@ -109,7 +108,7 @@ class PolicyGradientLearner(Learner):
             self._reference.save(folder / _REFERENCE)
 
     def load(self, folder: Path) -> None:
-        """Load the files of `save`, if any."""
+        """Load the files written by `save`, if any."""
         if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
 
@@ -164,7 +163,7 @@ class PolicyGradientLearner(Learner):
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
-        """Recompute the batch's log-probabilities if the algorithm needs them; else use those of the rollout."""
+        """Recompute the batch's log-probabilities if the algorithm needs new ones; else use those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
@@ -279,7 +278,7 @@ def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
 
 
 def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
-    """Split `total` into the fewest parts of at most `largest`, or into `number` parts, as equal as possible.
+    """Split `total` into the fewest parts of at most `largest`, or into `number` parts; parts are nearly equal.
 
     >>> even_parts(10, 4), even_parts(10, 4, 2)
     ([4, 3, 3], [5, 5])

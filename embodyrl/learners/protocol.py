@@ -19,7 +19,7 @@ class LearnerContext:
     """Arguments of a learner."""
 
     trainer: Trainer
-    """Trainer of the policy; the policy acts in this process or in others."""
+    """Trainer of the policy; the policy acts in this process or in other processes."""
     arena: Arena
     algorithm: Algorithm | None
     """Algorithm; None: SFT."""
@@ -29,7 +29,7 @@ class LearnerContext:
     seed: int
     env: EnvSpec
     judge: EnvSettings | None = None
-    """Environment that computes the rewards of other goals, if the algorithm needs it."""
+    """Environment that computes the rewards of relabelled goals, if the algorithm needs such rewards."""
     reference: Policy | None = None
     """Reference policy, if the algorithm needs it."""
 
@@ -52,7 +52,7 @@ class Learner(Protocol):
         """Write additional state of a checkpoint; all ranks call this method, the first rank writes."""
 
     def load(self, folder: Path) -> None:
-        """Load the files of `save`."""
+        """Load the files written by `save`."""
 
     def close(self) -> None:
         """Free resources; idempotent."""

@@ -21,7 +21,7 @@ class Ranks(Protocol):
 
     rank_info: RankInfo
     shards: bool
-    """True if the module contains shards of the weights, except between `act` and `train`."""
+    """True if the module contains shards of the weights; between `act` and `train` it contains full weights."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """Run a forward pass; `last`: the backward pass ends the gradient accumulation. Collective."""

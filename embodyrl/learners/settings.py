@@ -20,12 +20,13 @@ class CriticSettings(Settings):
 
 
 class FsdpSettings(Settings):
-    """Config keys for the training processes and of weight sharding."""
+    """Config keys for the training processes and for weight sharding."""
 
     size: CountOrAll = -1
     """Number of actor ranks; -1: one per GPU of this host. Without GPUs, or if the policy supports only one rank: 1."""
     shard_size: CountOrAll = -1
-    """Ranks that share one copy of the weights; other groups have replicas (HSDP). -1: all ranks; 1: replicas only."""
+    """Number of ranks that share one copy of the weights; other groups of ranks have replicas (HSDP).
+    -1: all ranks; 1: replicas only."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
@@ -53,7 +54,7 @@ class OptimSettings(Settings):
     adam_eps: Positive = 1.0e-5
     """AdamW: epsilon in the denominator."""
     weight_decay: Rate = 0.0
-    """AdamW: decoupled weight decay; SAC: of the policy only."""
+    """AdamW: decoupled weight decay; with SAC, only for the policy."""
     clip_grad: Positive = 1.0
     """Gradient norm limit."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"

@@ -152,7 +152,7 @@ class Optimization:
             raise problems[0]
 
     def load(self, folder: Path, policy: Policy) -> None:
-        """Load the files of `save`.
+        """Load the files written by `save`.
 
         Learning rates, weight decay and similar settings are those of this run's config.
         """
@@ -223,7 +223,7 @@ class Trainer:
         *,
         values_only: bool = False,
     ) -> InParts[tuple[dict[str, float], list[M]] | None]:
-        """Accumulate gradients over micro-batches, yielding after each, and take one optimizer step.
+        """Accumulate gradients over micro-batches, yielding after each micro-batch, and take one optimizer step.
 
         Args:
             parts: the micro-batches and their masks, as returned by `deal`.
@@ -292,7 +292,7 @@ def _save_policy(policy: Policy, env: EnvSpec, folder: Path) -> None:
 
 
 def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:
-    """Return the sample positions of each forward pass: `size` each, or limited by a budget of padded tokens.
+    """Return the sample positions of each forward pass: `size` samples each, or limited by a budget of padded tokens.
 
     Args:
         cost: [n] tokens of each sample.

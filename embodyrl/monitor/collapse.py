@@ -12,7 +12,7 @@ _SOLVED = 0.9
 _RISE = 0.05
 """Minimum rise of the return, in addition to a tenth of its initial value."""
 _PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
-"""Fraction of a reward, and of the reply length, after a collapse; fraction of truncated replies."""
+"""Fraction of a reward, and of the reply length, below which a collapse is reported; fraction of truncated replies."""
 _PART_AT_FIRST = 0.1
 """Minimum initial mean of a reward that can collapse."""
 

@@ -26,7 +26,7 @@ PROGRESS_PERIOD_S = 30.0
 _READER_S = 1.0
 """Timeout for a blocked reader of standard output; text that does not fit is dropped."""
 _PIECE = 1024
-"""Number of characters that fit into any pipe that is not full."""
+"""Number of characters that fit into any pipe with free space."""
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
@@ -66,7 +66,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def _says_nothing(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return True for the validation return if a success rate is shown."""
+    """Return True for the validation return if a success rate is shown instead."""
     return name == "eval/return" and "eval/success_once" in metrics
 
 
@@ -97,7 +97,7 @@ class ConsoleMonitor(Monitor):
         self._picture: Live | None = None
         self._quiet_since = clock()
         self._unread = 0
-        """Number of dropped lines."""
+        """Number of dropped output lines."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """See `Monitor.open`."""

@@ -20,7 +20,7 @@ _BACKLOG = 1000
 
 
 class BackgroundMonitor(Monitor):
-    """Logger that runs the calls of another logger in order in a thread; the next call raises their errors."""
+    """Logger that runs the calls of another logger in order in a thread; the next call raises earlier errors."""
 
     def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
         """Wrap `monitor`; `patience_s` limits one call, and `close_s` the final flush."""
@@ -93,7 +93,7 @@ _log = logging.getLogger(__name__)
 
 
 def missing_loggers(backends: Sequence[str]) -> list[str]:
-    """Return one line for each backend that does not exist or whose package is not installed."""
+    """Return one line for each backend that does not exist or lacks its package."""
     problems: list[str] = []
     for name in backends:
         try:

@@ -55,7 +55,8 @@ class EpisodeRow:
     solved_at_reset: bool = False
     """True if the goal was already reached before the first action."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
-    """`rollout.logprobs`: for each token of all replies (text, log-probability), then of the most probable tokens."""
+    """`rollout.logprobs`: for each token of all replies (text, log-probability) of the token, then of the most
+    probable tokens."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
@@ -71,7 +72,7 @@ class EpisodeRow:
 
     @property
     def outcome(self) -> str:
-        """success, failure, or played if the environment reports no success."""
+        """Outcome of the episode: success, failure, or played if the environment reports no success."""
         known = self.success_once
         return "played" if known is None else "success" if known else "failure"
 
@@ -116,7 +117,7 @@ _LONGEST_LINE = 1 << 24
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSON lines file; empty if it is missing. Truncated lines are skipped."""
+    """Read the objects of a JSON lines file; empty if the file is missing. Truncated lines are skipped."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -161,7 +162,7 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """Read the totals of an evaluation from the `eval.json` of its folder; empty if it is missing.
+    """Read the totals of an evaluation from the `eval.json` of its folder; empty if the file is missing.
 
     Raises:
         ConfigError: the file is damaged.

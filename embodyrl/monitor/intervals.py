@@ -116,7 +116,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson 95 % interval, over states if episodes repeat them."""
+        """Wilson 95 % interval, over states if several episodes share a state."""
         n = self.episodes if self.effective is None else self.effective
         return wilson(self.value * n, n)
 
@@ -134,7 +134,7 @@ class Rate:
 
     @property
     def short(self) -> str:
-        """Rate without an interval."""
+        """Rate as text, without an interval."""
         return f"{100 * self.value:.0f} %" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
@@ -182,7 +182,7 @@ class Mean:
 
     @property
     def short(self) -> str:
-        """The mean without its interval."""
+        """Mean as text, without its interval."""
         return f"{self.value:.4g}" if self.episodes else "-"
 
     def change(self, later: Score) -> str:

@@ -81,7 +81,7 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
 def _by_start(
     episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
 ) -> dict[tuple[object, ...], EpisodeRow]:
-    """Index episodes by task, initial state, seed, and the number of earlier episodes with the same three."""
+    """Index episodes by task, initial state, seed, and the number of earlier episodes with the same three values."""
     found: dict[tuple[object, ...], EpisodeRow] = {}
     seen: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):

@@ -26,7 +26,7 @@ class RunInfo:
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)
-    """A few lines about the configuration, name to value."""
+    """Lines about the configuration: text by name."""
 
 
 class Monitor:
@@ -36,7 +36,8 @@ class Monitor:
     """
 
     prompt: ClassVar[bool] = False
-    """Call the logger in the training thread. False: a background thread calls the logger, without terminal output."""
+    """True if the logger runs in the training thread.
+    False: a background thread calls the logger, without terminal output."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Open the logger; an error here ends the run."""

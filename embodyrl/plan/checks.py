@@ -38,13 +38,13 @@ _INERT = (
     *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
-"""Text keys without an effect on policies of actions."""
+"""Keys for text that have no effect on policies with actions."""
 
 
 def validated(
     root: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = MappingProxyType({})
 ) -> S | None:
-    """Return the settings for values by dotted name; None if a value is invalid, with a line in `problems` for each.
+    """Return the settings for values by dotted name; None if a value is invalid, with a line in `problems` per value.
 
     Types are strict: a string is not converted to a number, nor a number to a boolean. `last` contains the source
     of each value.
@@ -104,7 +104,7 @@ def wrong_value(key: Key, value: Any) -> list[str]:
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Return one line for each of these keys that has no effect, given the other values.
+    """Return one line for each of the given keys that has no effect with the other values.
 
     `needs` are conditions in addition to those of the classes.
     """
@@ -135,7 +135,7 @@ def _holds(root: Settings, condition: str) -> bool:
 
 
 def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]]:
-    """Return all nodes with the prefix of their keys."""
+    """Return all nodes of the settings with the prefix of their keys."""
     yield prefix, node
     for name in type(node).model_fields:
         if isinstance(value := getattr(node, name), Settings):

@@ -36,13 +36,13 @@ class EpisodeList:
     num_slots: int
     """Number of slots for the episodes, in all env workers."""
     max_episode_steps: int
-    """Number of env steps after which an episode is truncated."""
+    """Maximum number of env steps; longer episodes are truncated."""
     max_chunks: int
-    """Number of chunks after which an episode is truncated."""
+    """Maximum number of chunks; longer episodes are truncated."""
     ignore_terminations: bool
-    """Continue after a success until the time limit."""
+    """True if episodes continue after a success until the time limit."""
     waves: tuple[Wave, ...]
-    """Waves in order."""
+    """Waves in the order of execution."""
 
     @property
     def episodes(self) -> Iterator[EpisodeSpec]:
@@ -69,7 +69,7 @@ def own_tasks(env: EnvSpec) -> range:
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return all reset ids of the selected tasks and initial states; with `across`, in every suite.
+    """Return all reset ids of the selected tasks and initial states; with `across`, of all suites.
 
     Raises:
         ConfigError: a task id or initial state does not exist.
@@ -83,7 +83,7 @@ def _reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArr
 
 
 def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return the split's task ids in the main suite; with `across`, of the same tasks in every suite.
+    """Return the split's task ids in the main suite; with `across`, the ids of the same tasks in all suites.
 
     Raises:
         ConfigError: a task id does not exist.
@@ -117,7 +117,7 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
 
 
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:
-    """Return the first and the last initial state of a split if the environment has held-out states; None: all."""
+    """Return the first and last initial state of a split if the environment has held-out states; None: all states."""
     last = env.states_per_task[0] - 1
     border = last - env.benchmark.held_out
     return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
@@ -131,7 +131,7 @@ def groups_per_step(cfg: Config) -> int:
 def train_episodes(
     cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
 ) -> EpisodeList:
-    """Plan a training step: a pure function of config, step and, with a curriculum, of the outcomes `seen` before.
+    """Plan a training step: a pure function of config, step and, with a curriculum, of the earlier outcomes `seen`.
 
     Therefore a resumed run has the same episodes.
     """
@@ -186,14 +186,14 @@ def count_asked(cfg: Config, env: EnvSpec) -> int:
 
 
 def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Yield n reset ids for an evaluation, distributed evenly over tasks with these ids."""
+    """Yield n reset ids for an evaluation, distributed evenly over the given tasks."""
     for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
         lap, task = divmod(place, len(tasks))
         yield from tasks[task][lap : lap + 1]
 
 
 def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, int]:
-    """Return task id, reset id and seed of an evaluation episode: the tasks take turns, then their initial states."""
+    """Return task id, reset id and seed of an evaluation episode; episodes cycle through tasks, then states."""
     tasks = selected_tasks(env, split, across=True)
     trial, place = divmod(episode, len(tasks))
     ids = reset_ids_of(env, split, tasks[place])
@@ -233,7 +233,7 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
 
 
 def one_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
-    """Run these episodes in order, in all available slots."""
+    """Return a wave that runs the episodes in order, in all available slots."""
     return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
 
 
@@ -315,7 +315,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
 
     @cache
     def specs(nth: int) -> list[EpisodeSpec]:
-        """Return the nth episodes of all queues at once; batching thousands costs as much as ten."""
+        """Return the nth episodes of all queues in one batch; large batches take no longer than small batches."""
         ids = np.asarray(reset_ids)
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]

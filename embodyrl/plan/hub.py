@@ -1,4 +1,4 @@
-"""Names on the hub: download, and replacement of branches by commits."""
+"""Names of hub repositories: download, and replacement of branches by commits."""
 
 import re
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def program_keys(cfg: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_on_hub(path: str) -> bool:
-    """Return whether a path can only be a repository: neither the file nor a folder of its first part exists."""
+    """Return whether a path can only be a repository: neither the path nor a folder with the owner's name exists."""
     found = HUB_NAME.fullmatch(path)
     if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
         return False

@@ -51,8 +51,8 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Setting
     "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
     "algorithm": ("adv_type", _algorithm),
 }
-"""Groups whose keys depend on a selected component: the selecting key and the base class; an algorithm has a class
-for its estimator and one for its loss."""
+"""Groups whose keys depend on a selected component: the selecting key and the base class.
+An algorithm has one class for its estimator and one for its loss."""
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
@@ -220,7 +220,7 @@ def is_known(name: str) -> bool:
 
 @functools.cache
 def _synonyms() -> dict[str, str]:
-    """Return the names of keys in other frameworks, each with the last part of our key."""
+    """Return the names of keys in other frameworks, each with the last part of the key in embodyrl."""
     table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
     return {word: key for key, words in table.items() for word in words.split()}
 

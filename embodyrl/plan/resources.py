@@ -38,7 +38,7 @@ PLANNERS: Registry[Callable[[Any], Resources]] = Registry(
 
 
 def plan_resources(run_plan: Any) -> Resources:
-    """Return the resources of a run by the first planner; without a planner, the resources with the smallest memory."""
+    """Return the resources from the first planner; without a planner, the resources with the smallest memory."""
     for planner in PLANNERS.every():
         return planner(run_plan)
     cfg = run_plan.cfg

@@ -1,4 +1,4 @@
-"""Joins environment, policy, algorithm and workers; mismatches are reported before a process starts."""
+"""Combination of environment, policy, algorithm and workers; mismatches are reported before a process starts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunPlan:
     single_step: bool = False
     """True if every env step is a record."""
     labelled: bool = False
-    """True if each action is recorded with the expert's action for the same state."""
+    """True if the expert's action for the same state is recorded with each action."""
 
     def config(self, kind: type[C]) -> C:
         """Return `cfg` as the config class of its command."""

@@ -31,7 +31,7 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 
 
 def run_config(path: Path) -> Path | None:
-    """Return the saved config of the run at a path or around it; None: no run with checkpoints."""
+    """Return the saved config of the run that contains a path; None: no run with checkpoints."""
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder / "config.yaml"
@@ -47,7 +47,7 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
 
 
 def save_config(cfg: Config, path: Path) -> None:
-    """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
+    """Write every key with its value as YAML, from which `load_saved_config` loads an equal config."""
     write_atomically(path, dump_config(cfg))
 
 
@@ -147,7 +147,7 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
 
 
 def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Return whether this value was set by the file of a command-line group, or of a group that follows from it."""
+    """Return whether the file of a command-line group, or of a derived group, set this value."""
     folders = Path(setting.source).parts[-3:-1]
     return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
 

@@ -82,7 +82,7 @@ class VllmSettings(Settings):
     gpu_memory_utilization: Share | None = None
     """Fraction of GPU memory for vLLM; default: the memory that the run plan leaves free."""
     max_model_len: Count | None = None
-    """Maximum tokens of prompt and reply; default: the model's own limit."""
+    """Maximum tokens of prompt and reply; default: the limit of the model."""
     max_num_seqs: Count | None = None
     """Maximum number of concurrent sequences."""
     max_num_batched_tokens: Count | None = None
@@ -92,7 +92,7 @@ class VllmSettings(Settings):
     enable_chunked_prefill: bool | None = None
     """Split the prefill of long prompts into chunks and interleave them with decoding."""
     enforce_eager: bool | None = None
-    """Disable CUDA graphs: less memory, slower."""
+    """Disable CUDA graphs, which needs less memory and is slower."""
     enable_sleep_mode: bool | None = None
     """Free the engine's GPU memory during updates; default: on if the KV cache of all slots and training do not fit
     together."""
@@ -152,7 +152,7 @@ class EvalSamplingSettings(Settings):
     do_sample: bool = False
     """Sample actions; false: greedy actions."""
     temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
-    """Temperature of sampled evaluation; default: that of training."""
+    """Temperature of sampled evaluation; default: the temperature of training."""
 
 
 class ProtocolSettings(Settings):
@@ -164,7 +164,7 @@ class ProtocolSettings(Settings):
     """Settings of the protocol as key=value; values from the command line override them, and the result lists the
     differences."""
     horizons: dict[str, int] = {}
-    """Time limit in env steps by environment or suite; the protocol is limited to these."""
+    """Time limit in env steps by environment or suite; other environments and suites are rejected."""
     departures: list[str] = []
     """Known differences between evaluations by embodyrl and the published protocol."""
     sources: list[str] = []

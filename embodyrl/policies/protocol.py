@@ -40,11 +40,12 @@ class PolicyRequest:
     device: str
     seed: int
     trainable: bool = True
-    """True: fp32 master weights with autocast to `precision`; False: weights are cast once."""
+    """True: fp32 master weights with autocast to `precision`; False: all weights have the compute precision."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """True if the backward pass recomputes activations."""
     fresh_heads: bool = False
-    """Initialise heads and projectors that the checkpoint lacks randomly instead of raising an error."""
+    """True if heads and projectors that the checkpoint lacks are initialised randomly; False: a missing part is an
+    error."""
     backend: str = "hf"
     """Backend of text generation: hf (the policy's module), vllm, or a server."""
     url: str | None = None
@@ -52,7 +53,7 @@ class PolicyRequest:
     critic: str | None = None
     """Folder of a separate critic of a language model."""
     served_model: str | None = None
-    """Model name on the server; None: its first model."""
+    """Model name on the server; None: the first model of the server."""
     top: int = 0
     """Number of most probable tokens in `PolicyOutput.top`."""
     engine: dict[str, Any] = field(default_factory=dict)

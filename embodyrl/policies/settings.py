@@ -22,7 +22,7 @@ class ModelSettings(Settings):
 
     @property
     def weights(self) -> str | None:
-        """Value of `path`, for a policy with weights."""
+        """Checkpoint path, for a policy with weights."""
         return getattr(self, "path", None)
 
     @property
@@ -42,7 +42,7 @@ class ModelSettings(Settings):
 
     @property
     def compiled(self) -> bool:
-        """True if torch.compile or CUDA graphs are used: weights must keep their memory."""
+        """True if torch.compile or CUDA graphs are used, so that weights must keep their memory addresses."""
         return getattr(self, "compile", False) or self.recorded
 
     @property
@@ -93,7 +93,7 @@ class LoraSettings(Settings):
     init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"
     """Initialisation of the A matrix: gaussian or kaiming; the B matrix starts at 0."""
     path: Path | None = None
-    """Initial adapter folder; without is_lora it is merged into the weights."""
+    """Initial adapter folder; without is_lora the adapter is merged into the weights."""
 
 
 class AdapterSettings(WeightSettings):

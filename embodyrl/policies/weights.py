@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's weights with a model's, without guesses or silent omissions."""
+"""Comparison of a checkpoint's weights with the weights of a model; every difference is an error."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The driver's part of a training step: rollouts, and score and train requests to the actors."""
+"""Training step in the driver: rollouts, and requests to the actors to compute log-probabilities and to train."""
 
 import hashlib
 import json
@@ -63,7 +63,7 @@ class StepRollouts:
         return collection
 
     def ahead(self, step: int) -> None:
-        """Reset idle slots for the step after the last open rollout; the policy acts once its weights are ready."""
+        """Reset idle slots for the step after the last open rollout; the policy acts once it has the new weights."""
         self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
@@ -168,7 +168,7 @@ class Actors:
         (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Load the files of `save`.
+        """Load the files written by `save`.
 
         Raises:
             CheckpointError: a file is missing or damaged.

@@ -175,7 +175,7 @@ class PolicyClient:
         yield from _taken(arena, under_way)
 
     def _present(self) -> list[str]:
-        """Return the acting processes that have the weights."""
+        """Return the acting processes that have the current weights."""
         return [name for name in self._acting if name not in self._lost] if self._lost else self._acting
 
     def _buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:

@@ -27,7 +27,7 @@ class Tally:
     wall_s: float = 0.0
     """Waiting time in seconds."""
     span_s: float = 0.0
-    """Working time in seconds; more than `wall_s` if rollouts overlap an update."""
+    """Working time in seconds; longer than `wall_s` if rollouts overlap with an update."""
     sim_s: float = 0.0
     render_s: float = 0.0
     reset_s: float = 0.0
@@ -117,7 +117,7 @@ class Rollout:
 
     plan: EpisodeList
     not_before: int = 0
-    """Minimum weight version for actions in these episodes; resets may come earlier."""
+    """Minimum weight version for actions in these episodes; resets may happen earlier."""
     greedy: bool = False
     temperature: float | None = None
     """Sampling temperature; None: the training temperature."""
@@ -177,7 +177,7 @@ class Rollout:
         self._spent[slot] += chunks
 
     def left(self, slot: int) -> int:
-        """Return the number of chunk steps left for an idle slot in this wave; `NO_QUOTA`: unlimited."""
+        """Return the number of remaining chunk steps for an idle slot in this wave; `NO_QUOTA`: unlimited."""
         return NO_QUOTA if self._quota is None else self._quota - self._spent[slot]
 
     def ended(self) -> None:

@@ -153,7 +153,7 @@ class RolloutScheduler(EventLoop):
     # --- dispatch ---------------------------------------------------------------------------------------------------
 
     def _dispatch_env(self) -> None:
-        """Send work to each idle stage: a stage steps as a whole, but resets do not wait for inference."""
+        """Send work to each idle stage. All slots of a stage step together, but resets do not wait for inference."""
         # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
         crashed = any(rollout.crash_count for rollout in self._rollouts)
         work = None if crashed else (self._version, self._num_opened, *(rollout.openings for rollout in self._rollouts))
@@ -298,7 +298,7 @@ class RolloutScheduler(EventLoop):
             self._arena.free(self._slots.drop(row))
 
     def _process_reports(self) -> None:
-        """Process all new reports together: array operations on a few slots cost as much as on thousands."""
+        """Process all new reports together, because array operations take as long on a few slots as on thousands."""
         if not (reports := self._stages.take_reports()):
             return
         # Store results before `_on_stepped` closes the episode and clears the slot.

@@ -20,7 +20,7 @@ from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, Episode
 
 
 class Phase:
-    """Event that a slot waits for; plain ints, because they are compared with every chunk."""
+    """Event that a slot waits for; plain ints, because phases are compared for every chunk."""
 
     IDLE = 0
     """Idle, or waiting for its next episode."""
@@ -76,7 +76,7 @@ class Slot:
     open: Open | None = None
     """Cut episode that the simulator still contains; only while idle."""
     earlier: EarlierPart | None = None
-    """The part of the running episode before this rollout."""
+    """Part of the running episode before this rollout."""
     stale: bool = False
     """True if the worker died while the policy was reading the record."""
     solved: bool = False
@@ -100,7 +100,7 @@ class Slots:
         self._taken = np.zeros((count, 32), np.int64)
 
     def may_act(self, version: int, rows: IntArray | slice = slice(None)) -> BoolArray:
-        """Return a mask [n] of slots, by default of all, whose observation the policy may process with this version."""
+        """Return a mask [n] of slots (default: all) whose observation the policy may process with this version."""
         phase = self.phase[rows]
         if Phase.READY not in phase.tobytes():  # the common case; faster than an array comparison
             return np.zeros(len(phase), np.bool_)

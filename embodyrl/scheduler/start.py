@@ -46,7 +46,7 @@ RENDEZVOUS: Registry[Callable[..., Rendezvous]] = Registry(
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Return the rendezvous of the ranks, at an address of this host that they can reach."""
+    """Return the rendezvous of the ranks at an address of this host that all ranks can reach."""
     return Rendezvous(RankInfo()) if ranks == 1 else RENDEZVOUS.get("store")(host, timeout_s)
 
 
@@ -148,7 +148,8 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
 
 _PINNING = "PYTORCH_ALLOC_CONF"
 _EXACT_PINNING = {_PINNING: os.environ.get(_PINNING, "pinned_max_round_threshold_mb:8")}
-"""Allocator setting: by default torch pins memory in powers of two, a third more than the weights of a 7B model."""
+"""Allocator setting: torch's default rounds pinned memory up to powers of two, a third more for the weights of a 7B
+model."""
 
 
 def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:

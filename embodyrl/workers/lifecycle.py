@@ -75,7 +75,7 @@ class PolicyHostInit(WorkerInit):
     longest_episode: int = 1
     """Number of chunks of an episode at its time limit."""
     env: EnvSettings | None = None
-    """Environment that computes the rewards of other goals, if the algorithm needs it."""
+    """Environment that computes the rewards of relabelled goals, if the algorithm needs such rewards."""
     objective: Any = None
     """Objective of SFT, settings with `learner`, `needs_reference` and `reference_path`; None: RL."""
     actor: ActorSettings = field(default_factory=ActorSettings)
@@ -116,7 +116,7 @@ class WorkerSpec:
     """env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
     gpu: str | None = None
-    """The visible GPU of the process; an empty string: none; None: the driver's GPUs."""
+    """Visible GPU of the process; an empty string: no GPU; None: the driver's GPUs."""
 
     @property
     def simulates(self) -> bool:

@@ -49,7 +49,7 @@ from embodyrl.workers.weights import describe_weights, publish, take
 
 
 class PolicyHost:
-    """Rollout worker and learner of a process, if present."""
+    """Rollout worker and learner of a process; either may be absent."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -104,7 +104,7 @@ class PolicyHost:
         yield Done(sequence=request.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
 
     def _carry_out(self, request: Request) -> dict[str, float] | None:
-        """Return metrics, or None if the update is not finished."""
+        """Execute a request; return metrics, or None if the update is not finished."""
         # Free the engine's GPU memory for scoring and training until the next inference.
         if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
             self.policy.rest()
@@ -178,7 +178,7 @@ class _Plan:
     begin: int
     """Env step at which the chunk was sampled."""
     actions: FloatArray
-    """[K, A]"""
+    """[K, A] actions of the chunk."""
 
 
 class RolloutWorker:
@@ -252,7 +252,7 @@ class RolloutWorker:
             arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
 
     def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action of running chunks; return the remaining request and its env steps."""
+        """Write the next action of running chunks; return the requests that need inference, and the env steps."""
         waiting: list[int] = []
         about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
         for place, (row, seed, step) in enumerate(about):
@@ -290,7 +290,7 @@ def _rows(wanted: Sequence[int] | IntArray, padded_size: int, count: int) -> Int
 
 
 def _pad(values: np.ndarray, rows: IntArray, padded_size: int) -> np.ndarray:
-    """Place values at their rows of a batch of fixed size; the other rows repeat the first value."""
+    """Place values at their rows of a batch of fixed size; all other rows repeat the first value."""
     if not padded_size:
         return values
     padded = np.repeat(values[:1], padded_size, axis=0)

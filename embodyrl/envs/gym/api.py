@@ -53,7 +53,7 @@ def require_env(env_id: str, made: Any) -> Any:
 
 
 def _is_old(kind: type) -> bool:
-    """Return True for a class whose `reset` takes no seed, as before Gymnasium 0.26."""
+    """Return True for a class whose `reset` has no seed, as before Gymnasium 0.26."""
     try:
         parameters = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
@@ -63,7 +63,7 @@ def _is_old(kind: type) -> bool:
 
 
 def require_spaces(env_id: str, env: Any) -> None:
-    """Raise ConfigError for an environment without its two spaces."""
+    """Raise ConfigError for an environment without observation_space or action_space."""
     names = ("single_observation_space", "single_action_space")
     for name in names if isinstance(env, VectorEnv) else ("observation_space", "action_space"):
         found = getattr(env, name, None)

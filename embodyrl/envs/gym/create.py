@@ -57,7 +57,7 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 
 
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build an environment as in `create`; also return the names of all environments if a function returns several."""
+    """Build an environment as in `create`; also return all names if a function returns several environments."""
     env_id = str(cfg.id)
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
@@ -85,7 +85,7 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
 
 
 _COUNTS = ("num_envs", "n_envs")
-"""Names of the parameter for the number of environments; the second is LeRobot's."""
+"""Names of the parameter for the number of environments; LeRobot uses the second name."""
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
@@ -116,14 +116,14 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def find_creator(env_id: str) -> Callable[..., Any] | None:
-    """Return the class or function of `package.module:attr`, or of a downloaded repository; None: a registered id."""
+    """Return the class or function of `package.module:attr` or of a downloaded repository; None for a registered id."""
     if _is_path(env_id):
         return CREATORS.get(env_id)
     return program_of(env_id) if "@" in env_id and HUB_NAME.fullmatch(env_id) else None
 
 
 def takes_render_mode(cfg: GymSettings) -> bool:
-    """Return True if the constructor's signature has a render mode."""
+    """Return True if the constructor's signature has the parameter `render_mode`."""
     if cfg.id is None or (creator := find_creator(cfg.id)) is None:
         return True
     kinds = _parameters(creator)
@@ -199,7 +199,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the number of environments as an argument of a vector environment's function."""
+    """Return the number of environments as the keyword argument of a vector environment's constructor."""
     if isinstance(creator, type) or "num_envs" in (takes := _parameters(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).

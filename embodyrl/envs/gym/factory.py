@@ -98,7 +98,7 @@ class GymFactory(SimFactory[GymSettings]):
         return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:
-        """Build an environment that computes the rewards of other goals."""
+        """Build an environment that computes the rewards of relabelled goals."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.goals import GymGoals
 
@@ -120,7 +120,7 @@ def _describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
 
 
 def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe the environment, and warn of threads that are still running; for a process that exits afterwards."""
+    """Describe the environment, and warn of threads that are still running; the calling process exits afterwards."""
     spec = _describe(cfg, pictures)
     left = left_after(_CLOSE_S)
     doubt = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
@@ -163,7 +163,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
 
 
 def _with_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
-    """Add the declared inputs of a person.
+    """Add the inputs for a person that the config declares.
 
     Raises:
         ConfigError: an input does not fit the action space.

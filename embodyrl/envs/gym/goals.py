@@ -1,4 +1,4 @@
-"""Goal environments (Gymnasium-Robotics' GoalEnv): the reward of a step with another goal."""
+"""Goal environments (Gymnasium-Robotics GoalEnv): the reward of a step for a relabelled goal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
 def has_goals(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
-    """Return True if `compute_reward(achieved, desired, info)` with an empty info equals the reward before `seen`."""
+    """Return True if `compute_reward` with an empty info equals the reward of the step that led to `seen`."""
     space = env.observation_space
     if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
         return False
@@ -33,7 +33,7 @@ def has_goals(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
 
 
 class GymGoals:
-    """Implements `GoalJudge`. The functions get goals in the shape and dtype of their space, and an empty `info`."""
+    """Implements `GoalJudge`. The functions receive goals in the shape and dtype of their space, with empty `info`."""
 
     def __init__(self, env_id: str, env: gymnasium.Env[Any, Any]) -> None:
         assert isinstance(env.observation_space, spaces.Dict)

@@ -31,7 +31,7 @@ from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
-"""Number of observations compared."""
+"""Number of compared observations."""
 _TRIED_STEPS, _TRIED_S = 256, 2.0
 """Maximum steps and seconds of the probed episode, in which the probe looks for a success."""
 
@@ -122,7 +122,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Return the results of `_try_out` stored in an earlier description of the environment."""
+    """Return the results of `_try_out` from an earlier description of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "doubts": (),

@@ -20,9 +20,9 @@ _LIKE_SUCCESS = re.compile(
 )
 _LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
-"""Keys of instructions, the most likely first."""
+"""Keys of instructions, the most common first."""
 _ATTRIBUTES = ("task_description", "task")
-"""Attributes of LeRobot's environments with the instruction."""
+"""Attributes with the instruction in LeRobot's environments."""
 
 
 def success_key(cfg: GymSettings) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def names_of(info: Any, before: str = "") -> Iterator[str]:
 def instruction_of(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], seen: Any, info: Mapping[str, Any], env: Any = None
 ) -> str | None:
-    """Return the instruction of an episode from its first observation and info; None: there is none.
+    """Return the instruction of an episode from its first observation and info; None if there is no instruction.
 
     Raises:
         EnvError: `env.instruction_key` is not the key of a string.
@@ -100,7 +100,7 @@ def instruction_of(
 def instruction_doubts(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
 ) -> Iterator[str]:
-    """Warn of texts that no policy receives.
+    """Warn of text observations that no policy receives.
 
     `texts`: texts of the observation; `info`: info of a reset; `found`: the instruction.
     """

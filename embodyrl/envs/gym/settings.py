@@ -43,7 +43,7 @@ class GymSettings(EnvSettings, RewardSettings):
         return self.id or self.env_type
 
     def problems(self) -> Iterator[str]:
-        """Yield keys that exclude each other."""
+        """Yield an error for keys that cannot be combined."""
         if self.instruction is not None and self.instruction_key is not None:
             yield "env.instruction and env.instruction_key are both set; remove one."
         for number, each in enumerate(self.controls):

@@ -71,7 +71,7 @@ class ObservationWriter:
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
     def columns(self, name: str) -> tuple[int, int]:
-        """Return the columns of the state of a member of the dictionary; (0, 0): no columns."""
+        """Return the range of state columns of a member of the dictionary; (0, 0) if the member has no columns."""
         return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
 
     def write(self, observation: Any, out: ObservationOut) -> None:
@@ -135,7 +135,7 @@ class ObservationWriter:
 
 
 def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
-    """Return the number of values of each action dimension [A], and the lowest values in the space's own shape.
+    """Return the number of values of each action dimension [A], and the lowest values in the shape of the space.
 
     None: the action has real numbers, or an unsupported space.
     """
@@ -238,7 +238,7 @@ def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
 
 
 def frames_of(space: Space[Any]) -> _Frames | None:
-    """Return the shape of an image; None: it is not an image."""
+    """Return the shape of an image; None if the space is not an image."""
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
@@ -263,7 +263,7 @@ def is_text(space: Space[Any]) -> bool:
 
 
 _MOST_CATEGORIES = 2**16
-"""Values of a category, each a number of the state."""
+"""Maximum number of values of a category, each of which becomes a number of the state."""
 LONGEST_TEXT = 512
 """Minimum number of UTF-8 bytes for an instruction."""
 

@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec
 
 
 class HistorySettings(EnvSettings):
-    """Config keys for the observation history and of temporal ensembling."""
+    """Config keys for the observation history and for temporal ensembling."""
 
     needs = {"ensemble_chunk": "ensemble_coeff"}
 
@@ -33,7 +33,7 @@ class HistorySettings(EnvSettings):
 
     @property
     def delay(self) -> tuple[int, int]:
-        """See `EnvSettings.delay`; with temporal ensembling, chunks enter the average late instead."""
+        """See `EnvSettings.delay`; with temporal ensembling, chunks enter the average after the delay instead."""
         return super().delay if self.ensemble_chunk is None else (0, 0)
 
     @property
@@ -65,7 +65,7 @@ class HistoryFactory(SimFactory[Any]):
 
     @cached_property
     def settings(self) -> Any:
-        """Keys of the environment and of this module."""
+        """Settings class: the keys of the environment and of this module."""
         return _settings(self.base)
 
     def problems(self, cfg: Any) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _settings(base: str) -> type[HistorySettings]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the settings of an environment with history, for pickle, which looks a class up by its name."""
+    """Return the settings class of an environment with history; pickle looks up classes by name."""
     base, end, rest = name.partition("_settings")
     if end and not rest and base in ENVS.names():
         return _settings(base)

@@ -134,7 +134,7 @@ _CLOSE_STEPS, _OPEN_STEPS = 12, 15
 _REST_STEPS, _RESTS = 5, 0.001
 """An object counts as set down if it sinks less than `_RESTS` metres in `_REST_STEPS` steps."""
 _SLIP = 0.04
-"""A carried object that moved this far in the hand is lost."""
+"""Distance in metres that a carried object may move in the hand before the object counts as lost."""
 
 Actions = Iterator[FloatArray]
 
@@ -220,7 +220,7 @@ class Expert:
         return max(object_way + below + _CLEAR, palm_way - PALM_HEIGHT + 0.02, hand[2] + 0.12)
 
     def _next_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
-        """Return the next grasp of the episode's order, which is recomputed after a failure."""
+        """Return the next grasp in the episode's order; the order is recomputed after a failure."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
         grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))

@@ -36,7 +36,7 @@ object positions, a rephrased instruction, another task."""
 ALL_AXES = (*AXES, *PLUS_AXES)
 
 BASE = "base"
-"""The unchanged suite, if another suite of its family is configured."""
+"""Name of the unchanged suite, if another suite of the same family is configured."""
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), settle steps excluded."""
@@ -69,7 +69,7 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     "libero_goal": (1, 2, 4, 6, 8, 9),
     "libero_10": (0, 7),
 }
-"""Tasks with a scripted expert: those that pick and place can solve (no drawer, knob or push)."""
+"""Tasks with a scripted expert: tasks that need only pick and place (no drawer, knob or push)."""
 
 
 _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
@@ -152,8 +152,8 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Skip repeated work in the physics loop; results equal the benchmark's up to rounding. null: on with
     render_profile=lean."""
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
-    """Additional initial states per task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
-    for evaluation."""
+    """Additional initial states per task (numbers 50 and up) from the benchmark's own sampler: unseen states for
+    evaluation."""
     settle_steps: Annotated[int, Field(ge=1, le=1000), NumbersStates] = 10
     """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
     settle_gripper: Annotated[SettleGripper, NumbersStates] = SettleGripper.open
@@ -198,7 +198,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
-        """Return the perturbations of LIBERO-PRO and LIBERO-Plus, and the unchanged suite if one is configured."""
+        """Return the perturbed suites, and the unchanged suite if a perturbed suite is configured."""
         own = self.own_suite(cfg)
         return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 

@@ -53,7 +53,7 @@ class _Arm(NamedTuple):
     bias: DoubleArray
     """[7] gravity and Coriolis torques, N m."""
     inertia: DoubleArray
-    """The mass matrix in MuJoCo's sparse form."""
+    """Mass matrix in MuJoCo's sparse form."""
     torques: DoubleArray
     """[7] torque commands of the motors, N m."""
     low: DoubleArray

@@ -164,7 +164,7 @@ class LiberoSims(PerSlot):
         return self.pool.use(slot).save()
 
     def load(self, slot: int, state: SimState) -> None:
-        """Continue in a saved state; the expert makes another plan."""
+        """Restore a saved state; the expert plans again."""
         self.pool.use(slot).load(state)
         self._experts[slot] = Expert(self._seeds[slot], nearest=self._nearest)
 

@@ -238,7 +238,7 @@ class TaskSimulator:
         )
 
     def load(self, state: SimState) -> None:
-        """Continue a saved episode of this task, also one of another instance of the model."""
+        """Restore a saved episode of this task, also from another instance of the model."""
         for name, value in state.model.items():
             getattr(self._model, name)[:] = value
         mujoco.mj_setState(self._model, self._data, state.physics, _PHYSICS)
@@ -333,7 +333,7 @@ class TaskSimulator:
 
 
 def _nothing(force: bool = False) -> None:
-    """Replacement of robosuite functions without effect."""
+    """Do nothing: replaces robosuite functions whose effect is not needed."""
 
 
 @contextlib.contextmanager

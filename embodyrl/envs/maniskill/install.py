@@ -45,7 +45,7 @@ class Description:
     action_high: tuple[float, ...]
     """Upper action bounds [A]."""
     has_gripper: bool
-    """The last action dimension is the gripper."""
+    """True if the last action dimension is the gripper."""
     state_dim: int
     cameras: tuple[str, ...]
     max_episode_steps: int
@@ -71,7 +71,7 @@ def physx_file() -> Path:
 
 
 def fetch_physx() -> None:
-    """Download PhysX for GPUs with SAPIEN before its first scene, with a timeout and a message.
+    """Download PhysX for GPUs through SAPIEN before its first scene, with a timeout and a message.
 
     Raises:
         MissingDependencyError: the download or loading failed; the message names the file to copy.

@@ -8,7 +8,7 @@ from embodyrl.findings import Finding
 
 
 def probe_vulkan() -> Finding:
-    """Start SAPIEN's renderer, without which ManiSkill does not even simulate."""
+    """Start SAPIEN's renderer, which ManiSkill needs even for simulation without images."""
     try:
         version = metadata.version("sapien")
     except metadata.PackageNotFoundError:

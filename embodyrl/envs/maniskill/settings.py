@@ -38,7 +38,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
 
 
 SEEDS = 100_000
-"""Number of reset ids of a task; each one is the seed of an episode."""
+"""Number of reset ids of a task; each reset id is the seed of an episode."""
 
 _TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
@@ -54,7 +54,8 @@ TASK_IDS = {
 HAND_CAMERA = "hand_camera"
 
 EE_DELTA_POSE = "pd_ee_delta_pose"
-"""Seven numbers: hand displacement (1 is 0.1 m), its rotation (1 is 0.1 rad), gripper (1 opens, -1 closes)."""
+"""Seven numbers: displacement of the hand (1 is 0.1 m), rotation of the hand (1 is 0.1 rad), gripper (1 opens, -1
+closes)."""
 
 DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
 """Tasks with a scripted expert, in `EE_DELTA_POSE`."""

@@ -1,4 +1,4 @@
-"""ManiSkill as slot simulators, and scripted experts. CPU simulators of one process share renderer and shaders."""
+"""ManiSkill as slot simulators, and scripted experts; CPU simulators of one process share renderer and shaders."""
 
 from collections.abc import Callable
 from typing import Any

@@ -234,7 +234,7 @@ def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
 
 
 def _task(cfg: ManiSkillSettings) -> Any:
-    """Return ManiSkill's entry of the task after checking that its files exist."""
+    """Return ManiSkill's registration of the task after checking that its files exist."""
     _prepare_process()
     from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
 

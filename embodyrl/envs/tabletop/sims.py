@@ -84,7 +84,7 @@ def _push(world: World) -> Command:
 
 
 def _go_down_at(world: World, point: Point, gripper: float) -> Command:
-    """Move at travel height, then descend above the point."""
+    """Return a command to move at travel height, then to descend above the point."""
     near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
     height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
     # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:

@@ -35,9 +35,9 @@ _WOOD = np.array((192, 164, 130), np.float32)
 _TABLE_EDGE = np.array((134, 108, 82), np.float32)
 
 _SLANT = 0.82
-"""Rows in the front image per metre in y, relative to a metre in x ..."""
+"""Rows in the front image per metre in y, relative to a metre in x (sine of the camera angle)."""
 _RISE = 0.57
-"""... and per metre in z (sine and cosine of one camera angle)."""
+"""Rows in the front image per metre in z, relative to a metre in x (cosine of the camera angle)."""
 _FRONT_WIDTH = 0.72
 _FRONT_BOTTOM = -0.32
 _TABLE = REACH + 0.02
@@ -53,7 +53,7 @@ _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
 
 _COUNT = np.arange(MAX_SIZE, dtype=np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-"""Preallocated arrays: most shapes cover few pixels, so each numpy call matters."""
+"""Preallocated arrays, because most shapes cover few pixels and each numpy call takes time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _finger_distance(world: World) -> float:
 
 
 def _span(centre: float, half: float, size: int) -> slice:
-    """Return the pixels of the interval inside the image; empty if it is outside."""
+    """Return the pixels of the interval inside the image; empty if the interval is outside."""
     start = min(max(int(centre - half), 0), size)
     return slice(start, max(min(int(centre + half) + 1, size), start))
 
@@ -238,7 +238,7 @@ def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
 
 @lru_cache(maxsize=4)
 def _front_background(size: int) -> FloatArray:
-    """Return wall, table top and its near edge."""
+    """Return the background image: wall, table top and its near edge."""
     pixel = _FRONT_WIDTH / size
     centres = (np.arange(size, dtype=np.float32) + 0.5) * pixel
     u, v = centres - _FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH - centres

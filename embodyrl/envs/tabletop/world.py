@@ -23,11 +23,11 @@ BLOCK_SIDE = 0.06
 BLOCK_HEIGHT = 0.05
 PLATE_RADIUS = 0.065
 GRASP_RADIUS = 0.04
-"""Maximum horizontal distance of a block's centre for a grasp ..."""
+"""Maximum horizontal distance of a block's centre from the gripper for a grasp."""
 GRASP_HEIGHT = 0.035
-"""... and maximum height of the gripper."""
+"""Maximum height of the gripper for a grasp."""
 PUSH_RADIUS = 0.042
-"""Distance of a low, closed gripper from the centre of every block, which is pushed."""
+"""Distance from the centre of a block within which a low, closed gripper pushes the block."""
 PUSH_HEIGHT = 0.04
 ON_PLATE = 0.05
 """Maximum distance of the centres of a block and the plate below it."""
@@ -109,7 +109,7 @@ class World:
     held: int | None = None
     """Index of the block between the closed fingers."""
     lifted: bool = False
-    """The task's block was grasped in this episode, not only pushed."""
+    """True if the task's block was grasped in this episode, not only pushed."""
     palette: int = 0
     """Palette index; 1: the shades of `Axis.colours`."""
 

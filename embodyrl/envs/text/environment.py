@@ -28,7 +28,7 @@ from embodyrl.types import (
 )
 
 Tool = Callable[[str], str]
-"""Function from the text of a call to the answer; the message of a ValueError becomes the answer."""
+"""Function from the text of a tool call to the tool's answer; the message of a ValueError becomes the answer."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
@@ -37,7 +37,7 @@ TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
 LAST_BYTES = 1 << 10
 """Bytes of the last observation for the final reply, which is stored for display only."""
 TURN_BYTES = 1 << 12
-"""Bytes for a reply and a tool's answer, per turn after the first; a conversation that needs more ends."""
+"""Bytes for a reply and a tool's answer, per turn after the first; a conversation that exceeds its space ends."""
 ANSWER_BYTES = 1 << 10
 """Bytes kept of a tool's answer."""
 

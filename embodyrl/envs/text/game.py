@@ -112,7 +112,7 @@ WORDS: Registry[Words] = Registry(
     "words", group="embodyrl.words", wants="a function of (observation, info)", fits=takes(2)
 )
 SEEDS = 100_000
-"""Number of reset ids; each one is the seed of an episode."""
+"""Number of reset ids; each reset id is the seed of an episode."""
 SEEN_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
 """Maximum bytes of an observation and of a reply in the conversation."""
 _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")

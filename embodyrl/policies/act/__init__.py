@@ -61,15 +61,15 @@ class ActFactory(LeRobotFactory):
         return replace(spec, doubts=(*spec.doubts, doubt))
 
     def features(self, config: ActConfig) -> int:
-        """Return the number of features: the width of the encoder's mean output."""
+        """Return the number of features: the width of the mean encoder output."""
         return config.dim_model
 
     def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
-        """Return the width of the latent, the actor's output."""
+        """Return the width of the latent, which the actor outputs."""
         return config.latent_dim
 
     def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
-        """Return the record of a chunk: its executed actions."""
+        """Return the record of a chunk, which contains the executed actions."""
         return ChunkRecord.chain(chunk_shape(config), 0)
 
     def passes(self, cfg: ActSettings, config: ActConfig) -> int:

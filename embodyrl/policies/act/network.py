@@ -24,9 +24,9 @@ class Tokens:
     """Encoder tokens of B observations, without the latent's token."""
 
     content: Tensor
-    """[N - 1, B, D]"""
+    """[N - 1, B, D] token contents."""
     places: Tensor
-    """[N, 1, D] positions, the latent's first."""
+    """[N, 1, D] positions; the first is that of the latent."""
 
 
 class Decoded(NamedTuple):
@@ -35,16 +35,16 @@ class Decoded(NamedTuple):
     hidden: Tensor
     """[H, B, D] output of the decoder."""
     actions: Tensor
-    """[B, H, A] normalized."""
+    """[B, H, A] normalized actions."""
 
 
 class Posterior(NamedTuple):
     """Gaussian of the latent, given the actions."""
 
     mean: Tensor
-    """[B, Z]"""
+    """[B, Z] mean."""
     log_variance: Tensor
-    """[B, Z]"""
+    """[B, Z] logarithm of the variance."""
 
     def divergence(self) -> Tensor:
         """Return the KL divergence to the standard normal distribution, summed over the latent: [B]."""
@@ -70,7 +70,7 @@ class _FeedForward(nn.Module):
         return self.linear2(self.dropout(self._activate(self.linear1(x))))
 
     def around(self, x: Tensor, index: int, inner: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return x plus `inner` of x; the norm is applied before `inner` (pre-norm) or after the sum."""
+        """Return x + inner(x), with the norm before `inner` (pre-norm) or after the sum."""
         norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
         if self._pre_norm:
             return x + dropout(inner(norm(x)))

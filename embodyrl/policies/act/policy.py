@@ -64,7 +64,7 @@ class ActPolicy(LeRobotPolicy):
         return Chosen(state=rows, tokens=tokens, logprob=spread.log_prob(rows))
 
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Score sampled rows."""
+        """Return log-probability and entropy of sampled rows."""
         spread = self._around(read, self._temperature)
         rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(spread.mean)
         return spread.log_prob(rows), spread.entropy()

@@ -20,7 +20,7 @@ from embodyrl.types import FloatArray, IntArray
 
 _WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
-"""Logit of padding: its probability is exactly 0, and 0 * -1e9 is finite."""
+"""Logit of padding, whose probability is exactly 0 while 0 * -1e9 is finite."""
 
 
 class Stack(nn.Sequential):
@@ -61,7 +61,7 @@ def _activate(x: Tensor, activation: str) -> Tensor:
 
 
 class _Stacks(torch.autograd.Function):
-    """Several `Stack`s of one depth on one input; `weights`: weight and bias of each layer of each stack."""
+    """Several `Stack`s of one depth on the same input; `weights`: weight and bias of each layer of each stack."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, depth: int, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -290,7 +290,7 @@ class SquashedHead(GaussianHead):
         return super().to_actions(np.tanh(choice))
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to choices, both [B, K, A]; a bound would give infinity."""
+        """Convert actions to choices, both [B, K, A]; actions at the bounds are moved inside, where atanh is finite."""
         return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
 
     def normalise(self, actions: FloatArray) -> FloatArray:

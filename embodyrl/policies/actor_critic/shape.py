@@ -47,7 +47,7 @@ class NetShape:
     squashed: bool = False
     """True if actions are tanh of Gaussians whose deviation depends on the observation."""
     cameras: tuple[str, ...] = ()
-    """Names of the C cameras, in order."""
+    """Names of the C cameras, in the order of the images."""
     grey: bool = False
     """True if one channel of each image is used, because all three are equal."""
 

@@ -150,7 +150,7 @@ def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
 
 
 def _count(folder: Path) -> int:
-    """Return the number of parameters according to the headers of the weight files.
+    """Return the number of parameters from the headers of the weight files.
 
     Raises:
         CheckpointError: a header is damaged.

@@ -14,14 +14,14 @@ CRITIC_FOLDER = "critic"
 
 
 class WithCritic:
-    """Implementation of `TextPolicy` and `HasEngine`: actions and probabilities of one model, values of another.
+    """Implementation of `TextPolicy` and `HasEngine`: one model acts, another model computes the values.
 
     The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
     and the warm-up of value heads.
     """
 
     def __init__(self, policy: Policy, critic: Policy, path: str) -> None:
-        """Join both models.
+        """Combine both models.
 
         Raises:
             ConfigError: the critic of `path` has another tokenizer.
@@ -33,7 +33,7 @@ class WithCritic:
             )
         self.vocabulary = own
         self.alone = policy
-        """The policy without the critic, for a reference."""
+        """Policy without the critic, used as a reference."""
         self._policy, self._critic = policy, critic
         assert isinstance(policy, TextPolicy), "only text policies have a vocabulary"
         self.values, self.imitate = critic.values, policy.imitate
@@ -64,7 +64,7 @@ class WithCritic:
         self._critic.save(folder / CRITIC_FOLDER)
 
     def load_weights(self, folder: Path) -> None:
-        """Load the weights (see `Policy.load_weights`); a critic that the folder lacks is unchanged."""
+        """Load the weights (see `Policy.load_weights`); if the folder has no critic, the critic is unchanged."""
         self._policy.load_weights(folder)
         if (folder / CRITIC_FOLDER).is_dir():
             self._critic.load_weights(folder / CRITIC_FOLDER)

@@ -21,7 +21,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
-"""Cache size of the CPU build; on a GPU vLLM gets its share of memory from the run plan."""
+"""Cache size of the CPU build; on a GPU the run plan sets vLLM's share of memory."""
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class VllmEngine:
     def sync(
         self, module: nn.Module, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Load the module's weights if their version has changed since the last call; end the sleep.
+        """Load the module's weights if their version has changed since the last call, and leave sleep mode.
 
         After the first change, the engine must agree with the module on the log-probability of its next token after
         `probe`; `logprob(prompt, token)` is the module's.

@@ -55,7 +55,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
-    """Return (model, tokenizer), or (model, processor) of a vision-language model; the folder's own code is never run.
+    """Return (model, tokenizer), or (model, processor) of a vision-language model, without running code of the folder.
 
     With a `seed` the folder has no weights; they are initialised randomly.
 
@@ -326,5 +326,5 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
 
 
 def _saved_name(name: str) -> str:
-    """Return the name of an adapter's weight in its file."""
+    """Return the name of an adapter's weight in the adapter file."""
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
 ADAPTED_SEED = 0
-"""Seed of random weights below adapters: checkpoints contain only the adapters, which fit every run."""
+"""Seed of the random weights below adapters.
+Checkpoints contain only the adapters, which fit every run with this seed."""
 VALUE_FILE = "value_head/model.safetensors"
-"""File in a separate folder, because other tools read every weight file next to config.json as part of the model."""
+"""File of the value head, in a separate folder because other tools load every weight file next to config.json."""
 
 
 class CausalLMPolicy:

@@ -17,7 +17,7 @@ from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 _CACHED_PROMPTS = 4096
 _CACHED_PIXELS = 2**26
 _REPLY = "0x0"
-"""Placeholder reply, to find the text that a chat template adds after it."""
+"""Placeholder reply, used to find the text that a chat template adds after a reply."""
 
 
 class Prompt(list[int]):
@@ -26,7 +26,7 @@ class Prompt(list[int]):
     def __init__(self, ids: Sequence[int], image_inputs: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)
         self.image_inputs = image_inputs or {}
-        """[1, T] type of each token (`..._type_ids`); all other tensors are those of images."""
+        """Tensors of images, and [1, T] types of the tokens (`..._type_ids`)."""
 
 
 class Reader:
@@ -53,7 +53,7 @@ class Reader:
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
 
     def end_of_reply(self, ends: Sequence[int]) -> int:
-        """Return the end-of-turn token: that of the chat template, else the tokenizer's, else the first of `ends`.
+        """Return the end-of-turn token of the chat template, else that of the tokenizer, else the first of `ends`.
 
         Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first one.
         """

@@ -97,7 +97,7 @@ class ServerEngine(_Server):
     def sync(
         self, module: object, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Upload the adapters if their version is new, then compare a log-probability after `probe` with the module's.
+        """Upload the adapters if their version is new, then compare a log-probability after `probe` with the module.
 
         Raises:
             EmbodyError: the log-probabilities differ: other weights, or another tokenizer.
@@ -123,7 +123,7 @@ class ServerEngine(_Server):
         self._synced = version
 
     def sleep(self) -> None:
-        """Do nothing: the server has its own memory."""
+        """Do nothing, because the server has separate memory."""
 
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
@@ -152,7 +152,7 @@ class ServerEngine(_Server):
 
 
 class ServedReference(_Server):
-    """A reference policy on a server: log-probabilities of given tokens, by `echo` of prompt and reply.
+    """Reference policy on a server: log-probabilities of given tokens, from a request that echoes prompt and reply.
 
     Implements the part of `Policy` that a reference needs.
     """
@@ -171,7 +171,7 @@ class ServedReference(_Server):
         self._ask("completions", self._echo([highest]))
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies, no values."""
+        """Return log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies or values."""
         prompts, replies = self._read(obs), [row[row >= 0].tolist() for row in tokens]
         answers = self._ask_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
         found = np.zeros(tokens.shape, np.float32)

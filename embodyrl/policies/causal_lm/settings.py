@@ -20,5 +20,5 @@ class CausalLMSettings(AdapterSettings):
     """Config keys for a causal language model; K is the maximum length of a reply."""
 
     chat: bool | None = None
-    """Language models: apply the tokenizer's chat template; null: if it has one."""
+    """Language models: apply the tokenizer's chat template; null: apply a template if the tokenizer has one."""
     lora: TextLoraSettings = TextLoraSettings()

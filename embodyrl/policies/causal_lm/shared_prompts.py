@@ -12,7 +12,7 @@ from embodyrl.policies.causal_lm.prompts import Prompt, pad_left
 from embodyrl.policies.tensors import on_device
 
 _PAYS = 0.5
-"""Largest fraction of remaining tokens for which sharing is used, because a second forward pass has a cost."""
+"""Largest fraction of remaining tokens for which sharing is used, because the second forward pass takes time."""
 
 
 def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:

@@ -14,7 +14,7 @@ _MOST_PIXELS = 14 * 14 * 4 * 1280
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSizes:
-    """Sizes of a decoder-only transformer with gated MLPs; approximate for others."""
+    """Sizes of a decoder-only transformer with gated MLPs; approximate for other architectures."""
 
     vocabulary: int
     width: int
@@ -52,7 +52,7 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
-        """Return the bytes of three float32 copies of logits: of one reply of n tokens, and of a chunk of replies."""
+        """Return the bytes of three float32 copies of the logits of a reply with n tokens and of a chunk of replies."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:

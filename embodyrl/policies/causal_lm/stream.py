@@ -140,14 +140,14 @@ class ReplyText:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._from = self._done = 0
-        """Tokens before `_done` are decoded; decoding starts at `_from`, because the text of a token depends on the
-        previous one."""
+        """Tokens before `_done` are decoded.
+        Decoding starts at `_from`, because the text of a token depends on the previous token."""
         self._held = ""
         self.stopped = False
         """True after a stop string."""
 
     def add(self, token: int, *, last: bool) -> str:
-        """Return the text that is final after a token; `last`: return everything."""
+        """Return the text that is final after a token; `last`: return all remaining text."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._from : self._done])
         after = self._decode(self._tokens[self._from :])
@@ -165,7 +165,7 @@ class ReplyText:
         return text
 
     def _possible(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the undecided text that begins a stop string."""
         sizes = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n]))
         return max(sizes, default=0)
 

@@ -67,7 +67,7 @@ class DiffusionConfig(LeRobotConfig):
 
     @property
     def crop(self) -> tuple[int, int] | None:
-        """Height and width to which images are cropped; a `resize_shape` decides with `crop_ratio`."""
+        """Height and width to which images are cropped; with `resize_shape`, `crop_ratio` determines the size."""
         if self.resize_shape is None:
             return self.crop_shape
         if self.crop_ratio == 1.0:

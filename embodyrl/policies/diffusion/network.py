@@ -61,7 +61,7 @@ class ImageEncoder(nn.Module):
 
 
 class StepEmbedding(nn.Module):
-    """Sine and cosine of diffusion steps."""
+    """Sine and cosine embedding of diffusion steps."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Diffusion(nn.Module):
         self.unet = UNet(config, config.condition_width)
 
     def condition(self, inputs: Inputs) -> Tensor:
-        """Return [B, D]: state, image features of all cameras and environment state of each step, one after another."""
+        """Return conditions [B, D]: state, image features of all cameras and environment state of each step."""
         assert inputs.state is not None
         parts = [inputs.state]
         if inputs.images is not None:

@@ -72,7 +72,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Denoise from noise seeded by the observation, or from zeros."""
+        """Denoise from initial noise that the observation seeds, or from zeros."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
         seeds = seeds_of_observations(obs)
@@ -102,7 +102,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return Chosen(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
 
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Score the chain's states."""
+        """Return log-probabilities and entropies of the chain's states."""
         return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:

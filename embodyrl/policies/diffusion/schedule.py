@@ -1,4 +1,4 @@
-"""Noise schedule and denoising steps: DDPM (arXiv 2006.11239) and DDIM (arXiv 2010.02502), as diffusers has them."""
+"""Noise schedule and denoising steps: DDPM (arXiv 2006.11239) and DDIM (arXiv 2010.02502), as in diffusers."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LEAST_VARIANCE = 1e-20
 
 
 def betas(config: DiffusionConfig) -> Tensor:
-    """Return the noise [T] that each training step adds, float32."""
+    """Return the noise variance [T] that each training step adds, float32."""
     count, first, last = config.num_train_timesteps, config.beta_start, config.beta_end
     match config.beta_schedule:
         case "linear":
@@ -49,10 +49,10 @@ class Step:
 
 
 class Schedule:
-    """Denoising steps from noise to a chunk; `levels` are the training steps at which they start, noisiest first."""
+    """Denoising steps from noise to a chunk; `levels` are their training steps, noisiest first."""
 
     def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
-        """Build `steps` steps of `sampler`, DDPM or DDIM with `eta` times the noise of DDPM."""
+        """Build `steps` steps of `sampler`: DDPM, or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
         self.shares = torch.cumprod(1.0 - betas(config), 0)
         """[T] fraction of the variance that is signal after each training step."""

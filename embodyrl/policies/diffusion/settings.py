@@ -31,18 +31,18 @@ class DiffusionSettings(LeRobotSettings):
     """Source of log-probabilities for RL: the denoising steps (chain: DPPO). With dsrl and residual the model is frozen
     and an actor learns with algorithm=sac to choose the initial noise, or to correct the chunk."""
     sampler: Sampler | None = None
-    """Denoising steps: DDPM or DDIM; default: the checkpoint's (noise_scheduler_type)."""
+    """Denoising steps: DDPM or DDIM; default: that of the checkpoint (noise_scheduler_type)."""
     num_inference_steps: Count | None = None
-    """Denoising steps of a chunk; default: the checkpoint's."""
+    """Denoising steps of a chunk; default: the number of the checkpoint."""
     greedy_start: GreedyStart = GreedyStart.random
     """Noise of greedy actions: initial noise and sampler noise are functions of the observation (random), or both are
     zero (zero)."""
     noise_repeated: bool = False
     """dsrl: the actor chooses one noise vector for all actions of a chunk; false: one per action."""
     stochastic_steps: Stochastic = Stochastic.one
-    """chain: train on one random denoising step per chunk, or on all; each step costs a forward pass."""
+    """chain: train on one random denoising step per chunk, or on all steps; each step needs a forward pass."""
     diffusion_eta: Share = 1.0
-    """chain with DDIM: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (as much as DDPM)."""
+    """chain with DDIM: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (the noise of DDPM)."""
     diffusion_min_std: Positive = 0.1
     """chain: minimum standard deviation of a stochastic step."""
 

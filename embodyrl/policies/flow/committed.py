@@ -17,10 +17,10 @@ from embodyrl.policies.vla.chains import Velocity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """The rest of the previous chunk, in the units of the flow, for B observations."""
+    """Remaining actions of the previous chunk, in the units of the flow, for B observations."""
 
     rows: Tensor
-    """[B, H, D]"""
+    """[B, H, D] actions; rows after the end of the previous chunk are padding."""
     weight: Tensor
     """[B, H, 1] guidance weights."""
     frozen: Tensor
@@ -92,7 +92,7 @@ def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) 
 
 
 def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor) -> Tensor:
-    """Return flow-matching losses [B] of chunks x [B, H, D] whose first actions are inputs; mean of the others.
+    """Return the flow-matching loss [B] of chunks x [B, H, D] whose first actions are inputs, without these actions.
 
     Args:
         velocity: velocity of states [B, H, D] at times [B, H].

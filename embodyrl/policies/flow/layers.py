@@ -61,7 +61,7 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def per_token(x: Tensor) -> Tensor:
-    """Return [B, D], common to all tokens, as [B, 1, D]; [B, T, D] unchanged."""
+    """Convert a condition [B, D], shared by all tokens, to [B, 1, D]; return [B, T, D] unchanged."""
     return x[:, None] if x.dim() == 2 else x
 
 
@@ -146,7 +146,7 @@ class View:
     rope: Rope
     """Rotary tables at the tokens' positions."""
     mask: Tensor
-    """[B or 1, 1, 1 or T, keys]"""
+    """[B or 1, 1, 1 or T, keys] attention mask."""
     memory: KeysValues | None = None
     """Keys and values of earlier tokens, concatenated first."""
     among: bool = True

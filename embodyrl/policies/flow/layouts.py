@@ -1,4 +1,4 @@
-"""Mapping between the weight names of public checkpoints and ours, without guesses or silent omissions."""
+"""Mapping between the weight names of public checkpoints and the names in embodyrl; unknown names are errors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Layout:
 
     name: str
     renames: tuple[tuple[str, str], ...]
-    """(our prefix, public prefix) pairs; the first match counts."""
+    """(prefix in embodyrl, public prefix) pairs; the first match counts."""
     tied: str | None = None
     """Name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()
@@ -35,7 +35,7 @@ class Layout:
         return sum(any(key.startswith(self.theirs(part)) for key in present) for part in _TELLING)
 
     def ours(self, key: str) -> str:
-        """Return our name of a weight; unknown names are unchanged."""
+        """Return the name of a public weight in embodyrl; unknown names are unchanged."""
         return _rename(key, ((theirs, ours) for ours, theirs in self.renames))
 
     def theirs(self, key: str) -> str:
@@ -161,7 +161,7 @@ class Source:
 
     layout: Layout
     embedding_names: tuple[str, ...]
-    """Names of the token embedding in the files: its own, that of the tied output matrix, or both."""
+    """Names of the token embedding in the files: the embedding, the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
     """Additional weights and statistics of the files, by name."""
 
@@ -175,7 +175,7 @@ def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
 
 
 def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor], Source]:
-    """Return the weights of a full checkpoint under our names, and the storage format.
+    """Return the weights of a full checkpoint under embodyrl's names, and the storage format.
 
     Raises:
         CheckpointError: no layout matches, the names mix layouts, or the output matrix differs from the embedding.
@@ -212,7 +212,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
 
 
 def to_theirs(weights: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-    """Return our weights under the names of a storage format, with its additional weights."""
+    """Return weights under the names of a storage format, with the additional weights of the format."""
     stored = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
     stored |= {name: weights[EMBEDDING] for name in source.embedding_names}
     return stored | dict(source.aside)

@@ -36,7 +36,7 @@ class SiglipEmbeddings(nn.Module):
 
 
 class SiglipAttention(nn.Module):
-    """Full self-attention."""
+    """Bidirectional self-attention over all patches."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class FlowInputs:
     tokens: Tensor
     """[B, T] token ids, padded on the right."""
     token_mask: Tensor
-    """[B, T] bool"""
+    """[B, T] bool; False for padding."""
     state: Tensor
     """[B, S] normalised, padded with zeros."""
 
@@ -172,7 +172,7 @@ class Memory:
     views: tuple[View, ...]
     """Key-value pairs, one per expert layer."""
     state: Tensor
-    """[B, S]"""
+    """[B, S] normalised state."""
 
 
 class Denoised(NamedTuple):
@@ -300,7 +300,7 @@ class FlowModel(nn.Module, ABC):
         return second(F.silu(first(x)))
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
-        """Concatenate noisy actions [B, H, D] and embedded times [B or 1, D] or [B, H, D]; apply the MLP: [B, H, D]."""
+        """Return the MLP's output [B, H, D] for noisy actions [B, H, D] and embedded times [B or 1, D] or [B, H, D]."""
         beside = per_token(time).to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, beside], dim=-1))
 

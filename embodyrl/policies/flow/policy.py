@@ -237,7 +237,7 @@ class FlowPolicy:
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
     def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
-        """Return losses [B] at one pair of noise and time for each chunk [B, H, D]."""
+        """Return losses [B], each for one pair of noise and time of a chunk [B, H, D]."""
         rows = np.arange(len(target))
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
@@ -283,7 +283,7 @@ class FlowPolicy:
         return obs, Committed.of(rows, on_device(counts, self._device), self._cfg.rtc_mask)
 
     def _continuing(self, velocity: Velocity, committed: Committed | None) -> Velocity:
-        """Return the velocity, with guidance towards committed actions or with these as inputs."""
+        """Return the velocity, with guidance towards committed actions or with committed actions as inputs."""
         if committed is None:
             return velocity
         if self._cfg.rtc is Rtc.trained:

@@ -20,7 +20,7 @@ class PromptForm:
     """Prompt format."""
 
     template: str
-    """Contains {task} and, if the state is text, {state}."""
+    """Template with {task} and, if the state is text, {state}."""
     limit: int
     """Maximum number of tokens."""
     bos: str | None = None

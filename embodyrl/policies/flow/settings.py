@@ -45,8 +45,8 @@ class FlowSettings(ResidualSettings):
     }
 
     cameras: list[str] | None = None
-    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
-    default: the checkpoint's names."""
+    """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
+    checkpoint's names."""
     num_steps: Count = 10
     """Number of Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
@@ -57,7 +57,7 @@ class FlowSettings(ResidualSettings):
     (flow_noise), or differences of the flow-matching loss (fpo); greedy actions follow the ODE. With a frozen flow and
     algorithm=sac: an actor that selects the initial noise (dsrl) or corrects the actions (residual)."""
     stochastic_steps: Stochastic = Stochastic.one
-    """flow_sde, flow_cps: one random step per chunk is stochastic, or all steps; flow_noise: always all."""
+    """flow_sde, flow_cps: one random step per chunk is stochastic, or all steps; flow_noise: all steps."""
     ignore_last: bool = False
     """Keep the last denoising step deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -73,14 +73,14 @@ class FlowSettings(ResidualSettings):
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
     """dsrl: limit of the chosen noise, -noise_bound..noise_bound."""
     noise_repeated: bool = False
-    """dsrl: one noise vector for all actions of a chunk, as in the DSRL paper for pi0; false: one per action."""
+    """dsrl: one noise vector for all actions of a chunk, as in the DSRL paper for pi0; false: one vector per action."""
     steered_noise: Share = 0.0
     """dsrl: noise level a of flow_sde for sampling from the frozen flow; 0: ODE. The noise can improve samples of an
     undertrained flow and is not part of log-probabilities."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
     fpo_ratio: FpoRatio = FpoRatio.mean
-    """fpo: one ratio from the mean loss of the pairs, or one per pair (sample; with logprob_type=token_level)."""
+    """fpo: one ratio from the mean loss of the pairs, or one ratio per pair (sample; with logprob_type=token_level)."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
     """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""
@@ -99,7 +99,7 @@ class FlowSettings(ResidualSettings):
     rtc_mask: RtcMask = RtcMask.exp
     """Weights of actions that the next chunk may change: exponential or linear decay, ones or zeros."""
     rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
-    """SFT: largest simulated delay; delays are uniform in 0..rtc_delay. Longer delays are refused in rollouts."""
+    """SFT: largest simulated delay; delays are uniform in 0..rtc_delay. Longer delays are rejected in rollouts."""
 
     @property
     def reads_committed(self) -> bool:
@@ -128,7 +128,7 @@ class FlowSettings(ResidualSettings):
         return self.num_steps - 1 if skips else self.num_steps
 
     def problems(self) -> Iterator[str]:
-        """Yield errors of settings without any stochastic step."""
+        """Yield errors of settings with which no step is stochastic."""
         yield from super().problems()
         guided = self.rtc in (Rtc.guided, Rtc.identity)
         if self.rtc is not Rtc.off and (self.steers or (guided and self.likelihood is Likelihood.fpo)):

@@ -85,7 +85,8 @@ class SmolVlaSpec(FlowSpec):
     shuffle: int = 4
     """Side of the square of patches that are merged into one token."""
     joint_every: int = 2
-    """Layers whose index is a multiple of this attend jointly, the others use cross-attention; 1: all jointly."""
+    """Layers whose index is a multiple of this number attend jointly, all other layers use cross-attention; 1: all
+    layers attend jointly."""
 
     @property
     def image_tokens(self) -> int:
@@ -201,7 +202,7 @@ _THEIRS = {
 
 
 def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Map sizes in transformers' configs to our names; `more` have the same name in both."""
+    """Map sizes in transformers' configs to the names in embodyrl; names in `more` are equal in both."""
     return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 

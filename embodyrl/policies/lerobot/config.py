@@ -92,7 +92,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def first_executed(self) -> int:
-        """Number of actions of a chunk before the current step."""
+        """Number of actions of a chunk that precede the current step."""
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:

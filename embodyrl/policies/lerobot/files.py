@@ -63,7 +63,7 @@ class LeRobotFiles:
     eps: float = 1e-8
     """Minimum denominator of the normalizer."""
     aside: dict[str, Tensor] = field(default_factory=dict)
-    """Statistics among the weights of an older folder."""
+    """Statistics that an older folder stores among the weights."""
     metadata: dict[str, str] | None = None
     compiled: Mapping[str, str] = field(default_factory=dict)
     """Stored names of weights that were saved from a compiled module, by their plain names."""
@@ -110,7 +110,7 @@ def _plain(key: str) -> str:
 
 
 def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Read the tensors (those with matching names) and the metadata of a file.
+    """Read the tensors with matching names, and the metadata of a file.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -215,7 +215,7 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
 
 
 def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
-    """Return the statistics written by `embodyrl sft`, by feature; for a history, those of the last step."""
+    """Return the statistics written by `embodyrl sft`, by feature; for a history, the statistics of the last step."""
     try:
         (entry,) = read_json(path).values()
         rows = {

@@ -152,7 +152,7 @@ class LeRobotPolicy(ABC):
             self._module.units.fill(self._files.statistics, folder)
 
     def _value(self, read: Read) -> Tensor:
-        """Return [B, V] from features without gradient, so that the critic does not change the policy's features."""
+        """Return [B, V] from detached features, so that the critic does not change the policy's features."""
         head = self._module.value_head
         pooled = read.pooled.detach()
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)

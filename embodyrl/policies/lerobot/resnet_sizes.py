@@ -9,7 +9,7 @@ DEPTHS = {
 }
 """Blocks of each of the four layers."""
 PLAIN = ("resnet18", "resnet34")
-"""ResNets with basic blocks (two convolutions); the others have bottlenecks (three)."""
+"""ResNets with basic blocks (two convolutions); other ResNets have bottlenecks (three convolutions)."""
 WIDTHS = (64, 128, 256, 512)
 EXPANSION = 4
 """Output width of a bottleneck, in multiples of its width."""

@@ -19,10 +19,10 @@ class LeRobotSettings(ResidualSettings):
     precision: Precision = Precision.fp32
     """Compute precision: fp32."""
     cameras: list[str] | None = None
-    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
-    default: the checkpoint's names."""
+    """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
+    checkpoint's names."""
     unnorm_key: str | None = None
-    """Key of the normalization statistics if an older checkpoint has several."""
+    """Key of the normalization statistics if an older checkpoint has statistics of several robots."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
     """dsrl: bound of the noise or latent that the actor chooses."""
 

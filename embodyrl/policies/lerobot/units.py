@@ -28,11 +28,11 @@ class Inputs:
     """Normalized observations of T steps, oldest first."""
 
     state: Tensor | None
-    """[B, T, S]"""
+    """[B, T, S] state."""
     environment: Tensor | None
-    """[B, T, E]"""
+    """[B, T, E] environment state."""
     images: Tensor | None
-    """[B, T, C, 3, H, W]"""
+    """[B, T, C, 3, H, W] images."""
 
 
 class Units(nn.Module):

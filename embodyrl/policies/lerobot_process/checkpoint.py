@@ -1,4 +1,4 @@
-"""Keys of a LeRobot policy's config.json that every policy has. Does not import torch."""
+"""Keys that the config.json of every LeRobot policy has. Does not import torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _check_steps(file: Path) -> None:
-    """Check the steps of a processor: LeRobot imports a step without a registered name, and calls it.
+    """Check the steps of a processor, because LeRobot imports and calls a step without a registered name.
 
     Raises:
         CheckpointError: a step names code, or the file is malformed.

@@ -12,8 +12,8 @@ class LeRobotProcessSettings(ModelSettings):
     python: str | None = None
     """Interpreter that has LeRobot; default: this interpreter. The process runs the code of that environment."""
     cameras: list[str] | None = None
-    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
-    default: the checkpoint's names, else the first cameras."""
+    """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
+    checkpoint's names, else the first cameras."""
     load_timeout_s: Seconds = 600.0
     """Time limit for loading the policy."""
     answer_timeout_s: Seconds = 120.0

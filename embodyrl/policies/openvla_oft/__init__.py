@@ -43,7 +43,7 @@ class OpenVlaOftFactory:
     """Builds policies of any size; implementation of `PolicyFactory`."""
 
     settings: type[OpenVlaSettings] = OftSettings
-    """Keys below `model`."""
+    """Settings class of the keys below `model`."""
     autoregressive: bool = False
     """True for OpenVLA: one action per inference, token by token; False for OpenVLA-OFT: a whole chunk in parallel."""
 

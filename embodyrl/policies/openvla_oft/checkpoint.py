@@ -59,7 +59,7 @@ def side_components(keys: Iterable[str]) -> list[str]:
 
 
 def find_component(folder: Path, name: str) -> Path | None:
-    """Return `<name>.safetensors` (our format), or the only public `<name>--<step>_checkpoint.pt`.
+    """Return `<name>.safetensors` (format of embodyrl), or the only public `<name>--<step>_checkpoint.pt`.
 
     Raises:
         CheckpointError: several public files match.

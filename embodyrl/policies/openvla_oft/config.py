@@ -106,7 +106,7 @@ def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = Tru
 
 
 class ActionTokenizer:
-    """Uniform bins over -1..1; the highest value has the lowest id.
+    """Tokenizer with uniform bins over -1..1; the highest value has the lowest id.
 
     `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` returns the centre of the bin. The
     two lowest ids share one centre, because n_bins edges enclose n_bins - 1 bins.
@@ -233,7 +233,7 @@ class OftConfig:
     llama: LlamaSpec
     pad_token_id: int
     action_vocab_end: int
-    """Vd: one past the highest action id; rows above pad the embedding table."""
+    """Vd: one past the highest action id; embedding rows from Vd on are padding."""
     n_bins: int
     statistics: Statistics
     random_init: bool

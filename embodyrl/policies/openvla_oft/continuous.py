@@ -1,4 +1,4 @@
-"""Action distributions of the continuous heads: a Gaussian around L1 regression, and diffusion's denoising chain."""
+"""Action distributions of the continuous heads: a Gaussian around L1 regression, and a denoising chain."""
 
 from collections.abc import Callable
 
@@ -171,6 +171,6 @@ class Diffusion:
 
 
 def agreement(found: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
-    """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN is in none."""
+    """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN is in no bin."""
     same = tokenizer.encode(found.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
     return (on_device(same, found.device) & ~found.isnan()).flatten(1).float().mean(1)

@@ -12,7 +12,7 @@ RESIDUAL_BLOCKS = 2
 
 
 class ResidualBlock(nn.Module):
-    """x + ReLU(Linear(LayerNorm(x)))."""
+    """Residual block x + ReLU(Linear(LayerNorm(x)))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -46,7 +46,9 @@ def adapted(layers: Sequence[Any], x: Tensor, onto: Tensor | None) -> list[Tenso
 
 
 class _Adapted(torch.autograd.Function):
-    """onto + W x + b + s B A x for several layers (W [out, in], b [out], A [r, in], B [out, r]); W and b are frozen."""
+    """Autograd function onto + W x + b + s B A x for several layers.
+    W and b are frozen; W [out, in], b [out], A [r, in], B [out, r].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, onto: Tensor | None, scales: tuple[float, ...], *parts: Tensor) -> Any:
@@ -127,7 +129,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation as an autograd function; the gradient is rotated back. Both halves of the tables are equal."""
+    """Rotation as an autograd function, whose gradient is rotated back. Both halves of the tables are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / sqrt(mean x^2 + eps), with half the memory traffic of autograd."""
+    """Autograd function w x / sqrt(mean x^2 + eps), with half the memory traffic of separate operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -267,7 +269,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network."""
 
     def __init__(self, spec: LlamaSpec) -> None:
         super().__init__()
@@ -359,7 +361,7 @@ class LlamaModel(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """The body and the untied output matrix."""
+    """Language model: body and untied output matrix."""
 
     def __init__(self, spec: LlamaSpec, *, rope_bf16_table: bool = False) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from embodyrl.policies.vla.adapter import (
 )
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
-"""Parts that may have adapters; value head and proprioception projector are fully trained."""
+"""Parts that may have adapters; value head and proprioception projector are always fully trained."""
 _PUBLIC_PREFIX = "base_model.model."
 _OURS = ".default."
 

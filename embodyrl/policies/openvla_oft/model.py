@@ -69,15 +69,15 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedInputs(ModelInputs):
-    """Inputs with a suffix, and those without for classifier-free guidance of the logits."""
+    """Inputs with a suffix, and inputs without the suffix for classifier-free guidance of the logits."""
 
     null: ModelInputs
     weight: float
-    """w of null + w (conditioned - null)."""
+    """Guidance weight w of null + w (conditioned - null)."""
 
     @property
     def conditioned(self) -> ModelInputs:
-        """The inputs with the suffix."""
+        """Return the inputs with the suffix."""
         return ModelInputs(**{field.name: getattr(self, field.name) for field in fields(ModelInputs)})
 
 

@@ -207,7 +207,7 @@ class OpenVlaOftPolicy:
         self._conditioning = rule
 
     def _acting(self, obs: Observation) -> ModelInputs:
-        """Return the inputs for the policy's own prompt, with those of the prompt without suffix for guidance."""
+        """Return the inputs for acting; with guidance, also the inputs without the suffix."""
         rule = self.conditioning
         if rule is None:
             return self._inputs(obs)

@@ -18,17 +18,17 @@ Likelihood = StrEnum("Likelihood", ["head", "residual"])
 
 
 class OpenVlaSettings(AdapterSettings):
-    """Config keys for OpenVLA, which predicts one action per inference, token by token."""
+    """Config keys for OpenVLA, which predicts one action per inference, autoregressively."""
 
     action_dim: Count = 7
     """A: dimensions of one action."""
     unnorm_key: str | None = None
-    """Key of the action statistics; default: the environment's."""
+    """Key of the action statistics; default: the key of the environment."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of camera images per inference."""
     cameras: list[str] | None = None
-    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
-    default: the checkpoint's names."""
+    """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
+    checkpoint's names."""
     action_normalization: Normalization = Normalization.bounds_q99
     """Statistics that map to -1 and 1 for actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
@@ -74,7 +74,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Number of denoising steps of the diffusion head, at most 50 (the number in training)."""
     stochastic_steps: Stochastic = Stochastic.one
-    """diffusion: train on one random step per chunk, or on all; each step costs a forward pass."""
+    """diffusion: train on one random step per chunk, or on all steps; each step needs a forward pass."""
     diffusion_eta: Share = 1.0
     """diffusion: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (the forward process)."""
     diffusion_min_std: Positive = 0.1

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         return self.proj(self.mix(x))
 
     def mix(self, x: Tensor) -> Tensor:
-        """Return the attention output before the last layer."""
+        """Return the attention output before the output projection."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(q, k, v)
@@ -141,7 +141,7 @@ class FilmBlock(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling weights: unused by OpenVLA, but part of a checkpoint."""
+    """Weights of SigLIP's attention pooling, which OpenVLA does not use but every checkpoint contains."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A policy on a WebSocket server. Importing this package does not import torch."""
+"""Policy on a WebSocket server. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RemoteFactory:
     """Builds clients of policy servers; implementation of `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
-    """Keys below `model`."""
+    """Settings class of the keys below `model`."""
 
     def validate(self, cfg: RemoteSettings) -> list[str]:
         """Return config errors with fixes, one line each."""

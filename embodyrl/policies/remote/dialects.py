@@ -20,7 +20,7 @@ _KINDS = "biuf"
 _MOST_PIXELS = 1 << 26
 """Maximum number of pixels of all images of a message."""
 _MOST_PARTS = 1 << 16
-"""Maximum number of entries of all lists and mappings of a message; an array counts as one."""
+"""Maximum number of entries of all lists and mappings of a message; an array counts as one entry."""
 _LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
 
 
@@ -86,7 +86,7 @@ def unpack(data: bytes | str) -> Any:
 
 
 class _Reader:
-    """Decoder that counts the parts of a message: a byte of a message may become an object of a hundred bytes."""
+    """Decoder that limits the parts of a message: one byte of a message can become an object of a hundred bytes."""
 
     def __init__(self) -> None:
         self._parts = self._pixels = 0
@@ -167,9 +167,9 @@ class Names:
 
     images: tuple[str, ...]
     state: tuple[str, ...]
-    """Keys of the state: the first is written, all are accepted."""
+    """Keys of the state; `write` uses the first key, `read` accepts every key."""
     prompt: tuple[str, ...]
-    """Keys of the instruction: the first is written, all are accepted."""
+    """Keys of the instruction; `write` uses the first key, `read` accepts every key."""
     group: str = ""
     """Key of the mapping of images; empty: the observation itself."""
     by_position: bool = False
@@ -242,7 +242,7 @@ VLA_EVAL = Names(
 
 
 def names_of(cfg: ConversationSettings) -> Names:
-    """Return the protocol's names, with the names of the config."""
+    """Return the field names of the protocol, or the names in the config."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
     return Names(
         images=names.images if cfg.image_names is None else tuple(cfg.image_names),

@@ -17,9 +17,9 @@ class ConversationSettings(Settings):
     image_names: list[str] | None = None
     """Keys of the camera images in messages, in the policy's order; default: the protocol's names for LIBERO."""
     state_name: str | None = None
-    """Key of the state in messages; default: the protocol's."""
+    """Key of the state in messages; default: the protocol's name."""
     prompt_name: str | None = None
-    """Key of the instruction in messages; default: the protocol's."""
+    """Key of the instruction in messages; default: the protocol's name."""
 
 
 class RemoteSettings(ModelSettings, ConversationSettings):

@@ -62,7 +62,7 @@ class SteeringActor(nn.Module):
         return self._score(self(features), self.kept(tokens, features.device), temperature)
 
     def kept(self, tokens: IntArray, device: torch.device) -> Tensor:
-        """Return the recorded samples [B, rows, n] in the tokens."""
+        """Return the samples [B, rows, n] that the tokens contain."""
         return on_device(self.shape.layout.unpack(tokens)[1], device).unflatten(1, (self.shape.rows, -1))
 
     def _score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -237,7 +237,7 @@ class Steered(ABC):
         return critics.to(self._device)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Raise an error: no trained part could imitate demonstrations.
+        """Raise an error: no trained part can imitate demonstrations.
 
         Raises:
             ConfigError: always.

@@ -27,9 +27,9 @@ class ResidualSettings(WeightSettings):
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """residual: bound of a correction, relative to the range -1..1 of the model's own actions."""
+    """residual: bound of a correction, relative to the range -1..1 of the model's actions."""
     residual_repeated: bool = False
-    """residual: one correction for all actions of a chunk; false: one per action."""
+    """residual: one correction for all actions of a chunk; false: one correction per action."""
 
     @property
     def corrects(self) -> bool:

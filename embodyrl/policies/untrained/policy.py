@@ -22,7 +22,7 @@ from embodyrl.types import (
 
 
 class OnlyActs:
-    """Base class of inference-only policies: no probabilities, no values, no weights in this process."""
+    """Base class of inference-only policies, which have no probabilities, values or weights in this process."""
 
     spec: PolicySpec
 
@@ -44,7 +44,7 @@ class OnlyActs:
         )
 
     def values(self, obs: Observation) -> FloatArray:
-        """Return [B, 0], because there is no value head."""
+        """Return an empty array [B, 0], because there is no value head."""
         return np.zeros((len(obs), 0), np.float32)
 
     def load_weights(self, folder: Path) -> None:

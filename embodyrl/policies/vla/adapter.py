@@ -24,7 +24,7 @@ _ONLY = {
     "alpha_pattern": {},
     "modules_to_save": None,
 }
-"""Fields that change the meaning of an adapter, with the supported values."""
+"""Fields that change the meaning of an adapter, with the only supported value of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

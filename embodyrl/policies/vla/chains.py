@@ -23,9 +23,9 @@ class Transition:
     """State after a step: mean + std * e with standard normal e; std 0 means a deterministic step."""
 
     mean: Tensor
-    """[B, H, D]"""
+    """[B, H, D] mean."""
     std: Tensor
-    """Broadcasts to `mean`."""
+    """Standard deviation, which broadcasts to `mean`."""
 
     def log_prob(self, after: Tensor) -> Tensor:
         """Return the log-density of each number of `after` [B, H, D]; 0 for a deterministic step."""

@@ -22,7 +22,7 @@ POSITIVE, NEGATIVE = "Advantage: positive", "Advantage: negative"
 
 
 def tagged(instruction: str, suffix: str) -> str:
-    """Return an instruction with exactly one suffix, on a line of its own; an earlier suffix is replaced."""
+    """Return an instruction with exactly one suffix, on a separate line; an earlier suffix is replaced."""
     text = instruction.rstrip()
     for known in (POSITIVE, NEGATIVE):
         text = text.removesuffix(known).rstrip()
@@ -31,7 +31,7 @@ def tagged(instruction: str, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """Rule for acting: null + guidance * (conditioned - null), for outputs with the suffix and without.
+    """Rule for acting: null + guidance * (conditioned - null), for outputs with the suffix and outputs without.
 
     Guidance 0 is the policy without the suffix; 1 is the policy with the suffix, in one pass.
     """

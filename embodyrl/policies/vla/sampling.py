@@ -61,9 +61,9 @@ class Chosen:
     state: Tensor
     """[B, H, D] state at t = 0; or the sample of an actor on a frozen model (see `SteeringActor`)."""
     tokens: IntArray
-    """[B, T]"""
+    """[B, T] tokens of the record."""
     logprob: Tensor
-    """[B, K, P]"""
+    """[B, K, P] log-probabilities."""
 
     @classmethod
     def greedily(cls, state: Tensor) -> Self:
@@ -79,6 +79,6 @@ class Chosen:
 
 
 def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
-    """Return [B, L] with the numbers [B, K, P]: each action's numbers at the start of its tokens, padded with 0."""
+    """Return [B, L] with the numbers [B, K, P] at the first tokens of each action, padded with 0."""
     share = spec.tokens_per_chunk // numbers.shape[1]
     return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)

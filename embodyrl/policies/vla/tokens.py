@@ -28,7 +28,7 @@ def read_tokenizer(file: Path, fix: str) -> Tokenizer:
 
 
 def padded_width(known: int, longest: int) -> int:
-    """Return the width of a batch: that of the known tasks, or for longer rows a multiple of 16."""
+    """Return the width of a batch: the width of the known tasks, or for longer rows a multiple of 16."""
     # Every new width is a new shape, which needs new kernels and graphs.
     return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
 

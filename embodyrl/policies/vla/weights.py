@@ -49,7 +49,7 @@ class WeightSize(NamedTuple):
 
 
 def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
-    """Return the number of parameters whose names begin with one of the prefixes; without prefixes, of all."""
+    """Return the number of parameters whose names begin with one of the prefixes, or of all parameters."""
     return sum(size.count for name, size in weights.items() if name.startswith(prefixes or ""))
 
 
@@ -88,7 +88,7 @@ def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]
 
 
 def _sources(package: str) -> list[tuple[str, int, int]]:
-    """Return name, time and size of all source files of a package: a network may use any of its modules."""
+    """Return name, time and size of all source files of a package; a network may use any module of the package."""
     found = importlib.util.find_spec(package)
     assert found is not None and found.origin is not None, package
     files = [path for path in [Path(found.origin)] if path.name != "__init__.py"]

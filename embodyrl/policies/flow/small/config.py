@@ -65,7 +65,7 @@ class Units:
     action_high: FloatArray
     """Upper action bounds [A]."""
     state_low: FloatArray
-    """[S]"""
+    """Lower state bounds [S]."""
     state_high: FloatArray
 
 

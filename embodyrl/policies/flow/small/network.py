@@ -122,7 +122,7 @@ class ExpertBlock(nn.Module):
 
 
 class LookedFor(nn.Module):
-    """Locations in an image that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
+    """Image locations that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
 
     The instruction scales and shifts the features (FiLM, arXiv 1709.07871), starting at the identity.
     """

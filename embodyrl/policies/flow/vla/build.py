@@ -108,7 +108,7 @@ def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 MODEL = "network.model."
 """Prefix of the model in a `FlowModule`."""
 BESIDE_FILE = "beside.safetensors"
-"""Fully trained weights, saved with adapters."""
+"""File of fully trained weights, saved next to adapters."""
 
 
 class VlaFiles:

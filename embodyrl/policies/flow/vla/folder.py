@@ -160,7 +160,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
-    """Return warnings about a checkpoint, such as another number of executed actions."""
+    """Return warnings about a checkpoint, such as a different number of executed actions."""
     own = _config(folder).get("n_action_steps")
     if own is None or own == cfg.num_action_chunks or (folder / STATISTICS_FILE).exists():
         return ()
@@ -276,7 +276,7 @@ def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Add our statistics to the files of LeRobot's loader, if the folder has them."""
+    """Add embodyrl's statistics to the files of LeRobot's loader, if the folder has such files."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}

@@ -45,7 +45,7 @@ class Pi0(FlowModel):
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Return image tokens, unscaled in contrast to the text."""
+        """Return image tokens; only text tokens are scaled."""
         return self.projector(self.vision(images))
 
     def memory(self, prefix: Prefix) -> Memory:

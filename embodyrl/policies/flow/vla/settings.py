@@ -23,7 +23,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Number of camera images per inference, in the order of the checkpoint; other cameras of the checkpoint are
     masked."""
     horizon: Count | None = None
-    """H: number of actions per chunk, of which num_action_chunks are executed; default: the checkpoint's."""
+    """H: number of actions per chunk, of which num_action_chunks are executed; default: the horizon of the
+    checkpoint."""
     normalization: Normalization = Normalization.mean_std
     """Normalisation of states and actions: mean_std (pi0, SmolVLA) or quantiles (q01 and q99 map to -1 and 1)."""
     unnorm_key: str | None = None
@@ -31,8 +32,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     delta_dims: Annotated[int, Field(ge=0, le=32)] = 0
     """Number of leading action dimensions that are relative to the state; 6 for openpi's pi0_libero."""
     train_expert_only: bool = True
-    """Train the action expert and its input and output projections; false: also train the vision-language model. With
-    is_lora the same parts get adapters."""
+    """Train the action expert and its input and output projections; false: also train the vision-language model.
+    With is_lora, adapters are added to the same parts."""
 
     def problems(self) -> Iterator[str]:
         """Yield contradictory settings, one line each."""

@@ -10,7 +10,7 @@ _NETWORK = "embodyrl.policies.flow.vla.network"
 _BACKBONE = ("vision.", "projector.", "language.")
 _PROMPT_TOKENS = 48
 _HALF = 2.5
-"""Bytes of a stored number under autocast: bfloat16, and float32 for a few."""
+"""Average bytes of a stored number under autocast: bfloat16, and a few numbers in float32."""
 
 
 def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:

@@ -17,7 +17,8 @@ from embodyrl.types import FloatArray
 OPENPI_FILE = "norm_stats.json"
 """openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
-"""LeRobot adds its epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
+"""Epsilon of each format.
+LeRobot adds the epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
 PARTS = ("state", "actions")
 _LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
 
