@@ -109,7 +109,8 @@ def variants(group: str) -> dict[str, Variant]:
     found: dict[str, Variant] = {}
     for family, of in read_plain_yaml(conf_dir() / "variants.yaml").get(group, {}).items():
         for name, about in of.get("options", {}).items():
-            found[name] = Variant(of.get("base"), about, {of["key"]: name} | of.get("more", {}).get(name, {}))
+            values = {of["key"]: name} | of.get("all", {}) | of.get("more", {}).get(name, {})
+            found[name] = Variant(of.get("base"), about, values)
         for base in of.get("bases", ()):
             for axis, about in of["axes"].items():
                 name = f"{family}_{base.partition('_')[2]}_{axis}"

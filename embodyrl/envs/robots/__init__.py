@@ -1,0 +1,1 @@
+"""Presets of robot environments from the package index."""

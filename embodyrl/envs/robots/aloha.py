@@ -1,0 +1,111 @@
+"""gym-aloha's tasks with the object state, and without images that nobody observes.
+
+The package renders three images of 480 x 640 pixels in every step, also without a camera in the observation.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from dm_control import mujoco
+from dm_control.rl import control
+from gym_aloha import constants, utils
+from gym_aloha.tasks import sim
+from gymnasium import spaces
+
+
+class _CheapObservation(sim.BimanualViperXTask):
+    """Task whose observation has no images."""
+
+    def get_observation(self, physics: Any) -> Mapping[str, Any]:
+        """Return joint positions and the pose of the objects."""
+        return {"qpos": self.get_qpos(physics), "env_state": self.get_env_state(physics)}
+
+
+class _TransferCube(_CheapObservation, sim.TransferCubeTask):
+    pass
+
+
+class _Insertion(_CheapObservation, sim.InsertionTask):
+    pass
+
+
+def _insertion_poses(seed: int | None) -> np.ndarray:
+    return np.concatenate(utils.sample_insertion_pose(seed))
+
+
+_TASKS = {
+    "transfer_cube": (_TransferCube, utils.sample_box_pose, 7),
+    "insertion": (_Insertion, _insertion_poses, 14),
+}
+
+
+class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
+    """Two ViperX arms (ALOHA, arXiv 2304.13705); dynamics, rewards and initial states are those of gym-aloha."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": constants.FPS}
+
+    def __init__(
+        self,
+        task: str,
+        camera: str | None = None,
+        observation_height: int = 480,
+        observation_width: int = 640,
+        render_mode: str | None = None,
+    ) -> None:
+        """Load the scene.
+
+        Args:
+            task: transfer_cube or insertion.
+            camera: camera of the observation: top, angle or front_close; None: observe the objects' poses instead.
+            observation_height: height of the image, pixels.
+            observation_width: width of the image, pixels.
+            render_mode: rgb_array, or None.
+        """
+        kind, self._sample, poses = _TASKS[task]
+        self.render_mode = render_mode
+        self._camera, self._size = camera, (observation_height, observation_width)
+        scene = constants.ASSETS_DIR / f"bimanual_viperx_{task}.xml"
+        self._env = control.Environment(
+            mujoco.Physics.from_xml_path(str(scene)), kind(), float("inf"), control_timestep=constants.DT
+        )
+        joints = spaces.Box(-1000.0, 1000.0, (len(constants.JOINTS),), np.float64)
+        seen: Any = spaces.Box(-np.inf, np.inf, (poses,), np.float64)
+        if camera is not None:
+            seen = spaces.Dict({camera: spaces.Box(0, 255, (*self._size, 3), np.uint8)})
+        self.observation_space = spaces.Dict({"agent_pos": joints, "env_state" if camera is None else "pixels": seen})
+        self.action_space = spaces.Box(-1, 1, (len(constants.ACTIONS),), np.float32)
+        self.spec = gymnasium.envs.registration.EnvSpec(
+            id=f"Aloha-{task}-v0", entry_point=f"{__name__}:AlohaEnv", max_episode_steps=_LIMIT
+        )
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Place the objects; the seed determines their poses."""
+        super().reset(seed=seed)
+        # gym-aloha's tasks read the poses from this list.
+        sim.BOX_POSE[0] = self._sample(seed)
+        self._steps = 0
+        return self._observation(self._env.reset().observation), {"is_success": False}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute joint targets [14]; success ends the episode."""
+        _, reward, _, seen = self._env.step(action)
+        self._steps += 1
+        success = reward == self._env.task.max_reward
+        return self._observation(seen), float(reward or 0), success, self._steps >= _LIMIT, {"is_success": success}
+
+    def render(self) -> np.ndarray:
+        """Return an image of the camera `top`, [480, 640, 3] uint8."""
+        return self._env.physics.render(480, 640, camera_id="top")
+
+    def _observation(self, seen: Mapping[str, Any]) -> dict[str, Any]:
+        if self._camera is None:
+            return {"agent_pos": seen["qpos"], "env_state": seen["env_state"]}
+        picture = self._env.physics.render(*self._size, camera_id=self._camera)
+        return {"agent_pos": seen["qpos"], "pixels": {self._camera: picture}}
+
+
+_LIMIT = 300
+"""Time limit of the package's environments, env steps."""

@@ -1,0 +1,56 @@
+"""Declarations of the presets, read from robots.toml."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Declaration of one robot environment."""
+
+    package: str
+    """Distribution on the package index."""
+    module: str
+    """Module that the distribution installs."""
+    id: str
+    """Gymnasium id or `package.module:attr`, as in env.id of the Gymnasium adapter."""
+    horizon: int
+    """Time limit, env steps."""
+    rate_hz: float
+    """Actions per second."""
+    success: str
+    """Condition of success."""
+    instruction: str
+    meaning: str
+    """Meaning and units of an action."""
+    action: tuple[str, ...]
+    """Name of each action dimension."""
+    state: Mapping[str, int]
+    """Parts of the state vector in order, with the number of columns of each."""
+    cameras: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's constructor."""
+    wrappers: tuple[str, ...] = ()
+
+
+_FILE = Path(__file__).with_name("robots.toml")
+
+
+def _read() -> tuple[dict[str, Preset], dict[str, Preset]]:
+    raw: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    views = {name: of.pop("pixels") for name, of in raw.items() if "pixels" in of}
+    return (
+        {name: _preset(of) for name, of in raw.items()},
+        {name: _preset(raw[name] | view) for name, view in views.items()},
+    )
+
+
+def _preset(values: Mapping[str, Any]) -> Preset:
+    return Preset(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+PRESETS, PIXEL_PRESETS = _read()
+"""Presets by name: with the state of the simulator, and with camera images."""

@@ -1,0 +1,151 @@
+"""Presets of robot environments, and the installed packages against them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+from settings import env_of
+
+from embodyrl.config import tree
+from embodyrl.envs.controls import controls_of
+from embodyrl.envs.gym.create import prepare_rendering
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.robots.factory import FACTORY, differences
+from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
+from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.plan.config import load_config
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeStart
+
+
+def options() -> dict[str, str]:
+    """Return the help line of each option of `env` with a preset."""
+    found = {name: one for name, one in tree.variants("env").items() if one.values.get("env_type") == "robots"}
+    return {name: one.about for name, one in found.items()}
+
+
+def test_each_preset_is_an_option_with_its_install_command():
+    about = options()
+    assert set(about) == set(PRESETS)
+    for name, preset in PRESETS.items():
+        assert f"(pip install {preset.package})" in about[name]
+        assert f"{preset.horizon} steps" in about[name]
+        assert ("env.pixels=true" in about[name]) == (name in PIXEL_PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_options_set_the_horizon_of_the_preset(name: str):
+    env = load_config("check-env", [f"env={name}"]).env
+    assert env.title == name
+    assert {env.train.max_episode_steps, env.eval.max_episode_steps} == {PRESETS[name].horizon}
+    assert env.gym.id == PRESETS[name].id
+
+
+def test_keys_override_the_arguments_of_a_preset():
+    words = ["env=pusht", "env.kwargs.block_cog=[0,1]", "env.instruction=Push."]
+    gym = load_config("check-env", words).env.gym
+    assert gym.kwargs == {"obs_type": "state", "block_cog": [0, 1]}
+    assert gym.instruction == "Push."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env=pusht", "env.robot=pushd"], "Did you mean 'pusht'"),
+        (["env=fetch_reach", "env.pixels=true"], "fetch_reach has no images"),
+        (["env=pusht", "env.id=CartPole-v1"], "env.id is set by env.robot"),
+    ],
+)
+def test_unusable_keys_are_refused(words: list[str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        load_config("check-env", words)
+
+
+def test_all_differences_to_the_package_are_reported():
+    preset = PIXEL_PRESETS["pusht"]
+    same = EnvSpec(
+        name="x",
+        action=ActionSpec(dim=2),
+        tasks=("x",),
+        states_per_task=(1,),
+        cameras=CameraSpec(names=("pixels",), size=(96, 96)),
+        state_dim=2,
+        max_episode_steps=300,
+    )
+    assert differences(preset, same) == []
+    other = replace(same, action=ActionSpec(dim=3), cameras=CameraSpec(), state_dim=5, max_episode_steps=200)
+    assert [text.partition(" instead")[0] for text in differences(preset, other)] == [
+        "cameras ()",
+        "state columns 5",
+        "action dimensions 3",
+        "time limit 200",
+    ]
+
+
+def test_missing_package_error_names_the_install_command():
+    try:
+        import gym_pusht  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingDependencyError, match="pip install gym-pusht"):
+            FACTORY.spec(env_of("robots", robot="pusht"), EnvContext())
+    else:
+        pytest.skip("gym-pusht is installed")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("name", "pixels"), [(name, False) for name in PRESETS] + [(name, True) for name in PIXEL_PRESETS]
+)
+def test_installed_package_matches_its_preset(name: str, pixels: bool):
+    preset = (PIXEL_PRESETS if pixels else PRESETS)[name]
+    if importlib.util.find_spec(preset.module) is None:
+        pytest.skip(f"{preset.package} is not installed")
+    spec = FACTORY.spec(env_of("robots", robot=name, pixels=pixels, use_rel_reward=False), EnvContext(pictures=False))
+    assert (spec.name, spec.state_dim, spec.cameras.names) == (name, sum(preset.state.values()), preset.cameras)
+    assert (spec.max_episode_steps, spec.tasks) == (preset.horizon, (preset.instruction,))
+    assert spec.goal is None or name.startswith(("fetch", "hand", "maze"))
+    assert controls_of(spec.action)[0].label == f"{preset.action[0]} -"
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("task", ["TransferCube", "Insertion"])
+def test_aloha_matches_the_package(task: str):
+    """States, rewards and the camera image, although only the observed camera is rendered."""
+    prepare_rendering()  # before dm_control, which reads the choice when it is imported
+    pytest.importorskip("gym_aloha")
+    from embodyrl.envs.robots.aloha import AlohaEnv
+
+    theirs = gymnasium.make(f"gym_aloha/Aloha{task}-v0", obs_type="pixels_agent_pos")
+    name = {"TransferCube": "transfer_cube"}.get(task, "insertion")
+    ours = [AlohaEnv(name), AlohaEnv(name, camera="top")]
+    expected, _ = theirs.reset(seed=3)
+    seen = [env.reset(seed=3)[0] for env in ours]
+    theirs.action_space.seed(0)
+    for step in range(4):
+        for one in seen:
+            np.testing.assert_array_equal(one["agent_pos"], expected["agent_pos"])
+        np.testing.assert_array_equal(seen[1]["pixels"]["top"], expected["pixels"]["top"])
+        if step == 3:
+            break
+        action = theirs.action_space.sample()
+        expected, reward, *_ = theirs.step(action)
+        results = [env.step(action) for env in ours]
+        seen = [result[0] for result in results]
+        assert [result[1] for result in results] == [reward, reward]
+
+
+@pytest.mark.sim
+def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
+    prepare_rendering()
+    pytest.importorskip("gym_hil")
+    env = FACTORY.make(env_of("robots", robot="hil_pick_cube", use_rel_reward=False), EnvContext(pictures=False))
+    state = np.zeros((3, 21), np.float32)
+    for row, reset_id in enumerate((1, 2, 1)):
+        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=100)])
+        env.observe([0], np.zeros((1, 0, 0, 0, 3), np.uint8), state[row : row + 1])
+    env.close()
+    np.testing.assert_array_equal(state[0], state[2])
+    assert np.abs(state[0, -3:] - state[1, -3:]).max() > 0.01
