@@ -8,10 +8,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from dm_control import mujoco
-from dm_control.rl import control
-from gym_aloha import constants, utils
-from gym_aloha.tasks import sim
+from dm_control import mujoco  # pyright: ignore[reportMissingImports]
+from dm_control.rl import control  # pyright: ignore[reportMissingImports]
+from gym_aloha import constants, utils  # pyright: ignore[reportMissingImports]
+from gym_aloha.tasks import sim  # pyright: ignore[reportMissingImports]
 from gymnasium import spaces
 
 
@@ -76,25 +76,19 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
             seen = spaces.Dict({camera: spaces.Box(0, 255, (*self._size, 3), np.uint8)})
         self.observation_space = spaces.Dict({"agent_pos": joints, "env_state" if camera is None else "pixels": seen})
         self.action_space = spaces.Box(-1, 1, (len(constants.ACTIONS),), np.float32)
-        self.spec = gymnasium.envs.registration.EnvSpec(
-            id=f"Aloha-{task}-v0", entry_point=f"{__name__}:AlohaEnv", max_episode_steps=_LIMIT
-        )
-        self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Place the objects; the seed determines their poses."""
         super().reset(seed=seed)
         # gym-aloha's tasks read the poses from this list.
         sim.BOX_POSE[0] = self._sample(seed)
-        self._steps = 0
         return self._observation(self._env.reset().observation), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute joint targets [14]; success ends the episode."""
         _, reward, _, seen = self._env.step(action)
-        self._steps += 1
         success = reward == self._env.task.max_reward
-        return self._observation(seen), float(reward or 0), success, self._steps >= _LIMIT, {"is_success": success}
+        return self._observation(seen), float(reward or 0), success, False, {"is_success": success}
 
     def render(self) -> np.ndarray:
         """Return an image of the camera `top`, [480, 640, 3] uint8."""
@@ -105,7 +99,3 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
             return {"agent_pos": seen["qpos"], "env_state": seen["env_state"]}
         picture = self._env.physics.render(*self._size, camera_id=self._camera)
         return {"agent_pos": seen["qpos"], "pixels": {self._camera: picture}}
-
-
-_LIMIT = 300
-"""Time limit of the package's environments, env steps."""

@@ -33,7 +33,7 @@ class Preset:
     cameras: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
-    wrappers: tuple[str, ...] = ()
+    wrappers: tuple[str | dict[str, Any], ...] = ()
 
 
 _FILE = Path(__file__).with_name("robots.toml")
@@ -49,7 +49,8 @@ def _read() -> tuple[dict[str, Preset], dict[str, Preset]]:
 
 
 def _preset(values: Mapping[str, Any]) -> Preset:
-    return Preset(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    frozen: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Preset(**frozen)
 
 
 PRESETS, PIXEL_PRESETS = _read()
