@@ -1,4 +1,4 @@
-"""gym-aloha's tasks with the object state, and without images that nobody observes.
+"""Tasks of gym-aloha with the object state, without unused images.
 
 The package renders three images of 480 x 640 pixels in every step, also without a camera in the observation.
 """
@@ -93,6 +93,10 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
     def render(self) -> np.ndarray:
         """Return an image of the camera `top`, [480, 640, 3] uint8."""
         return self._env.physics.render(480, 640, camera_id="top")
+
+    def close(self) -> None:
+        """Free the physics and the rendering thread."""
+        self._env.close()
 
     def _observation(self, seen: Mapping[str, Any]) -> dict[str, Any]:
         if self._camera is None:

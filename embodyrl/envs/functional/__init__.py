@@ -1,0 +1,1 @@
+"""Functional batched environments in JAX."""

@@ -1,0 +1,99 @@
+"""Checks, description and construction of functional environments."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from embodyrl.envs.factory import SimFactory
+from embodyrl.envs.functional.settings import FunctionalSettings
+from embodyrl.envs.isolated import NoAnswerError, call_isolated
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.simulators import Simulators
+from embodyrl.errors import EnvError, MissingDependencyError
+from embodyrl.types import EnvSpec, RewardSpec, SimulatorSpec, TextSpec
+
+if TYPE_CHECKING:
+    from embodyrl.envs.functional.functions import Functions
+
+SEEDS = 100_000
+"""Number of reset ids; each one is the key of an episode."""
+_BUILD_S = 600.0
+
+
+class FunctionalFactory(SimFactory[FunctionalSettings]):
+    """Builds the environment of `env.id`, one batch for all slots of a worker."""
+
+    settings = FunctionalSettings
+
+    def problems(self, cfg: FunctionalSettings) -> Iterator[str]:
+        """Yield splits that continue after the end of an episode."""
+        for split, values in cfg.splits.items():
+            if values.ignore_terminations:
+                yield f"env.{split}.ignore_terminations=true: an episode ends with its task; set it to false."
+
+    def describe(self, cfg: FunctionalSettings, context: EnvContext) -> EnvSpec:
+        """Describe the environment in a separate process, which compiles its reset.
+
+        Raises:
+            MissingDependencyError: JAX or the library of the environment is missing.
+            ConfigError: the environment is unknown or has another interface.
+        """
+        if importlib.util.find_spec("jax") is None:
+            raise MissingDependencyError("env=functional needs the package jax. Fix: pip install jax.")
+        if multiprocessing.parent_process() is not None or "jax" in sys.modules:
+            return describe_here(cfg)
+        try:
+            return call_isolated(f"{__name__}:describe_here", cfg, kind=EnvSpec, timeout_s=_BUILD_S)
+        except NoAnswerError as error:
+            raise EnvError(f"env.id={cfg.id}: a process that builds the environment failed: {error}.") from error
+
+    def simulators(self, cfg: FunctionalSettings, context: EnvContext) -> Simulators:
+        """Build and compile the batch."""
+        functions = _load(cfg)
+        from embodyrl.envs.functional.sims import FunctionalSims
+
+        return FunctionalSims(_spec(cfg, functions), functions, context.num_slots)
+
+
+def describe_here(cfg: FunctionalSettings) -> EnvSpec:
+    """Describe the environment in this process."""
+    return _spec(cfg, _load(cfg))
+
+
+def _load(cfg: FunctionalSettings) -> Functions:
+    # JAX otherwise reserves three quarters of a GPU's memory, which the policy needs.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from embodyrl.envs.functional.functions import load
+
+    return load(cfg)
+
+
+def _spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
+    import jax  # pyright: ignore[reportMissingImports]
+
+    first = jax.eval_shape(functions.reset, jax.random.PRNGKey(0))
+    return EnvSpec(
+        name=str(cfg.id),
+        action=functions.action,
+        tasks=(str(cfg.id),),
+        text=TextSpec(instructed=False),
+        states_per_task=(SEEDS,),
+        state_dim=first.obs.shape[0],
+        max_episode_steps=functions.horizon or cfg.longest_episode,
+        simulator=SimulatorSpec(
+            may_truncate=True,
+            lockstep=True,
+            renders=False,
+            saves_state=True,
+            on_gpu=jax.default_backend() != "cpu",
+        ),
+        reward=RewardSpec(reports_success=cfg.success_key is not None),
+    )
+
+
+FACTORY = FunctionalFactory()

@@ -1,0 +1,158 @@
+"""One interface for the functions of gymnax, Brax, MuJoCo Playground and environments of the user.
+
+Brax and MuJoCo Playground: `reset(key) -> state` and `step(state, action) -> state`; a state has `obs`, `reward` and
+`done`. gymnax: `reset_env(key, params)` and `step_env(key, state, action, params)`.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+import numpy as np
+
+from embodyrl.envs.functional.settings import FunctionalSettings
+from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.types import ActionKind, ActionSpec
+
+Array = Any
+"""A `jax.Array`; type checkers do not need JAX."""
+
+
+class Moment(NamedTuple):
+    """An environment after a reset or a step; arrays of one environment, or of a batch."""
+
+    carry: Any
+    """State of the environment, a pytree."""
+    obs: Array
+    """[S] float32."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+    success: Array
+
+
+class Functions(Protocol):
+    """Pure functions of one environment."""
+
+    action: ActionSpec
+    horizon: int
+    """Time limit, env steps; 0: unknown."""
+
+    def reset(self, key: Array) -> Moment:
+        """Return the first moment of the episode with this key."""
+        ...
+
+    def step(self, carry: Any, action: Array, key: Array) -> Moment:
+        """Return the moment after one action."""
+        ...
+
+
+def load(cfg: FunctionalSettings) -> Functions:
+    """Build the functions of `env.id`.
+
+    Raises:
+        MissingDependencyError: a package is missing.
+        ConfigError: the environment is unknown, rejects its arguments, or has another interface.
+    """
+    home, _, name = str(cfg.id).partition(":")
+    module, package, build = _LIBRARIES.get(home, (home, home.partition(".")[0], None))
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise MissingDependencyError(f"env.id={cfg.id} needs the package {package}. Fix: pip install {package}.")
+    try:
+        found = getattr(importlib.import_module(module), name) if build is None else build
+        made = found(**cfg.kwargs) if build is None else found(name, **cfg.kwargs)
+        env, params = made if isinstance(made, tuple) else (made, None)
+        if hasattr(env, "step_env"):
+            return _Gymnax(env, env.default_params if params is None else params, cfg.success_key)
+        return _States(env, cfg.success_key)
+    except Exception as error:
+        raise ConfigError(
+            f"env.id={cfg.id} cannot be built with env.kwargs={cfg.kwargs}: {type(error).__name__}: {error}. Expected "
+            "a function that returns an environment with reset(key) and step(state, action)."
+        ) from error
+
+
+class _Gymnax:
+    """The functions of a gymnax environment."""
+
+    def __init__(self, env: Any, params: Any, success_key: str | None) -> None:
+        self._env, self._params, self._key = env, params, success_key
+        self.horizon = int(params.max_steps_in_episode)
+        # `done` includes the time limit; without the limit only the end of the task is left.
+        self._endless = params.replace(max_steps_in_episode=2**30)
+        self.action = _action(env.action_space(params))
+
+    def reset(self, key: Array) -> Moment:
+        obs, state = self._env.reset_env(key, self._params)
+        return _moment(state, obs, 0.0, False, False, False)
+
+    def step(self, carry: Any, action: Array, key: Array) -> Moment:
+        obs, state, reward, done, info = self._env.step_env(key, carry, action, self._params)
+        ended = done & self._env.is_terminal(state, self._endless)
+        return _moment(state, obs, reward, ended, done & ~ended, _success(info, self._key))
+
+
+class _States:
+    """The functions of Brax, MuJoCo Playground, and of environments with the same interface."""
+
+    def __init__(self, env: Any, success_key: str | None) -> None:
+        self._env, self._key = env, success_key
+        limit = getattr(getattr(env, "config", None), "episode_length", 0) or getattr(env, "episode_length", 0)
+        self.horizon = int(limit)
+        size, space = getattr(env, "action_size", None), getattr(env, "action_space", None)
+        self.action = ActionSpec(dim=int(size)) if size is not None else _action(space)
+        self._discrete = self.action.kind is ActionKind.discrete
+
+    def reset(self, key: Array) -> Moment:
+        return self._read(self._env.reset(key))
+
+    def step(self, carry: Any, action: Array, key: Array) -> Moment:
+        return self._read(self._env.step(carry, action))
+
+    def _read(self, state: Any) -> Moment:
+        said = {**(getattr(state, "info", None) or {}), **(getattr(state, "metrics", None) or {})}
+        return _moment(state, state.obs, state.reward, state.done, False, _success(said, self._key))
+
+
+def _moment(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> Moment:
+    if isinstance(obs, Mapping):
+        raise ConfigError(f"the observation has several parts ({', '.join(obs)}); return one array.")
+    flags = [jnp.asarray(flag).astype(jnp.bool_).reshape(()) for flag in (terminated, truncated, success)]
+    numbers = jnp.asarray(reward, jnp.float32).reshape(())
+    return Moment(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
+
+
+def _success(said: Mapping[str, Any], key: str | None) -> Any:
+    return False if key is None or key not in said else jnp.asarray(said[key]) > 0
+
+
+def _action(space: Any) -> ActionSpec:
+    """Describe an action space of gymnax or Gymnasium: Discrete with `n`, or Box with `low` and `high`."""
+    if hasattr(space, "n"):
+        return ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(int(space.n),))
+    low, high = (
+        np.broadcast_to(np.asarray(bound, np.float64), space.shape).reshape(-1) for bound in (space.low, space.high)
+    )
+    return ActionSpec(dim=len(low), low=tuple(low.tolist()), high=tuple(high.tolist()))
+
+
+def _gymnax(name: str, **kwargs: Any) -> Any:
+    return importlib.import_module("gymnax").make(name, **kwargs)
+
+
+def _brax(name: str, **kwargs: Any) -> Any:
+    return importlib.import_module("brax.envs").get_environment(name, **kwargs)
+
+
+def _playground(name: str, **kwargs: Any) -> Any:
+    return importlib.import_module("mujoco_playground").registry.load(name, **kwargs)
+
+
+_LIBRARIES: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "gymnax": ("gymnax", "gymnax", _gymnax),
+    "brax": ("brax", "brax", _brax),
+    "playground": ("mujoco_playground", "playground", _playground),
+}
+"""Module, distribution and constructor of each library."""

@@ -1,0 +1,100 @@
+"""A batch of functional environments as simulators: all slots step in one compiled call."""
+
+from typing import Any
+
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+import numpy as np
+
+from embodyrl.envs.functional.functions import Array, Functions, Moment
+from embodyrl.envs.simulators import SimSteps, Simulators
+from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
+
+
+class FunctionalSims(Simulators):
+    """Slots of one batched environment in lock-step.
+
+    The reset id determines the key of an episode; each step gets the key and the number of the step. Observations are
+    read from JAX's memory through DLPack.
+    """
+
+    def __init__(self, spec: EnvSpec, functions: Functions, num_slots: int) -> None:
+        super().__init__(spec)
+        self._discrete = spec.action.kind is ActionKind.discrete
+        low, high = spec.action.bounds
+        self._low, self._high = np.array(low, np.float32), np.array(high, np.float32)
+        self._actions = np.zeros((num_slots, spec.action.dim), np.float32)
+        self._ids = np.zeros(num_slots, np.uint32)
+        self._times = np.zeros(num_slots, np.uint32)
+        self._reset, self._step = _compiled(functions, self._discrete)
+        self._now: Moment = self._reset.all(self._ids.copy())
+
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Start episodes; the other slots keep their state."""
+        self._ids[slots], self._times[slots] = reset_ids, 0
+        chosen = np.zeros(len(self._ids), np.bool_)
+        chosen[slots] = True
+        self._now = self._reset.some(self._now, chosen, self._ids.copy())
+
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        """Step the whole batch; slots without an action repeat their last action."""
+        self._actions[slots] = np.clip(actions, self._low, self._high)
+        self._times += 1
+        # Copies: JAX may read the memory of its arguments after the call returns.
+        self._now = now = self._step(self._now.carry, self._actions.copy(), self._ids.copy(), self._times.copy())
+        return SimSteps(
+            reward=shared(now.reward)[slots],
+            terminated=shared(now.terminated)[slots],
+            success=shared(now.success)[slots],
+            truncated=shared(now.truncated)[slots],
+        )
+
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the slots' observations."""
+        state[rows] = shared(self._now.obs)[slots]
+
+    def save(self, slot: int) -> Any:
+        """Return a copy of the slot's part of the batch, its key and its step."""
+        part = jax.tree.map(lambda whole: np.array(whole[slot]), self._now)
+        return part, int(self._ids[slot]), int(self._times[slot]), self._actions[slot].copy()
+
+    def load(self, slot: int, state: Any) -> None:
+        """Continue in a saved state."""
+        part, self._ids[slot], self._times[slot], self._actions[slot] = state
+        self._now = jax.tree.map(lambda whole, one: whole.at[slot].set(one), self._now, part)
+
+
+def shared(array: Array) -> np.ndarray:
+    """Return a view of an array on the CPU, without a copy; arrays on other devices are copied."""
+    on_cpu = next(iter(array.devices())).platform == "cpu"
+    if not on_cpu or array.dtype == jnp.bool_:  # older NumPy releases refuse flags through DLPack
+        return np.asarray(array)
+    return np.from_dlpack(array)
+
+
+class _Resets:
+    """Compiled resets of a whole batch, and of some of its slots."""
+
+    def __init__(self, functions: Functions) -> None:
+        every = jax.vmap(lambda name: functions.reset(_key(name, 0)))
+
+        def some(now: Moment, chosen: Array, names: Array) -> Moment:
+            def pick(new: Array, old: Array) -> Array:
+                return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+            return jax.tree.map(pick, every(names), now)
+
+        self.all, self.some = jax.jit(every), jax.jit(some)
+
+
+def _compiled(functions: Functions, discrete: bool) -> tuple[_Resets, Any]:
+    def one(carry: Any, action: Array, name: Array, time: Array) -> Moment:
+        chosen = jnp.rint(action[0]).astype(jnp.int32) if discrete else action
+        return functions.step(carry, chosen, _key(name, time))
+
+    return _Resets(functions), jax.jit(jax.vmap(one))
+
+
+def _key(name: Array, time: Array | int) -> Array:
+    """Return the key of a step of the episode `name`; step 0 is the reset."""
+    return jax.random.fold_in(jax.random.PRNGKey(name), time)
