@@ -51,6 +51,7 @@ COMPOSED = {
     "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/libero",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
+    "algorithm=iql": "needs demonstrations; tests/extensions/iql collects some",
     "env=metaworld": "needs the package; tests/envs/metaworld runs it",
     "env=functional": "needs the package; tests/envs/functional runs it",
     "env=fetch_reach": "needs the package; tests/envs/robots runs it",

@@ -1,0 +1,1 @@
+"""Implicit Q-learning: offline RL on data sets. Importing this package does not import torch."""

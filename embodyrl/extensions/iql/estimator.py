@@ -1,0 +1,78 @@
+"""The estimator of implicit Q-learning (Kostrikov et al., arXiv 2110.06169), and its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import Field
+
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.settings import BufferSettings, DiscountSettings
+from embodyrl.config.settings import Count, Weight
+from embodyrl.types import ActionKind, EnvSpec, Episode, PolicySpec
+
+if TYPE_CHECKING:
+    from embodyrl.algorithms.policy_gradient import Algorithm
+    from embodyrl.plan.schema import Config
+
+
+class IqlSettings(BufferSettings, DiscountSettings):
+    """Config keys of implicit Q-learning."""
+
+    needs = {
+        "never: algorithm=iql trains on algorithm.demonstrations only": "replay_size save_replay learning_starts "
+        "demonstration_share",
+    }
+    transitions = True
+    expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """Expectile of the Q values that the value network predicts; 0.5: their mean, towards 1: their maximum within the
+    data."""
+    temperature: Weight = 3.0
+    """Inverse temperature of the advantage weights exp(temperature * advantage); 0: behaviour cloning."""
+    weight_clip: Annotated[float, Field(ge=1, le=10**6)] = 100.0
+    """Largest advantage weight of a sample."""
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Polyak coefficient of the target critics, per update."""
+    critic_width: Count = 256
+    """Width of the two hidden layers of the critics and the value network."""
+
+    @property
+    def method(self) -> str:
+        """Return a one-line description of the algorithm."""
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample, expectile {self.expectile:g}"
+
+
+def no_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list[Credit]:
+    """Return zero credits: the policy's own episodes are not trained on."""
+    del cfg
+    return [Credit(advantage=np.zeros_like(e.reward), returns=np.zeros_like(e.value)) for e in episodes]
+
+
+def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """Return violated requirements of implicit Q-learning."""
+    from embodyrl.extensions.off_policy.plan import replay_problems
+
+    problems = []
+    if env.action.kind is not ActionKind.box:
+        problems.append(
+            f"adv_type 'iql' needs real-valued actions, but env '{env.name}' has {env.action.kind} actions."
+        )
+    if policy.steering:
+        problems.append(f"adv_type 'iql' trains the whole model, but {policy.steering.key} freezes it; remove the key.")
+    if not cfg.algorithm.demonstrations:  # type: ignore[union-attr]
+        problems.append(
+            "algorithm.demonstrations is empty, but adv_type 'iql' trains on data sets only: "
+            "algorithm.demonstrations=[FOLDER], for example of `embodyrl collect` or runner.keep_episodes."
+        )
+    return problems + replay_problems(cfg, algorithm, env, policy)
+
+
+IQL = AdvantageEstimator(
+    compute=no_credits,
+    settings=IqlSettings,
+    counts_chunk_steps=True,
+    learner="embodyrl.extensions.iql.learner:IqlLearner",
+    check="embodyrl.extensions.iql.estimator:iql_problems",
+)

@@ -1,0 +1,55 @@
+"""Transitions of a data set: every frame is the start of a chunk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations
+from embodyrl.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataTransitions:
+    """M transitions between frames of a data set."""
+
+    start: IntArray
+    """[M] frame of the observation."""
+    after: IntArray
+    """[M] frame of the next observation; that of a terminal transition is not used."""
+    reward: FloatArray
+    """[M] sum over the chunk."""
+    discount: FloatArray
+    """[M] gamma, or 0 after the end of the episode."""
+
+
+def ends_of(demos: Demonstrations) -> BoolArray:
+    """Return [E]: the episode of one data set ends in a terminal state.
+
+    Its last action is its first success, or it is shorter than the longest episode: time limits cut at equal lengths.
+    """
+    length = demos.stop - demos.start
+    wins = np.concatenate([[0], demos.success.cumsum()])
+    won = (wins[demos.stop] - wins[demos.start] == 1) & demos.success[demos.stop - 1]
+    return won | (length < length.max(initial=0))
+
+
+def transitions_of(
+    parts: Sequence[Demonstrations], length: int, gamma: float, reward_scale: float
+) -> tuple[Demonstrations, DataTransitions]:
+    """Join data sets; return their frames, and the transitions of all chunks of `length` actions.
+
+    The last chunk of an episode without terminal state has no next observation, and is left out.
+    """
+    demos, ended = join_demonstrations(list(parts)), np.concatenate([ends_of(part) for part in parts])
+    earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+    found = []
+    for start, stop, terminal in zip(demos.start.tolist(), demos.stop.tolist(), ended.tolist(), strict=True):
+        frames = np.arange(start, stop if terminal else max(start, stop - length))
+        end = np.minimum(frames + length, stop)
+        reward = reward_scale * (earned[end] - earned[frames])
+        found.append((frames, np.minimum(end, stop - 1), reward, np.where(end < stop, gamma, 0.0)))
+    start, after, reward, discount = (np.concatenate(column) for column in zip(*found, strict=True))
+    return demos, DataTransitions(
+        start=start, after=after, reward=reward.astype(np.float32), discount=discount.astype(np.float32)
+    )

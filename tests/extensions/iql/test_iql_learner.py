@@ -1,0 +1,116 @@
+"""Implicit Q-learning on data sets that this project collects: transitions, runs, resume and rejected settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from embodyrl.commands.train import train
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.collect import collect
+from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.extensions.iql.transitions import ends_of, transitions_of
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.run_plan import build_run_plan
+
+QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.val_check_interval=-1")
+PENDULUM = ("env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=10")
+SMALL = (
+    *("model=mlp", "algorithm=iql", "model.hidden_sizes=[8]", "actor.global_batch_size=8", "actor.micro_batch_size=8"),
+    *("algorithm.updates_per_sample=3", "algorithm.critic_width=8", "runner.max_steps=4", *QUIET),
+)
+
+
+def episodes(lengths: list[int], won: list[bool]) -> Demonstrations:
+    """Return episodes whose states and rewards count the frames."""
+    stop = np.cumsum(lengths)
+    frames = np.arange(stop[-1])
+    success = np.zeros(len(frames), np.bool_)
+    success[stop[won] - 1] = True
+    return Demonstrations(
+        images=np.zeros((len(frames), 0, 0, 0, 3), np.uint8),
+        state=frames[:, None].astype(np.float32),
+        action=frames[:, None].astype(np.float32),
+        reward=frames.astype(np.float32),
+        success=success,
+        start=stop - lengths,
+        stop=stop,
+        instruction=np.array(["go"] * len(frames), object),
+        actor=np.zeros(len(frames), np.int64),
+        reset_id=np.arange(len(lengths)),
+    )
+
+
+def test_episodes_end_at_success_or_before_the_time_limit_of_their_data_set():
+    assert ends_of(episodes([3, 4, 4, 2], [True, True, False, False])).tolist() == [True, True, False, True]
+    longer = replace(episodes([4], [True]), success=np.array([False, True, True, True]))
+    assert ends_of(longer).tolist() == [False], "a later success does not end an episode"
+
+
+def test_transitions_match_the_hand_table():
+    """Chunks of two actions; the first episode is won, the second one is cut by the time limit of its data set."""
+    demos, found = transitions_of([episodes([3], [True]), episodes([4], [False])], 2, 0.5, 10.0)
+    assert len(demos.action) == 7
+    assert found.start.tolist() == [0, 1, 2, 3, 4]
+    assert found.after.tolist() == [2, 2, 2, 5, 6]
+    assert found.reward.tolist() == [10.0, 30.0, 20.0, 10.0, 30.0]
+    assert found.discount.tolist() == [0.5, 0.0, 0.0, 0.5, 0.5]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    words = (*PENDULUM, "model=random", "collect.filter=all", "collect.episodes=3", *QUIET[:2])
+    collect(load_config("collect", [*words, f"collect.out={folder}/set", f"runner.output_dir={folder}/runs"]))
+    return f"{folder}/set"
+
+
+def weights(run: Path, name: str = "policy/model.safetensors") -> dict[str, bytes]:
+    return {key: value.tobytes() for key, value in load_file(run / "checkpoints/step_000004" / name).items()}
+
+
+def run_iql(folder: Path, data: str, name: str, *words: str) -> Path:
+    known = (f"algorithm.demonstrations=[{data}]", f"runner.output_dir={folder}", f"runner.experiment_name={name}")
+    return train(load_config("train", [*PENDULUM, *SMALL, *known, *words])).run
+
+
+@pytest.mark.integration
+def test_resumed_run_matches_an_uninterrupted_run(tmp_path, data):
+    words = ("runner.save_interval=2", "runner.deterministic=true", "checkpoint.keep=9", "model.normalize_state=true")
+    whole = run_iql(tmp_path, data, "whole", *words)
+    known = (f"algorithm.demonstrations=[{data}]", f"runner.output_dir={tmp_path}", "runner.experiment_name=half")
+    started = load_config("train", [*PENDULUM, *SMALL, *known, *words])
+    half = train(started, on_step=lambda step, _: step == 2).run
+    train(load_saved_config(half, ["trust=true"]), resume=half)
+    for name in ("policy/model.safetensors", "critics.safetensors"):
+        assert weights(half, name) == weights(whole, name), name
+
+
+@pytest.mark.integration
+def test_temperature_zero_is_behaviour_cloning(tmp_path, data):
+    """Rewards change the policy through the advantage weights only."""
+    runs = {
+        (temperature, scale): weights(
+            run_iql(
+                *(tmp_path, data, f"t{temperature}s{scale}", f"algorithm.temperature={temperature}"),
+                f"algorithm.reward_scale={scale}",
+            )
+        )
+        for temperature in (0, 3)
+        for scale in (1, 2)
+    }
+    assert runs[0, 1] == runs[0, 2]
+    assert runs[3, 1] != runs[3, 2]
+
+
+def test_missing_data_and_discrete_actions_are_rejected():
+    for words, what in (
+        (("env.id=Pendulum-v1", "model=mlp"), "algorithm.demonstrations is empty"),
+        (("env.id=CartPole-v1", "model=mlp"), "real-valued actions"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            build_run_plan(load_config("train", ["env=gym", "algorithm=iql", *words]), training=True)
