@@ -195,8 +195,8 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
     return joined
 
 
-def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray:
-    """Return the success flag of each step: the success column, or reward 1 where all rewards are 0 or 1.
+def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | None:
+    """Return success by step: the column of that name, or reward 1 if all rewards are 0 or 1; None: unknown.
 
     Raises:
         EmbodyError: the column contains other values than 0 and 1.
@@ -206,8 +206,7 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray:
         if stored.shape[1] != 1 or not np.isin(stored, (0, 1)).all():
             raise EmbodyError(f"{raw.where}: {name} must be 0 or 1 at each step to be used as {Target.success}.")
         return stored[:, 0].astype(np.bool_)
-    sparse = bool(np.isin(reward, (0, 1)).all())
-    return (reward == 1) & sparse
+    return reward == 1 if np.isin(reward, (0, 1)).all() else None
 
 
 def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:

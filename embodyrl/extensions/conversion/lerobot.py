@@ -12,8 +12,11 @@ from embodyrl.extensions.conversion.settings import CAMERA, ConversionSettings, 
 from embodyrl.extensions.conversion.source import Column, Conventions, Description, Kind, RawEpisode, plain_shape
 from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
 from embodyrl.extensions.demonstrations.reader import EpisodeReader
+from embodyrl.extensions.demonstrations.rows import find_rows, read_vectors
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
-from embodyrl.extensions.demonstrations.tables import ONE_FILE_PER_EPISODE, read_info
+from embodyrl.extensions.demonstrations.tables import ONE_FILE_PER_EPISODE, read_episodes, read_info
+
+_OUTCOMES = (str(Target.reward), str(Target.success))
 
 
 class LerobotSource:
@@ -38,9 +41,15 @@ class LerobotSource:
             if (shape := feature.get("shape")) and feature["dtype"] != "string"
         }
         usual = (str(Target.action), str(Target.state))
-        same: dict[str, str] = {name: name for name in columns if name in usual or name.startswith(CAMERA)}
-        keys: dict[str, str] = dict(data.keys or same)
+        same: dict[str, str] = {
+            name: name
+            for name, column in columns.items()
+            if name in usual or name.startswith(CAMERA) or (name in _OUTCOMES and column.size == 1)
+        }
+        given: dict[str, str] = dict(data.keys or same)
+        keys = {name: target for name, target in given.items() if target not in _OUTCOMES}
         self._reader = EpisodeReader(root, _settings(root, keys, columns, data.skip_nonfinite))
+        self._outcomes = _read_outcomes(root, [name for name in given if name not in keys], columns)
         size = self._reader.card.env.cameras.size
         shown = {name: Column(Kind.image, (*size, 3)) for name in keys if columns[name].kind is Kind.image}
         self._keys = keys
@@ -77,7 +86,22 @@ class LerobotSource:
             arrays |= {
                 vectors[t]: v for t, v in ((Target.action, found.action), (Target.state, found.state)) if t in vectors
             }
+            steps = slice(row["dataset_from_index"], row["dataset_to_index"])
+            arrays |= {name: values[steps] for name, values in self._outcomes.items()}
             yield RawEpisode(number=number, where=where, columns=arrays, instruction=instructions[0])
+
+
+def _read_outcomes(root: Path, names: Sequence[str], columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
+    """Return rewards and success flags of all steps [N, 1] by column.
+
+    Raises:
+        ConfigError: a column does not exist.
+        EmbodyError: a column has several numbers per step.
+    """
+    if unknown := [name for name in names if name not in columns]:
+        raise ConfigError(f"data.keys: {root / INFO_PATH} has no column {unknown[0]}. Columns: {', '.join(columns)}.")
+    rows = find_rows(root, read_episodes(root)) if names else None
+    return {} if rows is None else {name: read_vectors(rows, name, 1) for name in names}
 
 
 def _settings(
@@ -92,7 +116,7 @@ def _settings(
     for name, target in keys.items():
         if name not in columns:
             raise ConfigError(f"data.keys: {root / INFO_PATH} has no column {name}. Columns: {', '.join(columns)}.")
-        if targets.count(target) > 1 or target in (Target.reward, Target.success, Target.task):
+        if targets.count(target) > 1 or target == Target.task:
             raise ConfigError(
                 f"data.keys={{{name}: {target}}}: a LeRobot data set needs one column each for {Target.action}, "
                 f"{Target.state} and {CAMERA}<camera>."

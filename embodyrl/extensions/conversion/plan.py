@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversion.settings import CAMERA, ConversionSettings, Target
-from embodyrl.extensions.conversion.source import Column, Conventions, Description, Kind
+from embodyrl.extensions.conversion.source import Conventions, Description, Kind
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.settings import FrameFormat
 from embodyrl.policies.inputs import gripper_text
@@ -48,6 +46,7 @@ class Plan:
             ("cameras", f"{cameras} {height}x{width} {images}" if env.cameras.names else "none"),
             ("state", f"{named[Target.state]}: {env.state_dim} numbers"),
             ("action", f"{named[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz{rate}"),
+            ("outcomes", f"reward: {named[Target.reward]} · success: {named[Target.success]}"),
             ("as stored", f"{gripper_text(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
             ("output", str(out)),
         ]
@@ -61,7 +60,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
     """
     keys = _columns(described, data)
     dim, state_dim = (
-        sum(_size(described.columns[name]) for name, target in keys.items() if target == wanted)
+        sum(described.columns[name].size for name, target in keys.items() if target == wanted)
         for wanted in (Target.action, Target.state)
     )
     env = EnvSpec(
@@ -72,11 +71,15 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         cameras=_cameras(described, data, keys),
         state_dim=state_dim,
     )
+    known = {*keys.values()} & {Target.reward, Target.success}
+    # Rewards of 0 and 1 also contain success.
+    without = {Target.reward: Target.reward not in known, Target.success: not known}
     collected = {"converted": origin, "keys": dict(keys), "instruction": data.instruction, "split": data.split}
     card = Card(
         env=env,
         fps=data.fps or described.fps or _FPS,
         video=data.images is FrameFormat.mp4 and bool(env.cameras.names),
+        without=tuple(str(target) for target, missing in without.items() if missing),
         collected=collected | {"skip_nonfinite": data.skip_nonfinite},
     )
     return Plan(
@@ -130,10 +133,6 @@ def _cameras(described: Description, data: ConversionSettings, keys: Mapping[str
     if rotation is None:
         rotation = described.conventions.image_rotation_deg
     return CameraSpec(names=tuple(names), size=(height, width), rotation_deg=rotation)
-
-
-def _size(column: Column) -> int:
-    return int(np.prod(column.shape, dtype=np.int64))
 
 
 def _listed(described: Description) -> str:

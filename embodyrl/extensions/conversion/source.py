@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,6 +28,11 @@ class Column:
     kind: Kind
     shape: tuple[int, ...] = ()
     """[H, W, C] of an image, shape of the numbers of a step; () for a scalar or a text."""
+
+    @property
+    def size(self) -> int:
+        """Number of values per step."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

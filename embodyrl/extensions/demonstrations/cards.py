@@ -16,7 +16,9 @@ from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations.layout import (
     CARD_PATH,
     INFO_PATH,
+    REWARD,
     STATE,
+    SUCCESS,
     Card,
     image_key,
 )
@@ -123,7 +125,8 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     fps = float(info["fps"])
     if not 0 < fps < math.inf:
         raise EmbodyError(f"{root / INFO_PATH}: fps is {info['fps']}, expected a positive number.")
-    return Card(env=env, fps=fps, video=kind == "video")
+    without = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
+    return Card(env=env, fps=fps, video=kind == "video", without=without)
 
 
 def _camera_columns(
@@ -162,6 +165,10 @@ def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int
     size = shape[1:] if first or ends[0] == 0 else shape[:2]
     height, width = size[::-1] if "height" in names and "width" in names[: names.index("height")] else size
     return int(height), int(width)
+
+
+def _is_number(feature: Mapping[str, Any] | None) -> bool:
+    return feature is not None and [*feature.get("shape", (1,))] == [1] and feature["dtype"] != "string"
 
 
 def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:

@@ -84,12 +84,17 @@ class Card:
     """True if frames are stored in MP4 files instead of PNG bytes in the parquet files."""
     actors: bool = False
     """True if the data files have the column `ACTOR`."""
+    without: tuple[str, ...] = ()
+    """`REWARD` and `SUCCESS` if the data files have no such column, because the source of the episodes has none."""
     collected: Mapping[str, Any] = field(default_factory=dict)
     """Settings that determine the episodes; a collection resumes only with equal settings."""
 
     def to_json(self) -> str:
         """Return the text of `meta/embodyrl.json`."""
-        return json.dumps({**asdict(self), "env": _env_to_json(self.env)}, indent=2) + "\n"
+        raw = {**asdict(self), "env": _env_to_json(self.env)}
+        if not self.without:  # as in the files of version 0.1
+            del raw["without"]
+        return json.dumps(raw, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Card:
@@ -99,7 +104,7 @@ class Card:
             ValueError, TypeError, KeyError: the text has another format.
         """
         raw = json.loads(text)
-        return cls(env=_env_from_json(raw.pop("env")), **raw)
+        return cls(env=_env_from_json(raw.pop("env")), without=tuple(raw.pop("without", ())), **raw)
 
 
 ENV_FIELDS = {
@@ -174,6 +179,7 @@ def features_of(card: Card) -> dict[str, dict[str, Any]]:
         features[STATE] = {"dtype": "float32", "shape": [env.state_dim], "names": None}
     features[ACTION] = {"dtype": "float32", "shape": [env.action.dim], "names": None}
     scalars = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in _SCALARS.items()}
+    scalars = {key: feature for key, feature in scalars.items() if key not in card.without}
     actor = {ACTOR: {"dtype": "int64", "shape": [1], "names": None}} if card.actors else {}
     return features | scalars | actor
 
@@ -276,8 +282,8 @@ class Demonstration:
     """[T, A] in the environment's units and gripper convention."""
     reward: FloatArray
     """[T] reward of each step."""
-    success: BoolArray
-    """[T] True if the goal is reached after the action."""
+    success: BoolArray | None
+    """[T] True if the goal is reached after the action; None: unknown."""
     instruction: str
     source: Source
     actor: IntArray | Actor = Actor.policy

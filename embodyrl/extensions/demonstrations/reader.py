@@ -15,7 +15,15 @@ from embodyrl.extensions.demonstrations.cards import PLAIN, camera_column, store
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
 from embodyrl.extensions.demonstrations.layout import Card
-from embodyrl.extensions.demonstrations.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
+from embodyrl.extensions.demonstrations.rows import (
+    Rows,
+    find_rows,
+    frame_times,
+    non_finite,
+    read_columns,
+    read_success,
+    read_vectors,
+)
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_episodes, read_tasks
 from embodyrl.files import available_bytes, available_cores
@@ -38,9 +46,9 @@ class Demonstrations:
     action: FloatArray
     """[N, A] in the environment's units."""
     reward: FloatArray
-    """[N] rewards; 0 for data sets of other programs."""
+    """[N] rewards; 0 if the data set has none."""
     success: BoolArray
-    """[N] True if the goal is reached after the action; False for data sets of other programs."""
+    """[N] True if the goal is reached after the action; False if the data set has no such column."""
     start: IntArray
     """[E] first step of each episode."""
     stop: IntArray
@@ -139,7 +147,7 @@ class EpisodeReader:
             read_vectors(rows, data.state_key, env.state_dim),
         )
         numbers = {data.action_key: action, data.state_key: state}
-        if ours:
+        if layout.REWARD not in card.without:
             numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
         skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
         if not ours:
@@ -149,8 +157,8 @@ class EpisodeReader:
         self._numbered = {int(e["episode_index"]): e for e in self.episodes}
         self._root, self._data, self._rows, self._action, self._state = root, data, rows, action, state
         self._reward = numbers.get(layout.REWARD)
-        success = np.zeros(len(rows), np.bool_)
-        self._success = read_vectors(rows, layout.SUCCESS, 1)[:, 0].astype(np.bool_) if ours else success
+        known = layout.SUCCESS not in card.without
+        self._success = read_success(rows) if known else np.zeros(len(rows), np.bool_)
         actor = np.full(len(rows), layout.Actor.unknown, np.int64)
         self._actor = read_vectors(rows, layout.ACTOR, 1)[:, 0].astype(np.int64) if card.actors else actor
         self._names = read_tasks(root)

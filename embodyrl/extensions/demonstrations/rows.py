@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.demonstrations.layout import is_ours
+from embodyrl.extensions.demonstrations.layout import SUCCESS, is_ours
 from embodyrl.extensions.demonstrations.tables import DATA_FILE, data_file, video_file
 from embodyrl.files import by_number
 from embodyrl.types import FloatArray, IntArray
@@ -105,6 +105,15 @@ def read_vectors(rows: Rows, key: str, width: int) -> FloatArray:
         inside = rows.file == number
         values[inside] = found[rows.place[inside]]
     return values
+
+
+def read_success(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return the success of each step [N]; a missing value is False.
+
+    Raises:
+        EmbodyError: see `read_vectors`.
+    """
+    return read_vectors(rows, SUCCESS, 1)[:, 0] == 1
 
 
 def _matrix(column: Any) -> FloatArray | None:

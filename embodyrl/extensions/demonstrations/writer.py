@@ -111,7 +111,7 @@ class DatasetWriter:
         if self.card.video:
             self._write_videos([p.demonstration for p in batch], place)
         self._write_parquet(layout.DATA_PATH.format(**place), *tables)
-        self._write_parquet(layout.EPISODES_PATH.format(**place), pa.Table.from_pylist(rows))
+        self._write_parquet(layout.EPISODES_PATH.format(**place), _episodes_table(rows))
         self._files += 1
         self._episodes += map(_slim, rows)
         for pending in batch:
@@ -178,7 +178,8 @@ class DatasetWriter:
         if not self._episodes:
             return {}, {}
         rows = find_rows(self.root, self._episodes)
-        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action.dim, layout.REWARD: 1}
+        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action.dim}
+        widths |= {} if layout.REWARD in self.card.without else {layout.REWARD: 1}
         vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
         height, width = self.card.env.cameras.size
         pixels, summed = height * width, _summed(self._episodes, {})
@@ -193,7 +194,8 @@ class DatasetWriter:
     def _vectors_of(self, demonstration: Demonstration) -> dict[str, FloatArray]:
         d = demonstration
         state = {layout.STATE: d.state} if self.card.env.state_dim else {}
-        return {**state, layout.ACTION: d.action, layout.REWARD: d.reward.reshape(-1, 1)}
+        reward = {} if layout.REWARD in self.card.without else {layout.REWARD: d.reward.reshape(-1, 1)}
+        return {**state, layout.ACTION: d.action, **reward}
 
     # --- contents ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class DatasetWriter:
             layout.ACTION: d.action,
             layout.REWARD: d.reward,
             layout.DONE: done,
-            layout.SUCCESS: d.success,
+            layout.SUCCESS: np.zeros(len(d), np.bool_) if d.success is None else d.success,
             "timestamp": (steps / self.card.fps).astype(np.float32),
             "frame_index": steps,
             "episode_index": np.full(len(d), index),
@@ -259,9 +261,18 @@ class DatasetWriter:
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
         row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
         row |= {f"{layout.OWN}{name}": value for name, value in asdict(d.source).items()}
-        row[f"{layout.OWN}success"] = bool(d.success.any())
-        row[f"{layout.OWN}return"] = float(d.reward.sum())
+        if layout.SUCCESS not in self.card.without:
+            row[f"{layout.OWN}success"] = None if d.success is None else bool(d.success.any())
+        if layout.REWARD not in self.card.without:
+            row[f"{layout.OWN}return"] = float(d.reward.sum())
         return row
+
+
+def _episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return the table of episodes; an unknown success of all episodes is a Boolean column, too."""
+    table = pa.Table.from_pylist(rows)
+    fields = [pa.field(f.name, pa.bool_()) if pa.types.is_null(f.type) else f for f in table.schema]
+    return table.cast(pa.schema(fields, table.schema.metadata))
 
 
 def paths_of(card: Card, row: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,24 @@ from embodyrl.extensions.demonstrations.layout import (
     ACTOR,
     ENVIRONMENT_PATH,
     OWN,
+    REWARD,
+    SUCCESS,
     Actor,
     Card,
     Demonstration,
     Source,
+    is_ours,
 )
 from embodyrl.extensions.demonstrations.reader import Demonstrations, load_demonstrations
-from embodyrl.extensions.demonstrations.rows import find_rows, read_vectors
+from embodyrl.extensions.demonstrations.rows import find_rows, read_success, read_vectors
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
-from embodyrl.types import IntArray
+from embodyrl.types import EnvSpec, IntArray
 
 _AT_A_TIME = 16
 """Episodes in memory while a data set is copied."""
 _UNKNOWN = {"task_id": 0, "reset_id": -1, "trial": 0, "seed": 0, "version": -1}
 """Source of an episode of another program."""
+_OUTCOMES = (f"{OWN}success", f"{OWN}return")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +65,39 @@ def open_set(root: Path) -> DataSet:
     if problems := check_layout(root):
         raise ConfigError([f"{root}: {problem}" for problem in problems])
     rows = read_episodes(root)
+    if not is_ours(root):
+        _add_outcomes(root, card, rows)
     actor = np.full(rows[-1]["dataset_to_index"] if rows else 0, Actor.unknown, np.int64)
     if card.actors and rows:
         actor = read_vectors(find_rows(root, rows), ACTOR, 1)[:, 0].astype(np.int64)
     return DataSet(root=root, card=card, rows=rows, actor=actor)
 
 
+def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
+    """Add success and return to the episodes of another program, if the data files contain them."""
+    found = find_rows(root, rows) if rows and len(card.without) < len(_OUTCOMES) else None
+    success = None if found is None or SUCCESS in card.without else read_success(found)
+    reward = None if found is None or REWARD in card.without else read_vectors(found, REWARD, 1)[:, 0]
+    for row in rows:
+        steps = slice(row["dataset_from_index"], row["dataset_to_index"])
+        if success is not None:
+            row[f"{OWN}success"] = bool(success[steps].any())
+        if reward is not None:
+            row[f"{OWN}return"] = float(reward[steps].sum())
+
+
 def describe(found: DataSet) -> dict[str, Any]:
     """Return the contents of a data set in numbers."""
     rows = found.rows
-    known = [row for row in rows if f"{OWN}success" in row]
+    success, earned = ([row[key] for row in rows if row.get(key) is not None] for key in _OUTCOMES)
     counts = Counter(Actor(number).name for number in found.actor.tolist())
     return {
         "folder": str(found.root),
         "env": found.card.env.name,
         "episodes": len(rows),
         "frames": len(found.actor),
-        "success": sum(row[f"{OWN}success"] for row in known) / len(known) if known else None,
-        "mean_return": sum(row[f"{OWN}return"] for row in known) / len(known) if known else None,
+        "success": sum(success) / len(success) if success else None,
+        "mean_return": sum(earned) / len(earned) if earned else None,
         "actions": dict(counts),
         "versions": dict(sorted(Counter(row.get(f"{OWN}version", -1) for row in rows).items())),
         "tasks": dict(Counter(row["tasks"][0] for row in rows)),
@@ -120,6 +139,9 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
     first = sources[0].card
     for other in sources[1:]:
         differs = differences(other.card.env, first.env, "name")
+        if not differs and other.card.without != first.without:
+            lacks = (", ".join(card.without) or "none" for card in (other.card, first))
+            differs = "unknown columns ({} and {})".format(*lacks)
         if not differs and other.card.fps != first.fps:
             differs = f"fps ({other.card.fps:g} and {first.fps:g})"
         if differs:
@@ -132,17 +154,18 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
         try:
             if (sources[0].root / ENVIRONMENT_PATH).is_file():
                 shutil.copyfile(sources[0].root / ENVIRONMENT_PATH, out / ENVIRONMENT_PATH)
+            env = writer.card.env
             for source in sources:
                 mine = [index for s, index in chosen[len(writer.episodes) :] if s is source]
                 for start in range(0, len(mine), _AT_A_TIME):
-                    _copy(source, mine[start : start + _AT_A_TIME], writer)
+                    _copy(source, env, mine[start : start + _AT_A_TIME], writer)
                 writer.flush()
         finally:
             writer.close()
 
 
 def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
-    """Return the card of a copy; the initial states are those of all sources."""
+    """Return the card of a copy; tasks and initial states are those of all sources."""
     first = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
@@ -150,16 +173,48 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
     if len(known) == len(states):
         collected["state_ids"] = [min(one[0] for one in known), max(one[1] for one in known)]
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
-    return Card(env=first.env, fps=first.fps, video=first.video, actors=True, collected=collected)
+    return Card(
+        env=_joined_env([source.card.env for source in sources]),
+        fps=first.fps,
+        video=first.video,
+        actors=True,
+        without=first.without,
+        collected=collected,
+    )
 
 
-def _copy(source: DataSet, indices: Sequence[int], writer: DatasetWriter) -> None:
-    """Append episodes to a writer."""
+def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:
+    """Return the first environment with the tasks of all, each once, in order."""
+    first = envs[0]
+    if all((env.tasks, env.states_per_task) == (first.tasks, first.states_per_task) for env in envs):
+        return first
+    states: dict[str, int] = {}
+    for env in envs:
+        for task, count in zip(env.tasks, env.states_per_task, strict=True):
+            states[task] = max(count, states.get(task, 0))
+    return replace(first, tasks=tuple(states), states_per_task=tuple(states.values()), instructions=())
+
+
+def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
+    """Return the origin of an episode with the numbers of its task and initial state in a joined environment."""
+    if old == new or task not in new.tasks:
+        return source
+    number = new.tasks.index(task)
+    if source.reset_id >= 0:
+        state = source.reset_id - old.reset_ids_of(source.task_id).start
+        return replace(source, task_id=number, reset_id=new.reset_ids_of(number).start + state)
+    return replace(source, task_id=number)
+
+
+def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
+    """Append episodes to a writer of the environment `env`."""
     demos = load_demonstrations(source.root, only=indices)
     for place, index in enumerate(indices):
         row = source.rows[index]
         origin = {f.name: row.get(f"{OWN}{f.name}", _UNKNOWN[f.name]) for f in fields(Source)}
-        writer.append(episode_of(demos, place, Source(**origin)))
+        old, task = source.card.env, int(origin["task_id"])
+        named = old.tasks[task] if f"{OWN}task_id" in row and task < len(old.tasks) else row["tasks"][0]
+        writer.append(episode_of(demos, place, _moved(Source(**origin), named, old, env)))
 
 
 def episode_of(demos: Demonstrations, place: int, source: Source) -> Demonstration:

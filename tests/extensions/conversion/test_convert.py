@@ -21,6 +21,7 @@ from embodyrl.cli.main import main
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
+from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.types import GripperConvention
 
 RLDS = Path(__file__).parent / "rlds_files" / "tiny_arm"
@@ -125,6 +126,37 @@ def test_lerobot_v2_becomes_a_dataset(tmp_path: Path, video: bool) -> None:
     assert (card.env.cameras.rotation_deg, card.env.action.gripper) == (180, GripperConvention(open=1, closed=-1))
     for name in ("images", "state", "action", "instruction", "start", "stop"):
         np.testing.assert_array_equal(getattr(new, name), getattr(old, name), err_msg=name)
+
+
+def test_rewards_and_success_of_lerobot_v2_are_kept(tmp_path: Path, capsys: Any) -> None:
+    def won(episode: int, step: int) -> list[float]:
+        return [float((episode, step) == (1, 6))]
+
+    columns = {"action": numbers(3), "next.success": won, "next.reward": lambda e, t: [0.25 * e]}
+    source, out = write_v2_set(tmp_path / "old", columns=columns), tmp_path / "out"
+    assert convert(source, out) == 0
+    assert "reward: next.reward · success: next.success" in capsys.readouterr().out
+    rows = read_episodes(out)
+    assert [row["embodyrl/success"] for row in rows] == [False, True, False]
+    assert [row["embodyrl/return"] for row in rows] == [0, 0.25 * 7, 0.5 * 8]
+    assert load_demonstrations(out).success.nonzero()[0].tolist() == [12]
+    columns |= {"score": columns.pop("next.reward")}
+    named = write_v2_set(tmp_path / "named", columns=columns | {"done": columns.pop("next.success")})
+    keys = "data.keys={action: action, score: next.reward, done: next.success}"
+    assert convert(named, tmp_path / "renamed", keys) == 0
+    assert [row["embodyrl/return"] for row in read_episodes(tmp_path / "renamed")] == [0, 0.25 * 7, 0.5 * 8]
+    assert convert(named, tmp_path / "lost", "data.keys={action: action, nope: next.reward}") == 2
+    assert "no column nope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_success_is_unknown_where_the_source_has_none(tmp_path: Path, dense: bool) -> None:
+    columns = {"action": numbers(3)} | ({"next.reward": lambda e, t: [0.25]} if dense else {})
+    out = tmp_path / "out"
+    assert convert(write_v2_set(tmp_path / "old", columns=columns), out) == 0
+    assert check_layout(out) == []
+    assert read_card(out).without == (() if dense else ("next.reward", "next.success"))
+    assert {row.get("embodyrl/success", "none") for row in read_episodes(out)} == {None if dense else "none"}
 
 
 def test_columns_of_lerobot_v2_are_renamed(tmp_path: Path, capsys: Any) -> None:

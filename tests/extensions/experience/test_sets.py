@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demonstrations"))
 from demos import card, demonstration
+from lerobot_sets import LENGTHS, numbers, write_set, write_v2_set
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
@@ -67,6 +68,69 @@ def test_merged_set_contains_all_episodes_of_both(two, tmp_path: Path, capsys) -
     assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
 
 
+def test_merged_sets_of_other_tasks_keep_all_tasks(tmp_path: Path, capsys) -> None:
+    """Tasks of the first set only, and numbers of the wrong tasks, before."""
+    tasks = ("open the door", "wash the cup")
+    second = replace(card(), env=replace(card().env, tasks=tasks, states_per_task=(7, 3)))
+    write(tmp_path / "own", range(4), Actor.policy, 7)
+    writer = DatasetWriter(tmp_path / "other", second)
+    for number, reset_id in ((0, 6), (1, 8)):
+        one = demonstration(number)
+        origin = replace(one.source, task_id=number, reset_id=reset_id)
+        writer.append(replace(one, instruction=tasks[number], source=origin))
+    writer.flush()
+    writer.close()
+    assert run("merge", tmp_path / "both", tmp_path / "own", tmp_path / "other") == 0
+    env = read_card(tmp_path / "both").env
+    assert env.tasks == ("sweep the floor", "open the door", "wash the cup")
+    assert env.states_per_task == (5, 7, 3)
+    rows = read_episodes(tmp_path / "both")
+    for row in rows:
+        assert env.tasks[row["embodyrl/task_id"]] == row["tasks"][0]
+    assert [env.task_of(row["embodyrl/reset_id"]) for row in rows[4:]] == [(1, 6), (2, 1)]
+    assert check_layout(tmp_path / "both") == []
+
+
+def test_unknown_outcomes_are_reported_as_unknown(tmp_path: Path, capsys) -> None:
+    without = replace(card(), without=("next.reward", "next.success"))
+    writer = DatasetWriter(tmp_path / "plain", without)
+    writer.append(demonstration(0))
+    writer.flush()
+    writer.close()
+    assert check_layout(tmp_path / "plain") == []
+    assert read_card(tmp_path / "plain") == without
+    assert run("info", tmp_path / "plain") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["success"], found["mean_return"]) == (None, None)
+    with pytest.raises(ConfigError, match="No episode"):
+        run("filter", tmp_path / "plain", tmp_path / "out", failure=True)
+    run("merge", tmp_path / "twice", tmp_path / "plain", tmp_path / "plain")
+    assert read_card(tmp_path / "twice").without == without.without
+    write(tmp_path / "own", range(2), Actor.policy, 7)
+    with pytest.raises(ConfigError, match=r"differs .* in unknown columns \(next.reward, next.success and none\)"):
+        run("merge", tmp_path / "both", tmp_path / "own", tmp_path / "plain")
+
+
+def test_outcomes_of_other_programs_are_read(tmp_path: Path, capsys) -> None:
+    columns = {"action": numbers(3), "next.success": won, "next.reward": lambda e, t: [0.5]}
+    write_set(tmp_path / "known", columns=columns)
+    write_v2_set(tmp_path / "older", columns=columns)
+    write_set(tmp_path / "unknown")
+    assert run("info", tmp_path / "known", tmp_path / "older", tmp_path / "unknown") == 0
+    known, older, unknown = json.loads(capsys.readouterr().out)
+    mean = 0.5 * sum(LENGTHS) / 3
+    for found in (known, older):
+        assert (found["success"], found["mean_return"]) == (pytest.approx(1 / 3), pytest.approx(mean))
+    assert (unknown["success"], unknown["mean_return"]) == (None, None)
+    demos = load_demonstrations(tmp_path / "known")
+    assert demos.success.nonzero()[0].tolist() == [LENGTHS[0] + LENGTHS[1] - 1]
+    assert demos.reward.tolist() == [0.5] * sum(LENGTHS)
+
+
+def won(episode: int, step: int) -> list[float]:
+    return [float((episode, step) == (1, LENGTHS[1] - 1))]
+
+
 def test_interrupted_merge_continues(two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, shown, written = two
     appended = DatasetWriter.append
@@ -112,7 +176,7 @@ def test_wrong_requests_are_refused(two, tmp_path: Path) -> None:
         (("merge", out, own), {}, "at least two"),
         (("filter", own, out), {}, "needs a condition"),
         (("info", own), {"success": True}, "--success applies only"),
-        (("filter", own, out), {"success": True, "failure": True}, "exclude each other"),
+        (("filter", own, out), {"success": True, "failure": True}, "cannot be combined"),
         (("filter", own, out), {"actor": "cat"}, "--actor cat: use"),
         (("filter", own, out), {"min_return": "much"}, "expected a number"),
         (("filter", own, out), {"actor": "person"}, "No episode"),
