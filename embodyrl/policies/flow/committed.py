@@ -8,11 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodyrl.policies.flow.settings import RtcMask
 from embodyrl.policies.vla.chains import Velocity
+from embodyrl.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,16 @@ def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) 
     """Return the velocity and hidden states with the frozen actions as inputs, at time 0."""
     times = t[:, None].expand(x.shape[:2]).masked_fill(committed.frozen[..., 0], 0.0)
     return velocity(committed.fixed(x), times)
+
+
+def simulated_delays(u: FloatArray, longest: int) -> IntArray:
+    """Return delays [B] for uniform numbers [B] in [0, 1): 0 in half of the samples, else uniform in 1..longest.
+
+    The first chunk of an episode has no delay. With delays uniform in 0..D, its first action would be trained in one of
+    D + 1 samples only.
+    """
+    delayed = 1 + np.floor((2.0 * u - 1.0) * longest).astype(np.int64)
+    return np.where(u < 0.5, 0, np.minimum(delayed, longest))
 
 
 def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.committed import Committed, conditioned, delayed_loss, guided
+from embodyrl.policies.flow.committed import Committed, conditioned, delayed_loss, guided, simulated_delays
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, follow_ode
 from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, Rtc, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
@@ -248,7 +248,7 @@ class FlowPolicy:
         at = on_device(t, self._device)
         if self._cfg.rtc is not Rtc.trained:
             return flow_matching_error(velocity, target, noise, at).flatten(1).mean(1)
-        delays = (uniforms(rows, DELAYS, 1)[:, 0] * (self._cfg.rtc_delay + 1)).astype(np.int64)
+        delays = simulated_delays(uniforms(rows, DELAYS, 1)[:, 0], self._cfg.rtc_delay)
         return delayed_loss(velocity, target, noise, at, on_device(delays, self._device))
 
     def save(self, folder: Path) -> None:

@@ -99,7 +99,8 @@ class FlowSettings(ResidualSettings):
     rtc_mask: RtcMask = RtcMask.exp
     """Weights of actions that the next chunk may change: exponential or linear decay, ones or zeros."""
     rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
-    """SFT: largest simulated delay; delays are uniform in 0..rtc_delay. Longer delays are rejected in rollouts."""
+    """SFT: largest simulated delay D; half of the samples have no delay, the others 1..D uniformly. Longer delays are
+    rejected in rollouts."""
 
     @property
     def reads_committed(self) -> bool:

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from embodyrl.errors import ConfigError
-from embodyrl.policies.flow.committed import Committed, conditioned, delayed_loss, guidance_weights, guided
+from embodyrl.policies.flow.committed import (
+    Committed,
+    conditioned,
+    delayed_loss,
+    guidance_weights,
+    guided,
+    simulated_delays,
+)
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import RtcMask
 from embodyrl.policies.flow.small import FACTORY
@@ -204,6 +211,13 @@ def test_training_reproduces_the_log_probabilities_of_executed_actions(tmp_path,
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.module.parameters())
     unguided = build(tmp_path, PLAIN, stochastic_steps=steps).score(observe(0, 0, plain=True), out.tokens)
     assert not np.allclose(unguided.logprob.detach().numpy(), out.logprob, atol=1e-3)
+
+
+def test_half_of_the_simulated_delays_are_zero():
+    """The first chunk of an episode has no delay; its first action is trained in samples without delay only."""
+    delays = simulated_delays((np.arange(800, dtype=np.float32) + 0.5) / 800, 8)
+    assert np.bincount(delays).tolist() == [400, 50, 50, 50, 50, 50, 50, 50, 50]
+    assert simulated_delays(np.array([0.2, 0.999999], np.float32), 0).tolist() == [0, 0]
 
 
 def test_sft_with_simulated_delays_trains_on_plain_observations(tmp_path):
