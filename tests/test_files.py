@@ -49,13 +49,13 @@ def sparse(path: Path) -> None:
     ],
     ids=["nested", "sparse", "pipe", "device", "truncated", "missing"],
 )
-def test_hostile_json_file_is_an_error(tmp_path: Path, make, kind, said) -> None:
+def test_malformed_or_oversized_json_file_is_an_error(tmp_path: Path, make, kind, said) -> None:
     make(tmp_path / "a.json")
     with pytest.raises(kind, match=said):
         files.read_json(tmp_path / "a.json")
 
 
-def test_json_file_behind_a_link_is_read(tmp_path: Path) -> None:
+def test_json_file_behind_a_symlink_is_read(tmp_path: Path) -> None:
     """Caches of model hubs link to their files."""
     (tmp_path / "blob").write_text('{"a": [1, "é"]}', encoding="utf-8")
     (tmp_path / "a.json").symlink_to(tmp_path / "blob")

@@ -68,7 +68,7 @@ def test_unknown_estimator_or_loss_is_an_error(adv_type: str, loss_type: str, me
         ),
     ],
 )
-def test_contradictory_settings_are_reported(changes: dict, message: str):
+def test_contradictory_algorithm_settings_are_reported(changes: dict, message: str):
     found = list(algorithm_of(**changes).problems())
     assert len(found) == 1
     assert message in found[0]
@@ -76,7 +76,7 @@ def test_contradictory_settings_are_reported(changes: dict, message: str):
         Algorithm(algorithm_of(**changes))
 
 
-def test_all_problems_are_reported_together():
+def test_all_contradictory_algorithm_settings_are_reported_together():
     assert len(list(algorithm_of(group_size=1, kl_in_reward=True, kl_beta=0.1, kl_penalty_type="k3+").problems())) == 2
 
 

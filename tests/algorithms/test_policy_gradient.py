@@ -495,7 +495,7 @@ def test_reference_kl_enters_the_loss_with_its_weight():
     assert losses[1] - losses[0] == pytest.approx(0.3 * expected, rel=1e-5)
 
 
-def test_contradictory_settings_are_refused():
+def test_contradictory_policy_gradient_settings_are_refused():
     with pytest.raises(ConfigError, match="logprob_type=chunk_level"):
         Algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))
 

@@ -24,7 +24,7 @@ def test_messages_arrive_in_order_in_both_directions(ends):
     assert [b.get(1.0), b.get(1.0), a.get(1.0)] == ["one", "two", "back"]
 
 
-def test_timeout_and_closed_channel_raise_their_own_errors(ends):
+def test_timeout_and_closed_channel_raise_different_errors(ends):
     a, b = ends
     with pytest.raises(ChannelTimeout):
         a.get(0.01)

@@ -29,7 +29,7 @@ def golden(tmp_path_factory):
     return train_toy(tmp_path_factory.mktemp("golden"), *WORDS)
 
 
-def test_golden_run_trains_with_mixed_success(golden):
+def test_golden_run_has_successes_and_failures(golden):
     rows = comparable(golden)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["actor/optimizer_steps"] > 0 for row in rows[1:])
@@ -82,7 +82,7 @@ def test_evaluation_with_a_worker_crash_has_the_same_episodes(tmp_path):
     assert [replace(row, seconds=0.0) for row in one] == [replace(row, seconds=0.0) for row in two]
 
 
-def test_another_seed_changes_the_results(golden, tmp_path):
+def test_different_seed_changes_the_results(golden, tmp_path):
     run = train_toy(tmp_path, *WORDS, "seed=1")
     assert comparable(run)[1]["actor/loss"] != comparable(golden)[1]["actor/loss"]
     assert weights(run, 2) != weights(golden, 2)

@@ -77,7 +77,7 @@ def test_result_table_matches_the_episode_rows(recorded):
     assert table["env_steps"] == sum(row["steps"] for row in rows)
 
 
-def test_episode_row_contains_what_a_repeat_needs(recorded):
+def test_episode_row_contains_the_fields_to_repeat_the_episode(recorded):
     for row in episode_rows(recorded[1]):
         assert row["task"] == ("go right", "go left")[row["task_id"]]
         assert row["reset_id"] // 4 == row["task_id"]

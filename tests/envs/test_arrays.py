@@ -233,7 +233,7 @@ def test_user_reward_gets_the_data_of_its_slot():
 
 
 @pytest.mark.needs("libero")
-def test_slots_have_their_own_instructions(tmp_path):
+def test_each_slot_has_a_separate_instruction(tmp_path):
     """Instructions in the records of a rollout equal those of the environment."""
     env = make(4)
     begin(env, [0, 99, 100, 149])

@@ -10,7 +10,7 @@ from embodyrl.envs.controls import action_of, control_problem, controls_of, neut
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 
-def test_standard_keys_span_a_box() -> None:
+def test_default_keys_cover_all_dimensions_of_a_box_action() -> None:
     action = ActionSpec(dim=2, low=(-2.0, 0.0), high=(4.0, float("inf")))
     assert [(c.key, c.index, c.value) for c in controls_of(action)] == [
         ("KeyA", 0, -2.0),
@@ -37,7 +37,7 @@ def test_gripper_keeps_its_last_command() -> None:
     assert action_of(action, {}, closed).tolist() == [0.0, 1.0]
 
 
-def test_categories_have_digits_and_a_neutral_category() -> None:
+def test_digit_keys_select_categories_and_no_key_is_neutral() -> None:
     action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
     last = neutral_action(action)
     assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]

@@ -50,7 +50,7 @@ def seen(env, slot=0):
         (3, 3, [0, 1, 2, 3, 4, 5, 6, 7, 103, 104, 105, 106, 107, 203, 204, 205, 206, 207]),
     ],
 )
-def test_executed_actions_follow_the_table(delay, overlap, table):
+def test_executed_actions_match_the_documented_table(delay, overlap, table):
     sims, env = make(low=delay, high=delay, overlap=overlap)
     env.reset([0], [start()])
     observed = [int(seen(env)[1])]
@@ -62,7 +62,7 @@ def test_executed_actions_follow_the_table(delay, overlap, table):
     assert observed == [0, period, 2 * period, 3 * period], "every observation is the delay old"
 
 
-def test_only_actions_of_the_chunk_itself_are_valid_and_rewarded():
+def test_only_actions_of_the_current_chunk_are_valid_and_rewarded():
     script = steps_of(np.arange(100.0))
     _, env = make(script, low=2, high=2, overlap=4)
     env.reset([0], [start()])
@@ -73,7 +73,7 @@ def test_only_actions_of_the_chunk_itself_are_valid_and_rewarded():
     assert second.reward.tolist() == [[0, 0, 6, 7, 8, 9, 0, 0]]
 
 
-def test_an_episode_that_ends_during_the_delay_drops_the_rest():
+def test_episode_end_during_the_delay_drops_the_remaining_actions():
     script = steps_of([0.0] * 20, success=[4], terminated=[4])
     sims, env = make(script, low=2, high=2, overlap=4)
     env.reset([0], [start()])
@@ -95,7 +95,7 @@ def test_the_time_limit_counts_all_executed_steps():
     assert second.truncated[0].tolist() == [False] * 2 + [True] + [False] * 5
 
 
-def test_slots_in_different_phases_of_their_episodes_share_a_call():
+def test_slots_at_different_episode_steps_run_in_one_call():
     sims, env = make(low=2, high=2, overlap=4, slots=2)
     env.reset([0], [start()])
     env.step_chunk([0], chunk(0))
@@ -135,7 +135,7 @@ def test_random_delays_depend_on_the_episode_and_the_observed_delay_is_their_max
 
 
 @pytest.mark.parametrize("observed", [False, True])
-def test_random_delays_execute_every_tick_once(observed):
+def test_random_delays_execute_each_env_step_once(observed):
     sims, env = make(low=0, high=3, overlap=4, observed=observed)
     env.reset([0], [start(seed=3, limit=1000)])
     valid = [env.step_chunk([0], chunk(number)).valid[0] for number in range(30)]
@@ -150,7 +150,7 @@ def test_random_delays_execute_every_tick_once(observed):
 
 
 @pytest.mark.parametrize(("overlap", "delay"), [(4, 5), (2, 3), (8, 0), (5, 4)])
-def test_chunks_that_are_too_short_are_refused(overlap, delay):
+def test_chunks_shorter_than_the_delay_allows_are_refused(overlap, delay):
     sims, env = make(low=delay, high=delay, overlap=overlap)
     env.reset([0], [start()])
     with pytest.raises(EnvError, match="too short"):
@@ -159,13 +159,13 @@ def test_chunks_that_are_too_short_are_refused(overlap, delay):
         with_delay(sims.spec, Timing(low=delay, high=delay, overlap=overlap, observed=False), 8)
 
 
-def test_batched_simulators_are_refused():
+def test_batched_simulators_are_refused_with_a_delay():
     spec = ScriptedBatch((steps_of([0.0]),)).spec
     with pytest.raises(ConfigError, match="steps all its slots at once"):
         with_delay(spec, Timing(low=1, high=1, overlap=4, observed=False), 8)
 
 
-def test_the_spec_of_a_described_environment_is_extended_once():
+def test_spec_with_delay_is_not_extended_again():
     spec = ScriptedSims((steps_of([0.0]),)).spec
     timing = Timing(low=1, high=1, overlap=4, observed=True)
     once = with_delay(spec, timing, 8)
@@ -173,7 +173,7 @@ def test_the_spec_of_a_described_environment_is_extended_once():
     assert without_committed(once) == replace(spec, committed=None)
 
 
-def test_states_without_the_previous_chunk_are_not_saved():
+def test_environment_with_a_delay_does_not_save_states():
     spec = ScriptedSims((steps_of([0.0]),)).spec
     saves = replace(spec, simulator=replace(spec.simulator, saves_state=True))
     assert not with_delay(saves, Timing(low=1, high=1, overlap=4, observed=False), 8).simulator.saves_state

@@ -76,7 +76,7 @@ def test_bootstrap_is_the_value_of_the_next_action(words, length, tmp_path: Path
         assert any(places) == bool(words)
 
 
-def test_without_keys_the_environment_is_not_wrapped(tmp_path: Path):
+def test_environment_without_delay_keys_is_not_wrapped(tmp_path: Path):
     zero = ("env.control.latency_steps=0", "rollout.chunk_overlap=0")
     for words in ((), zero):
         plan = build_run_plan(toy_config(tmp_path, *words), training=True)
@@ -86,7 +86,7 @@ def test_without_keys_the_environment_is_not_wrapped(tmp_path: Path):
         env.close()
 
 
-def test_a_delay_does_not_change_the_plan_of_records_without_overlap(tmp_path: Path):
+def test_half_the_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path):
     plain = build_run_plan(toy_config(tmp_path), training=True)
     delayed = build_run_plan(toy_config(tmp_path, *DELAYED), training=True)
     assert delayed.max_samples == 2 * plain.max_samples, "twice as many chunks of half the env steps"

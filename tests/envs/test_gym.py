@@ -361,7 +361,7 @@ def test_wrong_observation_shape_is_an_error():
         (COUNTER, {"wrappers": ["test_gym:nothing"]}, UnknownNameError, "nothing"),
     ],
 )
-def test_config_errors_are_reported_before_the_start(env_id, values, error, text):
+def test_gym_config_errors_are_reported_before_the_start(env_id, values, error, text):
     with pytest.raises(error, match=text):
         ENVS.get("gym").spec(config(env_id, **values), EnvContext())
 

@@ -49,7 +49,7 @@ def words(name: str, *more: str) -> list[str]:
     return ["env=gym", f"env.id={name}", *more]
 
 
-def test_program_of_the_hub_is_pinned_and_passes_check_env(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hub_environment_is_pinned_and_passes_check_env(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = load_config("check-env", words("me/cart@main", "trust=true"))
     assert cfg.env.id == f"me/cart@{COMMIT}"
     assert main(["check-env", *words("me/cart@v1", "trust=true", "env.train.max_episode_steps=60")]) == 0
@@ -58,13 +58,13 @@ def test_program_of_the_hub_is_pinned_and_passes_check_env(hub: Hub, capsys: pyt
     assert "24 checks ok, 0 failed, 0 skipped" in said
 
 
-def test_program_of_the_hub_needs_trust(hub: Hub) -> None:
+def test_hub_environment_needs_trust(hub: Hub) -> None:
     with pytest.raises(ConfigError, match=r"env.id=me/cart@main downloads a program of the hub .* add trust=true"):
         load_config("check-env", words("me/cart@main"))
     assert hub.sent == []
 
 
-def test_saved_config_with_a_program_of_the_hub_needs_trust() -> None:
+def test_saved_config_with_a_hub_environment_needs_trust() -> None:
     saved = {"env.id": f"me/cart@{COMMIT}", "model.path": f"me/model@{COMMIT}"}
     (problem,) = distrusted(saved, {}, Path("config.yaml"))
     assert "env.id" in problem
@@ -79,7 +79,7 @@ def test_saved_config_with_a_program_of_the_hub_needs_trust() -> None:
         ("other", r"denies access or has no such repository or revision"),
     ],
 )
-def test_unusable_program_of_the_hub_is_refused(
+def test_unusable_hub_environment_is_refused(
     hub: Hub, revision: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check-env", *words(f"me/cart@{revision}", "trust=true")]) != 0
@@ -87,7 +87,7 @@ def test_unusable_program_of_the_hub_is_refused(
     assert re.search(error, said.out + said.err)
 
 
-def test_name_without_commit_names_the_form_with_commit(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hub_name_without_commit_error_shows_the_name_with_commit(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-env", *words("me/cart")]) != 0
     said = capsys.readouterr()
     assert "env.id=me/cart@COMMIT trust=true" in said.out + said.err

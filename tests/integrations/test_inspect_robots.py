@@ -40,7 +40,7 @@ def test_embodiment_is_conformant(plugin):
         embodiment.close()
 
 
-def test_other_actions_are_refused(plugin):
+def test_environment_without_end_effector_actions_is_refused(plugin):
     with pytest.raises(ValueError, match="end effector"):
         plugin.EmbodyrlEmbodiment("gym", "env.id=CartPole-v1")
 

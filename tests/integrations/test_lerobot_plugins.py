@@ -59,7 +59,7 @@ def test_simulator_runs_in_another_process():
 
 @pytest.mark.integration
 @pytest.mark.needs("tabletop", "own_loop")
-def test_wrong_settings_are_reported():
+def test_invalid_plugin_settings_are_reported():
     with pytest.raises(RuntimeError, match="tabeltop"):
         start("lerobot_env_embodyrl", request="make", task="tabeltop", overrides=[])
 
@@ -103,7 +103,7 @@ def embodyrl_eval(out: Path, *words: str) -> list[bool]:
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.needs("tabletop", "openvla_oft", "own_loop")
-def test_our_policy_succeeds_in_the_same_episodes(tmp_path):
+def test_embodyrl_policy_succeeds_in_the_same_episodes_in_lerobot(tmp_path):
     path = ROOT / "assets" / "openvla_oft_tabletop"
     words = ("--policy.type=embodyrl", f"--policy.run={path}", '--policy.overrides=["env=tabletop"]')
     ours = embodyrl_eval(tmp_path / "ours", f"ckpt={path}")

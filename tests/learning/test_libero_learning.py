@@ -25,7 +25,7 @@ def test_the_laptop_run_gains_25_points(tmp_path: Path, seed: int) -> None:
     assert gain(tmp_path, f"seed={seed}") >= 0.25
 
 
-def test_laptop_run_with_shuffled_advantages_gains_nothing(tmp_path: Path) -> None:
+def test_laptop_run_with_shuffled_advantages_does_not_improve(tmp_path: Path) -> None:
     assert gain(tmp_path, "algorithm.adv_type=toy_gates:SHUFFLED_GRPO") <= 0.1
 
 

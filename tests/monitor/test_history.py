@@ -6,7 +6,7 @@ from embodyrl.monitor import history
 from embodyrl.monitor.history import EpisodeRow, newest_values, read_rows
 
 
-def test_truncated_line_is_skipped(tmp_path: Path) -> None:
+def test_truncated_json_line_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n{"a": ')
     assert read_rows(tmp_path / "x.jsonl") == [{"a": 1}]
     assert read_rows(tmp_path / "y.jsonl") == []

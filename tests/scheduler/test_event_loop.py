@@ -55,7 +55,7 @@ def test_request_to_all_ranks_returns_the_reply_or_raises(tmp_path):
             stage.workers.scheduler.call(LoadRequest(folder=str(tmp_path / "missing")))
 
 
-def test_rollout_process_that_dies_again_before_it_gets_the_weights_gets_them_once(tmp_path):
+def test_twice_crashed_rollout_process_gets_the_weights_once(tmp_path):
     with running_crew(tmp_path, "rollout.mode=disaggregated", "rollout.num_workers=2") as stage:
         policy, scheduler = stage.workers.policy, stage.workers.scheduler
         scheduler.publish(0)

@@ -30,7 +30,7 @@ def test_only_stages_with_events_are_checked():
     assert found.slots_of("env_7") == [28, 29, 30, 31]
 
 
-def test_new_episodes_concern_all_idle_stages():
+def test_new_episodes_mark_all_idle_stages_for_work():
     found = stages()
     keys(found, 1)
     found.busy["env_3", 1] = request = EnvRequest(stage=1, sequence=9)

@@ -53,13 +53,13 @@ def test_ensembling_weights_depend_on_the_chunk_age():
         assert ensemble.take(np.array([[4.0], [0], [0]], np.float32))[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_delayed_chunk_enters_the_average_late():
+def test_delayed_chunk_enters_the_ensemble_average_after_the_delay():
     ensemble = TemporalEnsemble(0.0, 8, delay=2)
     taken = [ensemble.take(100 * tick + np.arange(8, dtype=np.float32)[:, None])[0] for tick in range(6)]
     assert taken == pytest.approx([0, 1, 2, (3 + 102) / 2, (4 + 103 + 202) / 3, (5 + 104 + 203 + 302) / 4], rel=1e-6)
 
 
-def test_with_the_longest_delay_each_chunk_has_one_action():
+def test_longest_delay_leaves_one_action_per_chunk():
     ensemble = TemporalEnsemble(0.0, 4, delay=3)
     taken = [ensemble.take(100 * tick + np.arange(4, dtype=np.float32)[:, None])[0] for tick in range(8)]
     assert taken == [0, 1, 2, 3, 103, 203, 303, 403]
@@ -77,7 +77,7 @@ def test_latency_delays_the_average_instead_of_the_chunk():
         assert np.allclose(look(env)[1], look(alone)[1], atol=1e-5)
 
 
-def test_delays_without_an_average_are_refused():
+def test_delays_must_be_constant_and_below_the_ensemble_chunk():
     def problems(steps):
         cfg = env_of("tabletop_history", init_params=SIZE, ensemble_chunk=4, control={"latency_steps": steps})
         return list(cfg.problems())

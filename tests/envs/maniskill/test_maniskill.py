@@ -361,7 +361,7 @@ def test_other_camera_settings_keep_the_image_size():
     np.testing.assert_array_equal(own[1], narrow[1])
 
 
-def test_task_errors_are_reported():
+def test_maniskill_task_errors_are_reported():
     """Errors in this process, which has loaded the simulator; `spec` uses a separate process."""
     with pytest.raises(UnknownNameError, match="Did you mean 'PushCube-v1'"):
         make(config("PushCub-v1"))
@@ -369,7 +369,7 @@ def test_task_errors_are_reported():
         make(config(control_mode="pd_ee_pos"))
 
 
-def test_task_errors_are_reported_before_workers_start(tmp_path, monkeypatch):
+def test_maniskill_task_errors_are_reported_before_workers_start(tmp_path, monkeypatch):
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are missing from"):
         FACTORY.spec(config("PutCarrotOnPlateInScene-v1"), EnvContext())

@@ -14,7 +14,7 @@ from embodyrl.types import EpisodeStart, ObservationOut
 NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
 
 
-def test_groups_match_the_published_tables():
+def test_metaworld_groups_match_the_published_tables():
     assert [len(BENCHMARKS[name]) for name in ("easy", "medium", "hard", "very_hard")] == [28, 11, 6, 5]
     assert set(BENCHMARKS["MT50"]) == set(BENCHMARKS["ML45"]) == set(TASKS)
     assert len(BENCHMARKS["MT10"]) == 10

@@ -275,7 +275,7 @@ def test_render_shows_both_views():
         ({"init_params": InitParams(camera_heights=16, camera_widths=16, camera_names=["front"])}, "32..1024"),
     ],
 )
-def test_invalid_setting_error_contains_a_fix(changes, words):
+def test_invalid_tabletop_setting_error_contains_a_fix(changes, words):
     problems = FACTORY.validate(config(**changes))
     assert any(words in problem for problem in problems), problems
 

@@ -121,7 +121,7 @@ def place(seen: Any, info: Any) -> str:
         ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "only discrete actions"),
     ],
 )
-def test_unsupported_games_are_refused(keys: dict[str, Any], reason: str) -> None:
+def test_unsupported_text_games_are_refused(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         FACTORY.spec(lake(**keys), EnvContext())
 

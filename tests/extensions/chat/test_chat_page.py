@@ -62,7 +62,7 @@ def read(answer: tuple[str, bytes]) -> dict[str, Any]:
     return json.loads(body)
 
 
-def test_replies_are_those_of_the_initial_and_the_trained_weights(run: Path, chat: Chat):
+def test_chat_replies_come_from_the_initial_and_the_trained_weights(run: Path, chat: Chat):
     told = ask(chat, "abc=")
     text = join_messages([Message(role="user", content="abc=")])
     obs = Observation(
@@ -74,7 +74,7 @@ def test_replies_are_those_of_the_initial_and_the_trained_weights(run: Path, cha
     assert any((before[name] != after[name]).any() for name in before), "the weights of the checkpoint are loaded"
 
 
-def test_reward_is_that_of_the_run(chat: Chat):
+def test_chat_replies_get_the_reward_of_the_run(chat: Chat):
     told = ask(chat, "abc=", reference="")
     (without,) = {side["reward"] is None for side in ask(chat, "abc=").values()}
     assert without, "without a reference there is no reward"
@@ -84,7 +84,7 @@ def test_reward_is_that_of_the_run(chat: Chat):
         assert any(s["reward"]["success"] for s in right.values() if s["text"] == side["text"] != "")
 
 
-def test_rows_come_from_the_held_out_rows(run: Path, chat: Chat):
+def test_chat_rows_are_sampled_from_held_out_rows(run: Path, chat: Chat):
     assert read(chat.hello({})) == {
         **{"run": run.name, "sides": ["start", "trained"], "rows": True, "rewards": True},
         "limit": chat.limit,
@@ -111,7 +111,7 @@ def test_rows_come_from_the_held_out_rows(run: Path, chat: Chat):
         {"reference": 3},
     ],
 )
-def test_wrong_requests_are_rejected(chat: Chat, change: dict[str, Any]):
+def test_invalid_chat_page_requests_are_rejected(chat: Chat, change: dict[str, Any]):
     turns = [{"role": "user", "content": "1"}]
     with pytest.raises(ValueError, match=r"."):
         chat.ask({"start": turns, "trained": turns, **change})

@@ -110,7 +110,7 @@ def observation(text: str) -> Observation:
 
 
 @pytest.mark.parametrize("turns", [("12=",), ("abc",), ("1+2=", "3", "4+5="), ("a" * 60,)])
-def test_greedy_reply_equals_that_of_an_evaluation(policy: CausalLMPolicy, port: int, turns: tuple[str, ...]):
+def test_greedy_chat_reply_matches_the_evaluation(policy: CausalLMPolicy, port: int, turns: tuple[str, ...]):
     out = greedy(policy, *turns)
     body = chat(port, *turns, temperature=0, logprobs=True)
     (choice,) = body["choices"]
@@ -123,7 +123,7 @@ def test_greedy_reply_equals_that_of_an_evaluation(policy: CausalLMPolicy, port:
     np.testing.assert_allclose(given, out.logprob[0][: len(given)], atol=1e-4)
 
 
-def test_chunks_join_to_the_whole_reply(port: int):
+def test_streamed_chunks_join_to_the_whole_reply(port: int):
     sampled = {"temperature": 1.3, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 3}
     whole = chat(port, "12=", **sampled)
     chunks = events(port, "12=", **sampled, stream_options={"include_usage": True})
@@ -177,7 +177,7 @@ def test_stop_string_ends_the_reply_and_is_not_part_of_it(port: int):
         assert "".join(parts) == expected, "no part of the stop string is sent before the rest arrives"
 
 
-def test_models_are_listed(port: int):
+def test_models_endpoint_lists_the_served_model(port: int):
     card = {"id": "tiny", "object": "model", "created": 7, "owned_by": "embodyrl"}
     status, body = send(port, "GET", "/v1/models")
     assert (status, json.loads(body)) == (200, {"object": "list", "data": [card]})
@@ -213,7 +213,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests_get_an_error_object(port: int, name: str):
+def test_invalid_chat_parameters_get_an_error_object(port: int, name: str):
     change, code, param = WRONG[name]
     status, body = send(port, "POST", "/v1/chat/completions", {**asked("1"), **change})
     error = json.loads(body)["error"]
@@ -222,7 +222,7 @@ def test_wrong_requests_get_an_error_object(port: int, name: str):
     assert ("not supported" in error["message"]) == (name in ("unknown field", "tools", "logit bias"))
 
 
-def test_broken_requests_get_an_error_object(port: int):
+def test_malformed_http_requests_get_an_error_object(port: int):
     path, body = "/v1/chat/completions", json.dumps(asked("1")).encode()
     deep = b"[" * 100_000
     found = [send(port, "POST", path, data)[0] for data in (b"{", b"[]", b"", deep, body.replace(b"12", b"NaN"))]
@@ -252,7 +252,7 @@ def test_chat_template_rejects_a_role_with_status_400(port: int, policy: CausalL
             assert (status, "no system role" in json.loads(body)["error"]["message"]) == (400, True)
 
 
-def test_a_client_that_leaves_frees_its_place(policy: CausalLMPolicy):
+def test_disconnected_client_frees_its_slot(policy: CausalLMPolicy):
     with serving(policy, max_clients=1) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         endless = asked("12=", stream=True, n=8, min_tokens=400, max_tokens=400)
@@ -266,7 +266,7 @@ def test_a_client_that_leaves_frees_its_place(policy: CausalLMPolicy):
         assert wait_until(lambda: send(port, "POST", "/v1/chat/completions", asked("1"))[0] == 200, 30)
 
 
-def test_two_clients_are_answered_in_turn(port: int):
+def test_two_clients_receive_tokens_alternately(port: int):
     streams = []
     for _ in range(2):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -276,7 +276,7 @@ def test_two_clients_are_answered_in_turn(port: int):
     assert all(body.endswith("data: [DONE]\n\n") for body in bodies)
 
 
-def test_openai_client(port: int):
+def test_openai_client_gets_replies(port: int):
     openai = pytest.importorskip("openai", reason="the package openai is not installed")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
     assert [model.id for model in client.models.list()] == ["tiny"]

@@ -73,7 +73,7 @@ def parts(answer: tuple[str, bytes]) -> tuple[dict[str, Any], bytes]:
     return json.loads(raw[4 : 4 + size]), raw[4 + size :]
 
 
-def test_recorded_actions_are_the_executed_actions_and_name_their_author(scene: Scene, policy: LoadedPolicy) -> None:
+def test_recorded_actions_are_executed_actions_with_their_actor(scene: Scene, policy: LoadedPolicy) -> None:
     page = Client(Desk("run", scene), "a")
     seen, _ = (env := policy.make_env()).reset(options={"reset_id": 5})
     chunk = policy.act(seen)
@@ -101,7 +101,7 @@ def test_recorded_actions_are_the_executed_actions_and_name_their_author(scene: 
     env.close()
 
 
-def test_every_ended_episode_is_on_disk_with_a_video_of_who_acted(scene: Scene) -> None:
+def test_finished_episodes_are_saved_with_a_video_that_marks_the_actor(scene: Scene) -> None:
     page = Client(Desk("run", scene), "a")
     root = scene._recording.root
     for number in range(3):
@@ -148,7 +148,7 @@ def test_repeated_requests_have_no_further_effect(scene: Scene) -> None:
     assert parts(desk.act({**request, "seq": 2}))[0]["steps"] == 2
 
 
-def test_one_client_drives_and_others_watch(scene: Scene) -> None:
+def test_only_one_client_controls_the_episode(scene: Scene) -> None:
     desk = Desk("run", scene)
     one, two = Client(desk, "one"), Client(desk, "two")
     assert one.hello()["free"]
@@ -202,7 +202,7 @@ def test_refused_requests_leave_the_scene_unchanged(scene: Scene) -> None:
                 pass
 
 
-def test_instruction_of_a_person_reaches_the_policy(policy: LoadedPolicy) -> None:
+def test_typed_instruction_reaches_the_policy(policy: LoadedPolicy) -> None:
     scene = Scene(policy, policy.make_env())
     page = Client(Desk("run", scene), "a")
     page.act("next", task=0)
@@ -229,7 +229,7 @@ def test_steps_without_a_recording_keep_no_frames_and_few_states(policy: LoadedP
     scene.env.close()
 
 
-def test_discrete_actions_of_a_person(tmp_path: Path) -> None:
+def test_pressed_key_selects_a_discrete_action(tmp_path: Path) -> None:
     """An environment without saved states, whose images are rendered."""
     from embodyrl.extensions.cockpit.command import policy_with_env
 

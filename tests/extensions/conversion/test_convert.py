@@ -71,7 +71,7 @@ def convert(source: Path, out: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize("images", ["png", "mp4"])
-def test_libero_demonstrations_become_a_dataset(tmp_path: Path, images: str, capsys: Any) -> None:
+def test_libero_demonstrations_are_converted_to_a_lerobot_dataset(tmp_path: Path, images: str, capsys: Any) -> None:
     source, out = write_libero(tmp_path / "libero_toy"), tmp_path / "out"
     assert convert(source, out, f"data.images={images}") == 0
     said = capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_libero_demonstrations_become_a_dataset(tmp_path: Path, images: str, cap
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_rlds_of_tensorflow_datasets_becomes_a_dataset(tmp_path: Path, capsys: Any) -> None:
+def test_rlds_dataset_is_converted_to_a_lerobot_dataset(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert convert(RLDS, tmp_path / "assumed", KEYS) == 0
     assert "at 20 Hz (assumed; set data.fps)" in " ".join(capsys.readouterr().out.split())
@@ -117,7 +117,7 @@ def test_rlds_of_tensorflow_datasets_becomes_a_dataset(tmp_path: Path, capsys: A
 
 
 @pytest.mark.parametrize("video", [False, True])
-def test_lerobot_v2_becomes_a_dataset(tmp_path: Path, video: bool) -> None:
+def test_lerobot_v2_dataset_is_converted_to_v3(tmp_path: Path, video: bool) -> None:
     source = write_v2_set(tmp_path / "old", video=video, tasks=TEXTS, task_of=lambda e, t: e % 2)
     out = tmp_path / "out"
     assert convert(source, out, "data.gripper=[1,-1]", "data.image_rotation_deg=180") == 0
@@ -270,7 +270,7 @@ def replace(name: str, values: Any) -> Callable[[Any], None]:
         ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "/data is not a group"),
     ],
 )
-def test_damaged_hdf5_episode_is_named(tmp_path: Path, capsys: Any, demo: str, change: Any, error: str) -> None:
+def test_error_names_the_damaged_hdf5_episode(tmp_path: Path, capsys: Any, demo: str, change: Any, error: str) -> None:
     source = write_libero(tmp_path / "libero")
     if "action -1" in error:  # only values between open and closed, so that the convention is violated
         damage_demo(source, demo, lambda group: group["actions"].__setitem__((slice(None), 6), 1.0))
@@ -280,7 +280,7 @@ def test_damaged_hdf5_episode_is_named(tmp_path: Path, capsys: Any, demo: str, c
     assert not (tmp_path / "out").exists()
 
 
-def test_episodes_that_the_reader_skips_are_counted_as_left_out(tmp_path: Path, capsys: Any) -> None:
+def test_episodes_with_non_finite_numbers_are_counted_as_left_out(tmp_path: Path, capsys: Any) -> None:
     columns = {
         "observation.state": numbers(4),
         "action": lambda e, t: [np.nan] * 3 if (e, t) == (1, 2) else numbers(3)(e, t),
@@ -388,7 +388,7 @@ def test_malformed_features_of_lerobot_v2_are_refused(tmp_path: Path, capsys: An
     assert "old/meta/info.json does not describe features with a dtype" in capsys.readouterr().err
 
 
-def test_other_sources_and_existing_results_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_unknown_sources_and_existing_outputs_are_refused(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     write_set(tmp_path / "new")
     for source, out, error in (

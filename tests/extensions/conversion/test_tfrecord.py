@@ -25,7 +25,7 @@ def bytewise(data: bytes) -> int:
     return state ^ 0xFFFFFFFF
 
 
-def test_checksum_has_the_values_of_rfc_3720() -> None:
+def test_crc32c_matches_the_rfc_3720_values() -> None:
     assert crc32c(bytes(32)) == 0x8A9136AA
     assert crc32c(bytes([255] * 32)) == 0x62A8AB43
     assert crc32c(bytes(range(32))) == 0x46DD794E
@@ -37,7 +37,7 @@ def test_crc32c_matches_a_bytewise_reference(length: int) -> None:
     assert crc32c(data) == bytewise(data)
 
 
-def test_features_of_tensorflow_are_parsed() -> None:
+def test_features_written_by_tensorflow_are_parsed() -> None:
     one, two = map(parse_example, read_records(SHARD))
     numbers = np.random.default_rng(0).normal(size=(3, 9)).astype(np.float32)
     np.testing.assert_array_equal(one["steps/action"], numbers[:, 6:].ravel())
@@ -85,7 +85,7 @@ def test_floats_are_parsed(packed: bool) -> None:
     np.testing.assert_array_equal(parse_example(example("n", 2, body))["n"], np.float32([0.5, -2.0, 1e30]))
 
 
-def test_every_truncated_or_changed_message_is_an_error_or_another_message() -> None:
+def test_damaged_example_messages_raise_only_value_errors() -> None:
     content = next(iter(read_records(SHARD)))
     rng, refused = np.random.default_rng(0), 0
     for place in rng.integers(0, len(content), 300).tolist():
@@ -107,7 +107,7 @@ def test_every_truncated_or_changed_message_is_an_error_or_another_message() -> 
         (lambda raw: raw + struct.pack("<QI", 2**60, masked_crc(struct.pack("<Q", 2**60))), "record 2 is truncated"),
     ],
 )
-def test_damaged_file_is_refused(tmp_path: Path, change, error: str) -> None:
+def test_damaged_tfrecord_file_is_refused(tmp_path: Path, change, error: str) -> None:
     path = tmp_path / "shard"
     path.write_bytes(change(SHARD.read_bytes()))
     with pytest.raises(EmbodyError, match=error):

@@ -55,7 +55,7 @@ def test_unsupported_lerobot_datasets_are_refused(tmp_path: Path) -> None:
             load_demonstrations(tmp_path / "old")
 
 
-def test_lerobot_reads_our_datasets(tmp_path: Path) -> None:
+def test_lerobot_reads_collected_datasets(tmp_path: Path) -> None:
     """Runs only if LeRobot is installed, because it needs other versions of torch."""
     lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
     written = [demonstration(n) for n in range(5)]

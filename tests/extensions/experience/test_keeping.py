@@ -74,7 +74,7 @@ def test_resumed_training_keeps_each_episode_once(tmp_path: Path) -> None:
     assert {row["embodyrl/version"] for row in found} == {0, 1, 2}
 
 
-def test_disk_limit_ends_the_data_set_and_not_the_run(tmp_path: Path, capsys) -> None:
+def test_size_limit_stops_recording_but_not_the_run(tmp_path: Path, capsys) -> None:
     tiny = ("runner.keep_episodes=all", "runner.keep_episodes_gb=1e-5", "runner.logger.backends=[console,jsonl]")
     result = evaluated(tmp_path, "tiny", *tiny)
     assert len(read_rows(result.folder / "episodes.jsonl")) == 6

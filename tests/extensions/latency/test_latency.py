@@ -36,7 +36,7 @@ def episodes(run: Path) -> list[dict[str, object]]:
     return sorted(rows, key=lambda row: row["episode"])
 
 
-def test_a_delay_of_zero_changes_nothing(runs):
+def test_delay_zero_matches_a_run_without_delay(runs):
     without, zero, naive, _ = map(episodes, runs)
     assert zero == without
     assert naive != without

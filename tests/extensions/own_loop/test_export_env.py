@@ -34,6 +34,8 @@ def test_exported_environment_passes_check_env(
         (["text/copy", "out"], "is a text task without steps"),
     ],
 )
-def test_unusable_export_is_refused(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_export_env_arguments_are_refused(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export-env", *words]) == 2
     assert error in capsys.readouterr().err

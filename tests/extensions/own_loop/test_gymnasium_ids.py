@@ -24,7 +24,7 @@ pytestmark = pytest.mark.needs("tabletop")
 RED = "embodyrl/Tabletop-0-v0"
 
 
-def test_an_id_with_its_module_needs_no_import() -> None:
+def test_gymnasium_id_with_module_needs_no_import() -> None:
     program = (
         "import sys, gymnasium\n"
         "env = gymnasium.make('embodyrl.gymnasium:embodyrl/Tabletop-1-v0')\n"
@@ -34,7 +34,7 @@ def test_an_id_with_its_module_needs_no_import() -> None:
     assert done.stdout == "touch the green block False\n", done.stderr
 
 
-def test_every_simulator_has_ids_of_its_tasks() -> None:
+def test_every_simulator_registers_gymnasium_ids() -> None:
     assert {
         *("embodyrl/LIBERO-object-0-v0", "embodyrl/LIBERO-90-89-v0", "embodyrl/LIBERO-PRO-goal-swap-9-v0"),
         *("embodyrl/LIBERO-Plus-10-camera-0-v0", "embodyrl/MetaWorld-reach-v3", "embodyrl/ManiSkill-PushCube-v1"),
@@ -48,7 +48,7 @@ def test_every_simulator_has_ids_of_its_tasks() -> None:
 @pytest.mark.parametrize(
     "name", ["LIBERO-90-89-v0", "LIBERO-PRO-goal-swap-9-v0", "LIBERO-Plus-10-camera-0-v0", "MetaWorld-reach-v3"]
 )
-def test_overrides_of_ids_are_valid(name: str) -> None:
+def test_overrides_of_gymnasium_ids_are_valid(name: str) -> None:
     option, *words = gymnasium.registry[f"embodyrl/{name}"].kwargs["overrides"]
     cfg = load_config("eval", [f"env={option}", "model=random", *words]).env
     assert ENVS.get(cfg.env_type).validate(cfg) == []
@@ -84,7 +84,7 @@ def test_vector_environments_start_the_same_episodes(more: dict) -> None:
     vector.close()
 
 
-def test_an_id_is_an_environment_of_env_gym() -> None:
+def test_gymnasium_id_runs_with_env_gym() -> None:
     """Out and in again: the adapter reads the frames and the state that `make_env` returns."""
     cfg = load_config("eval", ["env=gym", f"env.id=embodyrl.gymnasium:{RED}", "model=random"]).env
     factory = ENVS.get("gym")

@@ -65,7 +65,7 @@ def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
     return read
 
 
-def test_long_conversations_fit_and_longer_requests_are_named() -> None:
+def test_requests_up_to_one_mebibyte_are_accepted() -> None:
     with answering({}, {"/size": lambda body: ("text/plain", str(len(body["text"])).encode())}) as server:
         assert post(server, "/size", b'{"text": "%s"}' % (b"a" * 900_000)) == (200, b"900000")
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)

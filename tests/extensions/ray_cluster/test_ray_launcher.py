@@ -162,7 +162,7 @@ def test_nodes_are_numbered_by_address():
     assert [node.id for node in in_order(nodes, "id1")] == ["id1", "id2", "id0", "id3"]
 
 
-def test_a_returned_host_has_its_number():
+def test_rejoined_host_keeps_its_number():
     from embodyrl.extensions.ray_cluster.nodes import Node, left_of
 
     nodes = [Node(f"id{n}", f"10.0.0.{n}", f"h{n}") for n in range(3)]

@@ -58,7 +58,7 @@ def test_suffix_is_appended_once_and_replaced():
     assert tagged(f"{once} ", "") == "open it"
 
 
-def test_guidance_is_the_formula(one: FlowPolicy):
+def test_guidance_matches_its_formula(one: FlowPolicy):
     """v = v_null + w (v_pos - v_null) in every step of the flow; w = 1 is one pass, w = 0 the policy without suffix."""
     obs = observation(one)
     x = torch.randn(2, *one._size, generator=torch.Generator().manual_seed(1))
@@ -94,7 +94,7 @@ def test_guidance_zero_is_the_unconditioned_policy_bit_for_bit(one: FlowPolicy):
     one.conditioning = None
 
 
-def test_score_repeats_the_log_probabilities_of_guided_actions(one: FlowPolicy):
+def test_score_matches_the_log_probabilities_of_guided_actions(one: FlowPolicy):
     one.conditioning = GUIDED
     obs = observation(one)
     noise = token_noise(np.array([3, 4]), np.array([0, 0]), one.spec.tokens_per_chunk)
@@ -123,7 +123,7 @@ def test_malformed_conditioning_is_refused(tmp_path: Path, content: str):
         read_conditioning(tmp_path)
 
 
-def test_guidance_without_samples_without_suffix_is_refused():
+def test_guidance_requires_training_samples_without_suffix():
     words = partial(load_config, "sft")
     with pytest.raises(ConfigError, match="label_dropout=0"):
         words(["data.path=x", "objective.labels=x", "objective.label_dropout=0", "objective.guidance=2"])

@@ -52,7 +52,7 @@ def learned(*, shuffled: bool) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_shuffled_labels_gain_nothing():
+def test_shuffled_labels_do_not_improve_the_policy():
     """With true labels the suffix selects the good actions; with shuffled labels both suffixes act alike."""
     true, control = learned(shuffled=False), learned(shuffled=True)
     assert true["positive"] > 0.3

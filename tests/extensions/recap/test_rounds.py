@@ -125,12 +125,12 @@ def _refused(*more: str) -> Callable[[], object]:
         ("recap.nonsense=1", "nonsense"),
     ],
 )
-def test_keys_of_the_rounds_are_refused(word: str, reason: str) -> None:
+def test_keys_that_recap_sets_are_refused(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         _refused(word)()
 
 
-def test_arguments_go_to_the_stages_that_use_them() -> None:
+def test_arguments_are_passed_to_the_stages_that_use_them() -> None:
     found = read_arguments(
         ["env=tabletop", "model=flow_small", "model.path=x", "data.path=d", "recap.out=o", "seed=3", "actor.optim.lr=1",
          "env.train.task_ids=[0]", "eval.episodes=3", "runner.max_steps=5"]

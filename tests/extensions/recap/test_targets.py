@@ -64,7 +64,7 @@ def demos(lengths: tuple[int, ...] = LENGTHS, won: tuple[bool, ...] = WON, task:
     )
 
 
-def test_hand_example():
+def test_recap_labels_match_a_hand_computed_example():
     found = demos()
     outcomes = Outcomes.of(found)
     g = normalised_returns(outcomes, 1.0)
@@ -80,7 +80,7 @@ def test_hand_example():
     assert (ranked | forced(found)).astype(int).tolist() == LABELS
 
 
-def test_two_hot_target_of_the_hand_example():
+def test_two_hot_targets_match_a_hand_computed_example():
     target = two_hot(np.array([-1 / 3, 0.0, -1.0]), 201)
     np.testing.assert_allclose(target[0, [133, 134]], [2 / 3, 1 / 3])
     assert target[1, 200] == target[2, 0] == 1.0
@@ -88,7 +88,7 @@ def test_two_hot_target_of_the_hand_example():
     np.testing.assert_allclose(target.sum(1), 1.0)
 
 
-def test_another_task_changes_no_threshold():
+def test_thresholds_are_independent_of_other_tasks():
     alone = Outcomes.of(demos())
     both = replace(
         alone,
@@ -104,7 +104,7 @@ def test_another_task_changes_no_threshold():
     assert thresholds(both, advantage, 0.3)[0] == pytest.approx(0.0193333, abs=1e-7)
 
 
-def test_order_of_episodes_changes_no_label():
+def test_labels_are_independent_of_episode_order():
     order = [2, 0, 1]
     first = Outcomes.of(demos())
     other = Outcomes.of(demos(tuple(LENGTHS[i] for i in order), tuple(WON[i] for i in order)))
@@ -145,7 +145,7 @@ def test_demonstrations_of_other_programs_count_as_successful():
     assert forced(unknown).tolist() == [True] * 5 + [False] * 4
 
 
-def test_shuffled_labels_keep_their_number_and_those_of_experts():
+def test_shuffling_keeps_label_counts_and_expert_labels():
     outcomes = Outcomes.of(demos((50, 50), (True, False)))
     labels, free = np.arange(100) % 3 == 0, np.arange(100) >= 10
     found = shuffled(outcomes, labels, free, seed=1)

@@ -55,7 +55,7 @@ def test_video_ends_with_a_coloured_outcome_frame(tmp_path, judged, success_from
     assert strongest == color
 
 
-def test_band_below_the_image_shows_who_acted(tmp_path):
+def test_band_below_the_image_shows_the_actor(tmp_path):
     video = VideoRecorder(tmp_path / "who", 20, "do it", True)
     for actor in ("policy", "person", "policy"):
         video.add(gray(90), False, actor=actor, highlighted=actor == "person")

@@ -364,7 +364,7 @@ def test_vla_eval_harness_evaluates_a_served_policy(vla_eval):
 
 
 @real_clients
-def test_vla_eval_server_acts_in_our_simulator(tmp_path):
+def test_vla_eval_server_acts_in_an_embodyrl_simulator(tmp_path):
     """A vla-eval model server replies with chunks, and another with single actions."""
     for chunked in ("whole", "single"):
         script = [str(CLIENTS), str(TESTS / "real_clients.py"), "serve", chunked]

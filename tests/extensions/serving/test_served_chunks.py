@@ -38,7 +38,7 @@ def answering(env: EnvSpec) -> tuple[Looking, Answering]:
     return policy, Answering(policy, env, OPENPI)
 
 
-def test_a_request_contains_the_delay_and_the_rest_of_the_previous_chunk():
+def test_request_contains_delay_and_remaining_actions_of_the_previous_chunk():
     policy, answer = answering(ENV)
     rows = np.arange(6.0).reshape(3, 2)
     assert answer(SEEN | {"rtc/prefix": rows, "rtc/delay": 2}).shape == (8, 2)
@@ -48,7 +48,7 @@ def test_a_request_contains_the_delay_and_the_rest_of_the_previous_chunk():
     assert answer.describe() | {"max_delay": 2, "horizon": 8} == answer.describe()
 
 
-def test_clients_without_these_fields_get_chunks_without_a_previous_chunk():
+def test_requests_without_rtc_fields_get_independent_chunks():
     policy, answer = answering(ENV)
     answer(SEEN)
     assert policy.seen.state.tolist() == [[1, 2, 3, *[0] * 10]]
@@ -70,7 +70,7 @@ def test_clients_without_these_fields_get_chunks_without_a_previous_chunk():
         *(({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": odd}, "an integer") for odd in ("soon", "2", 1.5, np.inf)),
     ],
 )
-def test_wrong_fields_are_refused(fields, said):
+def test_invalid_rtc_fields_are_refused(fields, said):
     with pytest.raises(MessageError, match=said):
         read_committed(SEEN | fields, ENV)
 
@@ -80,7 +80,7 @@ def test_a_policy_without_real_time_chunking_refuses_the_fields():
         read_committed(SEEN | {"rtc/prefix": np.zeros((1, 2)), "rtc/delay": 0}, PLAIN)
 
 
-def test_served_flows_accept_as_much_of_the_previous_chunk_as_fits():
+def test_served_rtc_policy_accepts_all_remaining_actions():
     words = "env=tabletop model=flow_small model.num_action_chunks=8 model.rtc=guided env.control.latency_steps=2"
     env, spec = describe(load_config("serve", words.split()))
     assert env.committed == CommittedSpec(rows=6, delay=2)

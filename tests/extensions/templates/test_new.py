@@ -187,7 +187,7 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
         (["env", "numpy"], "a Python module 'numpy' is already installed"),
     ],
 )
-def test_wrong_arguments_write_no_files(words, said, tmp_path, monkeypatch, capsys):
+def test_invalid_new_arguments_write_no_files(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", *words]) == 2
     assert said in capsys.readouterr().err

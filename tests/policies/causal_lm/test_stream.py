@@ -29,7 +29,7 @@ def parts_of(tokenizer: PreTrainedTokenizerFast, said: str, *stops: str) -> tupl
     return parts, text.stopped
 
 
-def test_parts_are_whole_characters_and_join_to_the_reply(tokenizer: PreTrainedTokenizerFast):
+def test_streamed_pieces_are_whole_characters_and_join_to_the_reply(tokenizer: PreTrainedTokenizerFast):
     parts, _ = parts_of(tokenizer, "a é 漢 🎉 z")
     assert [part for part in parts if part] == ["a", " ", "é", " ", "漢", " ", "🎉", " ", "z"]
 

@@ -49,7 +49,7 @@ def weights(delay: int, end: int, horizon: int, mask: str) -> list[float]:
         ("exp", 0, 0, [0, 0, 0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_guidance_weights_by_hand(mask, delay, end, expected):
+def test_guidance_weights_match_hand_computed_values(mask, delay, end, expected):
     assert weights(delay, end, 8, mask) == pytest.approx(expected, abs=5e-5)
 
 
@@ -58,7 +58,7 @@ def committed(rows: torch.Tensor, delay: int, left: int, mask: str = "ones") -> 
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_guidance_by_hand(through):
+def test_guided_velocity_matches_hand_computed_values(through):
     def still(x, t):
         return 0.0 * x, x
 
@@ -169,7 +169,7 @@ def rest_of(obs: Observation) -> np.ndarray:
     return obs.state[:, 6:].reshape(2, 4, A)
 
 
-def test_without_an_earlier_chunk_every_form_acts_as_without_it(tmp_path):
+def test_first_chunk_is_independent_of_the_rtc_method(tmp_path):
     plain = build(tmp_path, PLAIN).act(observe(0, 0, plain=True), noise=None).actions
     for rtc in ("off", "guided", "identity", "trained"):
         actions = build(tmp_path, rtc=rtc, rtc_delay=2).act(observe(0, 0), noise=None).actions
@@ -230,12 +230,12 @@ def test_sft_with_simulated_delays_trains_on_plain_observations(tmp_path):
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.module.parameters())
 
 
-def test_delays_beyond_the_training_are_refused(tmp_path):
+def test_delays_longer_than_in_training_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.rtc_delay=1"):
         build(tmp_path, rtc="trained", rtc_delay=1)
 
 
-def test_unsupported_combinations_are_refused():
+def test_unsupported_rtc_combinations_are_refused():
     def problems(**keys: Any) -> list[str]:
         cfg = FACTORY.settings.model_validate({"model_type": "flow_small", "precision": "fp32"} | keys, strict=False)
         return list(cfg.problems())

@@ -188,7 +188,7 @@ def test_error_names_weights_of_wrong_shape(tmp_path):
     )
 
 
-def test_a_truncated_file_is_refused(tmp_path):
+def test_truncated_weight_file_is_refused(tmp_path):
     folder = write(tmp_path / "in", stored("pi0"))
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -196,7 +196,7 @@ def test_a_truncated_file_is_refused(tmp_path):
         load_weights(build(spec_of("pi0")).state_dict(), folder)
 
 
-def test_weights_of_the_other_model_are_refused(tmp_path):
+def test_weights_of_another_flow_model_are_refused(tmp_path):
     refused(stored("pi05"), tmp_path / "pi05", r"unexpected weights: .*layers.0.input_layernorm.dense.bias")
     refused(stored("smolvla"), tmp_path / "smolvla", "unexpected weights|lacks")
     refused({"a.weight": torch.zeros(1)}, tmp_path / "other", r"\(first name: 'a.weight'\) match no known layout")

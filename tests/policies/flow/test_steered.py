@@ -138,7 +138,7 @@ def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
         (("model.likelihood=flow_sde",), "or a flow policy with model.likelihood=dsrl"),
     ],
 )
-def test_contradicting_keys_are_rejected(words, says, tmp_path):
+def test_contradictory_dsrl_keys_are_rejected(words, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         build_run_plan(load_config("train", [*RUN, *words, f"runner.output_dir={tmp_path}"]), training=True)
 

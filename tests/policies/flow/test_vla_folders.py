@@ -92,7 +92,7 @@ def test_no_noops_suffix_is_optional(known: str, wanted: str) -> None:
         ),
     ],
 )
-def test_unusable_statistics_are_rejected(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_malformed_checkpoint_statistics_are_rejected(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     folder = folder_of("pi0", tmp_path)
     path = folder / "assets/lab/robot/norm_stats.json"
     content = json.loads(path.read_text())

@@ -214,7 +214,7 @@ def test_temporal_ensemble_policy_returns_whole_chunks(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_folders_are_reported(kind, tmp_path):
+def test_damaged_lerobot_folders_are_reported(kind, tmp_path):
     folder = folder_of(f"{kind}/state", tmp_path / "in")
     weights = load_file(folder / "model.safetensors")
     key = next(iter(weights))

@@ -93,7 +93,7 @@ _NO_SHAPE = '{"type": "act", "output_features": {"action": {"type": "ACTION", "s
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"type": "act"}', _NO_SHAPE])
-def test_malformed_config_is_refused(tmp_path, content):
+def test_malformed_lerobot_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (problem,) = FACTORY.validate(settings(tmp_path))
     assert str(tmp_path / "config.json") in problem
@@ -117,7 +117,7 @@ def test_processor_that_imports_code_is_refused(tmp_path, name):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("python", [sys.executable, "/no/such/python"])
-def test_environment_without_lerobot_is_named(tmp_path, python):
+def test_error_names_the_python_without_lerobot(tmp_path, python):
     if python == sys.executable:
         probe = subprocess.run([python, "-c", "import lerobot"], capture_output=True)
         if probe.returncode == 0:
@@ -162,7 +162,7 @@ def made_by_lerobot(folder: Path, kind: str, sizes: str) -> Path:
 @real_lerobot
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_act_in_its_own_process_equals_our_act(tmp_path):
+def test_act_in_a_lerobot_process_matches_the_built_in_act(tmp_path):
     from embodyrl.policies import POLICIES
 
     folder = made_by_lerobot(tmp_path / "act", "act", ACT)

@@ -71,7 +71,7 @@ def test_valid_folder_and_preset_have_no_problems(checkpoint):
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],
 )
-def test_each_invalid_value_gives_one_line(checkpoint, config, part):
+def test_each_invalid_openvla_setting_gives_one_error_line(checkpoint, config, part):
     (message,) = problems(checkpoint, **config)
     assert part in message
     assert "\n" not in message
@@ -91,11 +91,11 @@ def test_adapters_need_trained_weights():
     assert "no trained weights" in message
 
 
-def test_problems_are_reported_together(checkpoint):
+def test_openvla_config_errors_are_reported_together(checkpoint):
     assert len(problems(checkpoint, lora=LoraSettings(r=8), unnorm_key="libero_9")) == 2
 
 
-def test_incomplete_folders_are_refused(checkpoint):
+def test_incomplete_checkpoint_folders_are_refused(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "action_head--100_checkpoint.pt").write_bytes(b"")
     for path in checkpoint.glob("model*"):

@@ -159,7 +159,7 @@ def test_oft_residual_actor_is_saved_with_the_model(build, tmp_path):
         (("launcher=local", "actor.fsdp.size=2"), "learns in one process"),
     ],
 )
-def test_contradicting_keys_are_rejected(words, says, tmp_path):
+def test_contradictory_residual_keys_are_rejected(words, says, tmp_path):
     words = [*RUN, "algorithm=sac", *words, f"runner.output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match=says):
         build_run_plan(load_config("train", words), training=True)
