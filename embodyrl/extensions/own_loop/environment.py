@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -133,7 +135,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return seen | ({"images": images} if len(images) else {}) | ({"state": state} if len(state) else {})
 
 
-def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
+def make_env(env: str, *words: str, num_envs: int | None = None, config_dirs: Sequence[Path] = ()) -> Any:
     """Create a Gymnasium environment from an environment of embodyrl.
 
     >>> table = make_env("tabletop", "env.eval.task_ids=[0]")
@@ -145,6 +147,7 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
         env: an option of `env=`, for example tabletop or libero_object.
         words: overrides as for `embodyrl eval`; `env.eval.*` selects tasks and initial states.
         num_envs: None: a `SingleEnv`; else a `gymnasium.vector.SyncVectorEnv` of this size.
+        config_dirs: folders with further options, as for `--config-dir`.
 
     Raises:
         ConfigError: unknown environment or setting, or a text task, which has no steps.
@@ -152,8 +155,8 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
     """
     typed = (f"env={env}", "model=random", *words)
     if num_envs is not None:
-        return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *words)] * num_envs)
-    return _single(load_config("eval", typed))
+        return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *words, config_dirs=config_dirs)] * num_envs)
+    return _single(load_config("eval", typed, config_dirs=config_dirs))
 
 
 def env_of(run_plan: RunPlan) -> SingleEnv:

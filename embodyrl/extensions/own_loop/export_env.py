@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 from embodyrl.cli.output import show_result
@@ -42,10 +43,17 @@ def export_env(args: argparse.Namespace) -> int:
             for mark, value in values.items():
                 text = text.replace(f"@{mark}@", value)
             (folder / template.name.removesuffix(".tmpl")).write_text(text, encoding="utf-8")
+        for options in reversed(args.config_dir):  # the first folder with an option counts
+            shutil.copytree(options, folder / "conf", ignore=_other_files, dirs_exist_ok=True)
         (folder / "requirements.txt").write_text(f"{_requirement(cfg.env.env_type)}\n", encoding="utf-8")
     lines = [f"  {out}/{path.name}" for path in sorted(out.iterdir())]
     show_result(args, {"path": out}, [*lines, f"next: hf upload OWNER/NAME {out}"])
     return 0
+
+
+def _other_files(folder: str, names: list[str]) -> list[str]:
+    """Return the entries of a folder that are no options."""
+    return [name for name in names if not name.endswith(".yaml") and not Path(folder, name).is_dir()]
 
 
 def _requirement(env_type: str) -> str:
