@@ -20,7 +20,7 @@ _PLAIN = (
 """Keys whose values are never paths or addresses."""
 _PROGRAMS = ("env.id",)
 """Keys for which a hub repository (owner/name@revision) contains a program."""
-_STARTED = ("model.python",)
+_STARTED = ("model.python", "env.python")
 """Keys whose value is the path of an executable that a run starts."""
 _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
 """Moved modules: the name in stored runs of version 0.1, and the current name."""

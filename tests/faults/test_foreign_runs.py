@@ -34,6 +34,7 @@ DOORS = {
     "algorithm.adv_type": "payload:PART",
     "algorithm.loss_type": "payload:PART",
     "model.python": "./theirs/python",
+    "env.python": "./theirs/python",
     "launcher.name": "payload:PART",
     "runner.logger.backends": ["console", "payload:PART"],
     "env.id": "payload:Thing-v0",
@@ -55,7 +56,10 @@ def foreign_run(folder: Path, key: str, value: object) -> Path:
     (folder / "checkpoints").mkdir()
     env = "env=text/reverse" if key.startswith(("data", "reward", "env.tools")) else "env=tabletop"
     env = "env=gym" if key in ("env.id", "env.wrappers", "env.kwargs") else env
-    model = {"env=text/reverse": "causal_lm_tiny", "env=gym": "mlp"}.get(env, "openvla_oft_tiny")
+    env = "env=robosuite_lift" if key == "env.python" else env
+    model = {"env=robosuite_lift": "mlp", "env=text/reverse": "causal_lm_tiny", "env=gym": "mlp"}.get(
+        env, "openvla_oft_tiny"
+    )
     save_config(load_config("train", [env, f"model={model}"]), folder / "config.yaml")
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     *path, last = key.split(".", 2)

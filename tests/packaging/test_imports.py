@@ -135,6 +135,7 @@ PRIVATE_OF_SIMULATORS = {
     "maniskill": "_batched_episode_rng _episode_rng _get_obs_sensor_data _get_obs_state_dict _initialize_episode "
     "_obs_mode _reconfigure _reset_mask _sensor_configs",
     "metaworld": "_freeze_rand_vec _get_obs _partially_observable _set_task_called",
+    "robots": "_check_success",
 }
 """Attributes without a public equivalent: resets of single rows, raw MuJoCo models, steps without rendering."""
 FREE_SEMAPHORES = {("leftovers.py", "_run_finalizers")}
@@ -158,7 +159,7 @@ def private_attributes(file: Path) -> set[str]:
     }
 
 
-@pytest.mark.needs("libero", "maniskill", "metaworld")
+@pytest.mark.needs("libero", "maniskill", "metaworld", "robots")
 def test_no_private_attribute_of_a_dependency_is_used():
     """Private attributes of our own classes are used in other files by the loader of configs only."""
     found = {(file, name) for file in (ROOT / "embodyrl").rglob("*.py") for name in private_attributes(file)}

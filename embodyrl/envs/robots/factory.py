@@ -14,7 +14,7 @@ from embodyrl.envs.robots.presets import Preset
 from embodyrl.envs.robots.settings import RobotSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
-from embodyrl.types import EnvSpec
+from embodyrl.types import EnvSpec, GripperConvention
 
 
 class RobotFactory(SimFactory[RobotSettings]):
@@ -34,7 +34,8 @@ class RobotFactory(SimFactory[RobotSettings]):
             EnvError: the installed package differs from the preset.
         """
         preset = cfg.preset
-        if importlib.util.find_spec(preset.module) is None:
+        # A process reports its own missing packages.
+        if not preset.process and importlib.util.find_spec(preset.module) is None:
             raise MissingDependencyError(
                 f"env={cfg.robot} needs the package {preset.package}. Fix: pip install {preset.package}."
             )
@@ -66,6 +67,9 @@ def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
             action,
             controls=tuple(replace(one, label=text) for one, text in zip(controls_of(action), labels, strict=True)),
         )
+    if preset.gripper is not None:
+        opened, closed = preset.gripper
+        action = replace(action, gripper=GripperConvention(open=opened, closed=closed))
     return replace(found, name=cfg.robot, action=action)
 
 

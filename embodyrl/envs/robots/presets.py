@@ -33,6 +33,10 @@ class Preset:
     cameras: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
+    process: bool = False
+    """True if the environment runs in the process of another interpreter, `env.python`."""
+    gripper: tuple[float, float] | None = None
+    """Values of the last action dimension that open and close the gripper."""
     wrappers: tuple[str | dict[str, Any], ...] = ()
 
 

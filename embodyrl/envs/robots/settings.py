@@ -16,6 +16,9 @@ class RobotSettings(GymSettings):
     """Preset: pusht, fetch_reach, ... (`embodyrl list envs`)."""
     pixels: bool = False
     """Observe camera images and the robot's own state; false: the state of robot and objects."""
+    python: str | None = None
+    """Interpreter that has robosuite 1.5, for robosuite's tasks; null: this interpreter. Its process runs the code of
+    that environment."""
 
     @property
     def title(self) -> str:
@@ -37,6 +40,10 @@ class RobotSettings(GymSettings):
                 f"env.pixels=true: {self.robot} has no images. Presets with images: {', '.join(PIXEL_PRESETS)}; "
                 "env=gym with a wrapper in env.wrappers adds images to others."
             )
+        elif self.python is not None and not self.preset.process:
+            yield f"env.python={self.python}: {self.robot} runs in this interpreter; remove env.python."
+        if "python" in self.kwargs:
+            yield "env.kwargs.python: use env.python, which a saved config may set only with trust=true."
         if self.id is not None:
             yield "env.id is set by env.robot; remove env.id, or use env=gym."
 
@@ -47,7 +54,7 @@ class RobotSettings(GymSettings):
         own = {name: getattr(self, name) for name in GymSettings.model_fields}
         own |= {
             "id": preset.id,
-            "kwargs": {**preset.kwargs, **self.kwargs},
+            "kwargs": {**preset.kwargs, **self.kwargs, **({"python": self.python} if preset.process else {})},
             "wrappers": [*preset.wrappers, *self.wrappers],
             "instruction": preset.instruction
             if self.instruction_key is None and not self.instruction

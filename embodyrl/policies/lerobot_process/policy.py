@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import weakref
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.leftovers import owning
+from embodyrl.foreign import ForeignScript
 from embodyrl.policies.lerobot_process import worker
 from embodyrl.policies.lerobot_process.checkpoint import Checkpoint
 from embodyrl.policies.lerobot_process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.untrained.policy import OnlyActs
 from embodyrl.types import FloatArray, Observation, PolicyOutput, PolicySpec
-
-_CLOSING_S = 10.0
 
 
 class LeRobotPolicy(OnlyActs):
@@ -53,9 +47,8 @@ class LeRobotPolicy(OnlyActs):
         super().__init__(spec)
         self._env, self._saved, self._views = request.env, saved, views
         self._python, self._limit_s = cfg.python or sys.executable, cfg.answer_timeout_s
-        self._pipe, self._process = _start(self._python)
         # Policies have no `close`: the process ends with the object or with this process.
-        weakref.finalize(self, _end, self._pipe, self._process)
+        self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
         asked = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
         self._ask(asked, cfg.load_timeout_s, "model.load_timeout_s")
 
@@ -87,16 +80,7 @@ class LeRobotPolicy(OnlyActs):
         return steps
 
     def _ask(self, request: dict[str, Any], limit_s: float, key: str) -> dict[str, Any]:
-        try:
-            self._pipe.send(request)
-            if not self._pipe.poll(limit_s):
-                raise EmbodyError(f"LeRobot in {self._python} did not reply for {limit_s:g} s ({key}).")
-            reply = worker.decoded(self._pipe.recv())
-        except (EOFError, OSError) as error:
-            raise EmbodyError(
-                f"The process of LeRobot in {self._python} ended: exit code {self._process.wait(_CLOSING_S)}. Its "
-                "output is in the log of this worker."
-            ) from error
+        reply = worker.decoded(self._script.ask(request, limit_s, key))
         if "missing" in reply:
             raise MissingDependencyError(
                 f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "
@@ -105,30 +89,3 @@ class LeRobotPolicy(OnlyActs):
         if "error" in reply:
             raise EmbodyError(f"LeRobot in {self._python} reports: {reply['error']}")
         return reply
-
-
-def _start(python: str) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
-    pipe, theirs = Pipe()
-    try:
-        with owning("lerobot"):
-            process = subprocess.Popen(
-                # -P: modules of this folder must not hide packages of the other environment.
-                [python, "-P", worker.__file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-            )
-    except OSError as error:
-        raise MissingDependencyError(f"model.python={python} cannot be started: {error.strerror}.") from error
-    finally:
-        theirs.close()
-    return pipe, process
-
-
-def _end(pipe: Connection[Any, Any], process: subprocess.Popen[bytes]) -> None:
-    pipe.close()
-    try:
-        process.wait(_CLOSING_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import replace
 
 import gymnasium
@@ -20,6 +21,10 @@ from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeStart
 
+ROBOSUITE = os.environ.get("EMBODYRL_TEST_ROBOSUITE")
+"""A Python that has robosuite 1.5."""
+WITHOUT_ROBOSUITE = "EMBODYRL_TEST_ROBOSUITE names no Python with robosuite 1.5"
+
 
 def options() -> dict[str, str]:
     """Return the help line of each option of `env` with a preset."""
@@ -31,7 +36,7 @@ def test_each_preset_is_an_option_with_its_install_command():
     about = options()
     assert set(about) == set(PRESETS)
     for name, preset in PRESETS.items():
-        assert f"(pip install {preset.package})" in about[name]
+        assert f"(pip install {preset.package}" in about[name]
         assert f"{preset.horizon} steps" in about[name]
         assert ("env.pixels=true" in about[name]) == (name in PIXEL_PRESETS)
 
@@ -56,6 +61,8 @@ def test_keys_override_the_arguments_of_a_preset():
     [
         (["env=pusht", "env.robot=pushd"], "Did you mean 'pusht'"),
         (["env=fetch_reach", "env.pixels=true"], "fetch_reach has no images"),
+        (["env=pusht", "env.python=/usr/bin/python3"], "remove env.python"),
+        (["env=robosuite_lift", "env.kwargs.python=/usr/bin/python3"], "use env.python"),
         (["env=pusht", "env.id=CartPole-v1"], "env.id is set by env.robot"),
     ],
 )
@@ -97,13 +104,18 @@ def test_missing_package_error_names_the_install_command():
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    ("name", "pixels"), [(name, False) for name in PRESETS] + [(name, True) for name in PIXEL_PRESETS]
+    ("name", "pixels"),
+    [(name, pixels) for pixels in (False, True) for name in (PIXEL_PRESETS if pixels else PRESETS)],
 )
 def test_installed_package_matches_its_preset(name: str, pixels: bool):
     preset = (PIXEL_PRESETS if pixels else PRESETS)[name]
-    if importlib.util.find_spec(preset.module) is None:
+    if preset.process and ROBOSUITE is None:
+        pytest.skip(WITHOUT_ROBOSUITE)
+    if not preset.process and importlib.util.find_spec(preset.module) is None:
         pytest.skip(f"{preset.package} is not installed")
-    spec = FACTORY.spec(env_of("robots", robot=name, pixels=pixels, use_rel_reward=False), EnvContext(pictures=False))
+    python = ROBOSUITE if preset.process else None
+    cfg = env_of("robots", robot=name, pixels=pixels, python=python, use_rel_reward=False)
+    spec = FACTORY.spec(cfg, EnvContext(pictures=False))
     assert (spec.name, spec.state_dim, spec.cameras.names) == (name, sum(preset.state.values()), preset.cameras)
     assert (spec.max_episode_steps, spec.tasks) == (preset.horizon, (preset.instruction,))
     assert spec.goal is None or name.startswith(("fetch", "hand", "maze"))
@@ -149,3 +161,24 @@ def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
     env.close()
     np.testing.assert_array_equal(state[0], state[2])
     assert np.abs(state[0, -3:] - state[1, -3:]).max() > 0.01
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("python", "said"), [(None, "env.python=<its bin/python>"), ("/no/such", "cannot be started")])
+def test_python_without_robosuite_is_reported(python: str | None, said: str):
+    """The other simulators use robosuite 1.4, which is refused as well."""
+    with pytest.raises(MissingDependencyError, match=said):
+        FACTORY.spec(env_of("robots", robot="robosuite_lift", python=python), EnvContext(pictures=False))
+
+
+@pytest.mark.sim
+@pytest.mark.skipif(ROBOSUITE is None, reason=WITHOUT_ROBOSUITE)
+@pytest.mark.parametrize("name", ["robosuite_lift", "robosuite_stack"])
+def test_robosuite_expert_solves_its_task(name: str):
+    env = FACTORY.make(env_of("robots", robot=name, python=ROBOSUITE, use_rel_reward=False), EnvContext(pictures=False))
+    for reset_id in range(3):
+        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=150)])
+        _, result = env.expert_chunk([0], 150, noise=0.0)
+        assert result.success.any()
+        assert result.terminated.any()
+    env.close()

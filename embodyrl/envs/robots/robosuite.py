@@ -1,0 +1,103 @@
+"""robosuite 1.5 as a Gymnasium environment: the task runs in the process of another Python environment."""
+
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from embodyrl.envs.robots import robosuite_server
+from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.foreign import ForeignScript
+
+_LOAD_S, _STEP_S = 300.0, 120.0
+
+
+class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
+    """One task of robosuite with a Panda arm; success ends an episode.
+
+    Its requirements (numpy 1.26, mink) conflict with those of LIBERO, which needs robosuite 1.4.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+
+    def __init__(
+        self,
+        task: str,
+        python: str | None = None,
+        camera: str | None = None,
+        height: int = 84,
+        width: int = 84,
+        options: dict[str, Any] | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Start the process and load the task.
+
+        Args:
+            task: Lift, Stack, NutAssembly, Door, ...
+            python: interpreter that has robosuite 1.5; None: this interpreter.
+            camera: camera of the observation; None: observe the objects' poses instead.
+            height: height of the image, pixels.
+            width: width of the image, pixels.
+            options: further arguments of `robosuite.make`, for example `reward_shaping`.
+            render_mode: rgb_array, or None.
+
+        Raises:
+            MissingDependencyError: robosuite is missing in the other environment.
+            EmbodyError: robosuite reports an error.
+        """
+        self.render_mode, self._python = render_mode, python or sys.executable
+        self._script = ForeignScript(self._python, robosuite_server.__file__, key="env.python", program="robosuite")
+        renders = render_mode is not None or camera is not None
+        found = self._ask(("make", task, camera, (height, width), renders, options or {}), _LOAD_S)
+        state = spaces.Box(-np.inf, np.inf, (found["state"],), np.float64)
+        image = {} if camera is None else {camera: spaces.Box(0, 255, (height, width, 3), np.uint8)}
+        self._camera = camera
+        self.observation_space = spaces.Dict({**image, "state": state})
+        low, high = (np.array(found[bound], np.float32) for bound in ("low", "high"))
+        self.action_space = spaces.Box(low, high)
+        if found["expert"]:
+            self.expert_action = self._expert_action
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode; the seed determines the initial state."""
+        super().reset(seed=seed)
+        number = int(self.np_random.integers(2**31)) if seed is None else seed
+        return self._observation(self._ask(("reset", number))), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute an action [7]: changes of the gripper's position and rotation, and the gripper."""
+        seen, reward, success = self._ask(("step", action.tolist()))
+        return self._observation(seen), reward, success, False, {"is_success": success}
+
+    def render(self) -> np.ndarray:
+        """Return an image of the front camera, [256, 256, 3] uint8."""
+        return _unpacked(self._ask(("render",)))
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self._script.close()
+
+    def _expert_action(self) -> np.ndarray:
+        return _unpacked(self._ask(("expert",)))
+
+    def _observation(self, seen: Any) -> dict[str, np.ndarray]:
+        state, image = seen
+        return {"state": _unpacked(state)} | ({} if self._camera is None else {self._camera: _unpacked(image)})
+
+    def _ask(self, request: tuple[Any, ...], limit_s: float = _STEP_S) -> Any:
+        level, reply = self._script.ask(request, limit_s, "a fixed limit")
+        if level == "missing":
+            raise MissingDependencyError(
+                f"{self._python}: {reply}. Fix: pip install robosuite==1.5.2 in an environment of its own, and "
+                "env.python=<its bin/python>."
+            )
+        if level == "error":
+            raise EmbodyError(f"robosuite in {self._python} reports: {reply}")
+        return reply
+
+
+def _unpacked(parts: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+    kind, shape, data = parts
+    return np.frombuffer(data, kind).reshape(shape)

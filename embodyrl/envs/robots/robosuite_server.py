@@ -1,0 +1,173 @@
+"""Tasks of robosuite 1.5, run as a script by a Python that has robosuite but not embodyrl.
+
+Requests are tuples of a name and arguments; arrays are type, shape and bytes, which do not depend on numpy's version.
+"""
+
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+STATE = ("robot0_joint_pos", "robot0_joint_vel", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
+CLOSED, OPEN = 1.0, -1.0
+_REACH = 0.05
+"""Motion of the gripper for an action of 1, m."""
+_GRASP_WIDTH = 0.065
+"""Sum of the finger positions below which the fingers hold a cube, m."""
+_ABOVE = 0.08
+"""Height of motions across the table above an object, m."""
+_GAIN = 2.0
+
+
+def packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Return type, shape and bytes of an array."""
+    found = np.ascontiguousarray(array)
+    return found.dtype.str, found.shape, found.tobytes()
+
+
+class Task:
+    """One task with a Panda arm, controlled by changes of the gripper's pose at 20 Hz."""
+
+    def __init__(self, task: str, camera: str | None, size: tuple[int, int], renders: bool, options: dict[str, Any]):
+        import robosuite  # pyright: ignore[reportMissingImports]
+
+        if not robosuite.__version__.startswith("1.5."):
+            raise ImportError(f"it has robosuite {robosuite.__version__} instead of 1.5")
+        self._camera, self._size = camera, size
+        self._expert = _EXPERTS.get(task)
+        self._env = robosuite.make(
+            task,
+            robots="Panda",
+            has_renderer=False,
+            has_offscreen_renderer=renders,
+            use_camera_obs=False,
+            use_object_obs=True,
+            control_freq=20,
+            ignore_done=True,
+            # The reset id determines the episode, so sizes of objects are not sampled again.
+            hard_reset=False,
+            seed=0,
+            **options,
+        )
+        self._seen: dict[str, Any] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of state columns, the bounds of an action, and whether there is an expert."""
+        low, high = self._env.action_spec
+        self._seen = self._env.reset()
+        return {
+            "state": len(self._state()),
+            "low": low.tolist(),
+            "high": high.tolist(),
+            "expert": self._expert is not None,
+        }
+
+    def reset(self, seed: int) -> Any:
+        """Start an episode; the seed determines the initial state."""
+        # Samplers of robots and objects share this generator.
+        self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+        self._seen = self._env.reset()
+        return self._observation()
+
+    def step(self, action: list[float]) -> Any:
+        """Execute an action; return observation, reward and success."""
+        self._seen, reward, _, _ = self._env.step(np.array(action))
+        return self._observation(), float(reward), bool(self._env._check_success())
+
+    def expert(self) -> Any:
+        """Return the action of the scripted expert."""
+        assert self._expert is not None
+        return packed(self._expert(self._seen))
+
+    def render(self) -> Any:
+        """Return an image of the front camera, [256, 256, 3]."""
+        return packed(self._image("agentview", (256, 256)))
+
+    def _image(self, camera: str, size: tuple[int, int]) -> Any:
+        height, width = size
+        # OpenGL's first row is the lowest.
+        return self._env.sim.render(camera_name=camera, height=height, width=width)[::-1]
+
+    def _state(self) -> Any:
+        names = STATE if self._camera else (*STATE, "object-state")
+        return np.concatenate([np.atleast_1d(self._seen[name]) for name in names])
+
+    def _observation(self) -> Any:
+        image = None if self._camera is None else packed(self._image(self._camera, self._size))
+        return packed(self._state()), image
+
+
+def lift(seen: Any) -> Any:
+    """Return the action that grasps or lifts the cube."""
+    if holds(seen, seen["cube_pos"]):
+        return motion((0.0, 0.0, _ABOVE), CLOSED)
+    return grasp(seen, seen["cube_pos"])
+
+
+def stack(seen: Any) -> Any:
+    """Return the action that grasps cube A or puts it on cube B."""
+    cube, base = seen["cubeA_pos"], seen["cubeB_pos"]
+    way = base - cube + np.array([0.0, 0.0, 0.045])
+    aside = np.linalg.norm(way[:2])
+    if aside < 0.02 and abs(way[2]) < 0.008:
+        # Rise once the fingers are open.
+        opened = np.abs(seen["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
+        return motion((0.0, 0.0, _ABOVE if opened else 0.0), OPEN)
+    if not holds(seen, cube):
+        return grasp(seen, cube)
+    # Up, across, then down.
+    lower, high = aside < 0.01, way[2] < -0.6 * _ABOVE
+    height = way[2] if lower else way[2] + _ABOVE
+    return motion((*(way[:2] if lower or high else (0.0, 0.0)), height), CLOSED)
+
+
+def holds(seen: Any, cube: Any) -> bool:
+    """Return True if closed fingers hold the cube."""
+    width = np.abs(seen["robot0_gripper_qpos"]).sum()
+    still = np.abs(seen["robot0_gripper_qvel"]).max() < 0.02
+    return bool(np.linalg.norm(seen["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and still)
+
+
+def grasp(seen: Any, cube: Any) -> Any:
+    """Return the action that approaches the cube from above or closes the fingers."""
+    way = cube - seen["robot0_eef_pos"]
+    aside = np.linalg.norm(way[:2])
+    if aside < 0.01 and abs(way[2]) < 0.01:
+        return motion((0.0, 0.0, 0.0), CLOSED)
+    lower = aside < 0.015 or (aside < 0.03 and way[2] > -0.03)
+    height = way[2] if lower else way[2] + _ABOVE
+    return motion((way[0], way[1], height), OPEN)
+
+
+def motion(way: Any, gripper: float) -> Any:
+    """Return the action of a motion [3], m, of the gripper without a rotation."""
+    # The controller lags behind, so that small actions do not move the arm.
+    return np.array([*np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), 0.0, 0.0, 0.0, gripper], np.float32)
+
+
+_EXPERTS = {"Lift": lift, "Stack": stack}
+
+
+def serve(pipe: Any) -> None:
+    """Build the task of the first message, then answer requests until the pipe closes."""
+    task: Any = None
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if task is None:
+                task = Task(*arguments)
+                name, arguments = "describe", []
+            reply: Any = ("done", getattr(task, name)(*arguments))
+        except ImportError as error:
+            reply = ("missing", str(error))
+        except Exception as error:
+            reply = ("error", f"{type(error).__name__}: {error}")
+        pipe.send(reply)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

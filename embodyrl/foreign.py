@@ -1,0 +1,80 @@
+"""Scripts in another Python environment, whose packages conflict with ours; one request and one reply at a time."""
+
+import os
+import subprocess
+import weakref
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.leftovers import owning
+
+_CLOSING_S = 10.0
+
+
+class ForeignScript:
+    """A running script of another interpreter; the process ends with this object or with this process."""
+
+    def __init__(self, python: str, script: str, *, key: str, program: str) -> None:
+        """Start the script; its argument is the number of a file descriptor, a `Connection`.
+
+        Args:
+            python: interpreter of the other environment.
+            script: file that imports nothing of embodyrl.
+            key: config key of the interpreter, for errors.
+            program: name of the program, for errors.
+
+        Raises:
+            MissingDependencyError: the interpreter cannot be started.
+        """
+        self._python, self._program = python, program
+        self._pipe, theirs = Pipe()
+        try:
+            with owning(program):
+                self._process = subprocess.Popen(
+                    # -P: modules of the script's folder must not hide packages of the other environment.
+                    [python, "-P", script, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+                )
+        except OSError as error:
+            raise MissingDependencyError(f"{key}={python} cannot be started: {error.strerror}.") from error
+        finally:
+            theirs.close()
+        self._end = weakref.finalize(self, _end, self._pipe, self._process)
+
+    def ask(self, request: Any, limit_s: float, limit: str) -> Any:
+        """Send a request and return the reply.
+
+        Args:
+            request: any object that both environments can unpickle.
+            limit_s: deadline of the reply.
+            limit: config key of the deadline, for errors.
+
+        Raises:
+            EmbodyError: the process ended, or did not reply in time.
+        """
+        try:
+            self._pipe.send(request)
+            if not self._pipe.poll(limit_s):
+                raise EmbodyError(f"{self._program} in {self._python} did not reply for {limit_s:g} s ({limit}).")
+            return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise EmbodyError(
+                f"The process of {self._program} in {self._python} ended: exit code {self._process.wait(_CLOSING_S)}. "
+                "Its output is in the log of this worker."
+            ) from error
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self._end()
+
+
+def _end(pipe: "Connection[Any, Any]", process: "subprocess.Popen[bytes]") -> None:
+    pipe.close()
+    try:
+        process.wait(_CLOSING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
