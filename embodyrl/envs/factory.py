@@ -1,18 +1,18 @@
 """Base factory of environments with slot simulators, and shared config checks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.delayed import DelayedEnv, timing_of, with_delay, without_committed
 from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.reward import StepReward, StepRewardSettings
 from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.envs.simulators import Simulators
+from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
-from embodyrl.registry import closest
+from embodyrl.registry import Registry, closest, takes
 from embodyrl.types import EnvSpec
 
 S = TypeVar("S", contravariant=True)
@@ -64,14 +64,14 @@ class SimFactory(ABC, Generic[S]):
         spec = self.describe(cfg, context)
         spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))
         spec = StepReward(own).declare(spec) if own is not None and own.path is not None else spec
-        timing = timing_of(cfg, context)
-        return spec if timing is None else with_delay(spec, timing, context.chunk)
+        delay = _delay_of(cfg, context)
+        return spec if delay is None else delay.declare(spec, context.chunk)
 
     def make(self, cfg: Any, context: EnvContext) -> Env:
         """Build the environment."""
-        timing = timing_of(cfg, context)
-        if timing is not None and context.described is not None:
-            context = replace(context, described=without_committed(context.described))
+        delay = _delay_of(cfg, context)
+        if delay is not None and context.described is not None:
+            context = replace(context, described=delay.original(context.described))
         env = ChunkedEnv(
             self.simulators(cfg, context),
             context.num_slots,
@@ -79,7 +79,43 @@ class SimFactory(ABC, Generic[S]):
             reward_coef=cfg.reward_coef,
             reward=context.reward,
         )
-        return env if timing is None else DelayedEnv(env, timing, context.num_slots)
+        return env if delay is None else delay.wrap(env, context.num_slots)
+
+
+class Delay(Protocol):
+    """Delay of the chunks of an environment."""
+
+    def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
+        """Return the spec of the delayed environment, for a policy with `chunk` actions per chunk (0: unknown)."""
+        ...
+
+    def original(self, spec: EnvSpec) -> EnvSpec:
+        """Return the spec of the environment without the delay, from the result of `declare`."""
+        ...
+
+    def wrap(self, env: ChunkedEnv, num_slots: int) -> Env:
+        """Return the delayed environment."""
+        ...
+
+
+DELAYS: Registry[Callable[[Any, EnvContext], Delay]] = Registry(
+    "delay",
+    group="embodyrl.delays",
+    wants="a function of the settings and the EnvContext of an environment that returns a Delay",
+    fits=takes(2),
+)
+
+
+def _delay_of(cfg: Any, context: EnvContext) -> Delay | None:
+    """Return the delay of an environment; None: chunks neither overlap nor have a delay."""
+    if not cfg.delay[1] and not context.overlap:
+        return None
+    for delay in DELAYS.every():
+        return delay(cfg, context)
+    raise ConfigError(
+        "env.control.latency_steps, rollout.chunk_overlap: the extension 'delay' is missing; reinstall embodyrl to get "
+        "it."
+    )
 
 
 _SHARE = 0.8

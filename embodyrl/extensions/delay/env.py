@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.protocol import AfterStep, EnvContext
+from embodyrl.envs.protocol import AfterStep, Env, EnvContext
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import ByteArray, ChunkResult, CommittedSpec, EnvSpec, EpisodeStart, FloatArray, IntArray
 
@@ -36,6 +36,18 @@ class Timing:
     """Number of actions of a chunk that overlap with the next one."""
     observed: bool
     """True if the state contains the committed actions."""
+
+    def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
+        """See `envs.factory.Delay` and `with_delay`."""
+        return with_delay(spec, self, chunk)
+
+    def original(self, spec: EnvSpec) -> EnvSpec:
+        """See `envs.factory.Delay`."""
+        return without_committed(spec)
+
+    def wrap(self, env: ChunkedEnv, num_slots: int) -> Env:
+        """See `envs.factory.Delay`."""
+        return DelayedEnv(env, self, num_slots)
 
     def fits(self, chunk: int) -> bool:
         """Return whether chunks with this number of actions are long enough."""
@@ -58,12 +70,10 @@ class Timing:
         return int(np.random.default_rng([seed, reset_id, chunk]).integers(self.low, self.high + 1))
 
 
-def timing_of(cfg: Any, context: EnvContext) -> Timing | None:
-    """Return the timing of an environment; None: chunks neither overlap nor have a delay."""
+def delay_of(cfg: Any, context: EnvContext) -> Timing:
+    """Return the timing of an environment."""
     low, high = cfg.delay
     overlap = high if context.overlap is None else context.overlap
-    if not overlap and not high:
-        return None
     observed = context.observe_committed or cfg.control.observe_committed
     return Timing(low=low, high=high, overlap=overlap, observed=observed)
 

@@ -5,8 +5,8 @@ import pytest
 from doubles import ScriptedBatch, ScriptedSims, steps_of
 
 from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.delayed import DelayedEnv, Timing, with_delay, without_committed
 from embodyrl.errors import ConfigError, EnvError
+from embodyrl.extensions.delay.env import DelayedEnv, Timing, with_delay, without_committed
 from embodyrl.types import EpisodeStart, FloatArray
 
 

@@ -26,11 +26,14 @@ ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "env.train.max_episo
         ("algorithm=grpo",),
         ("algorithm=ppo", "env.train.auto_reset=true"),
         ("algorithm=ppo", "algorithm.reward_type=action_level"),
-        ("algorithm=reinforce_pp",),
-        ("algorithm=filtered_bc",),
-        ("algorithm=sac", "actor.global_batch_size=4", "algorithm.group_size=1"),
+        pytest.param(("algorithm=reinforce_pp",), marks=pytest.mark.needs("objectives")),
+        pytest.param(("algorithm=filtered_bc",), marks=pytest.mark.needs("off_policy")),
+        pytest.param(
+            ("algorithm=sac", "actor.global_batch_size=4", "algorithm.group_size=1"),
+            marks=pytest.mark.needs("off_policy"),
+        ),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words),
 )
 def test_every_algorithm_trains_under_a_delay(words, tmp_path):
     run = train_toy(tmp_path, *DELAYED, *words, "env.train.max_episode_steps=7")

@@ -1,0 +1,1 @@
+"""Chunks that begin some env steps after their observation."""
