@@ -198,14 +198,9 @@ LOSSES: Registry[PolicyLoss] = Registry(
     "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
 )
 
-for _name in ("grpo", "rloo", "opo", "gpg", "pass_at_k", "gdpo"):
-    ADVANTAGES.add(_name, f"embodyrl.algorithms.outcomes:{_name.upper()}")
-for _name in ("gigpo", "gae", "remax", "reinforce_pp", "reinforce_pp_baseline"):
-    ADVANTAGES.add(_name, f"embodyrl.algorithms.estimators:{_name.upper()}")
-for _name in (
-    *("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "pg", "aipo", "aipo_ratio", "topr", "dro", "clip_cov", "kl_cov"),
-):
-    LOSSES.add(_name, f"embodyrl.algorithms.policy_losses:{_name.upper()}")
+ADVANTAGES.add("grpo", "embodyrl.algorithms.outcomes:GRPO")
+ADVANTAGES.add("gae", "embodyrl.algorithms.estimators:GAE")
+LOSSES.add("ppo_clip", "embodyrl.algorithms.policy_losses:PPO_CLIP")
 
 
 def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:

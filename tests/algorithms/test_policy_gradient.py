@@ -420,7 +420,13 @@ def test_batch_with_zero_advantages_has_zero_gradient(level: TokenLevel):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}, {"loss_type": "dro"}, {"loss_type": "kl_cov", "cov_share": 1.0}],
+    [
+        {},
+        {"kl_beta": 0.1},
+        {"entropy_bonus": 0.01},
+        pytest.param({"loss_type": "dro"}, marks=pytest.mark.needs("objectives")),
+        pytest.param({"loss_type": "kl_cov", "cov_share": 1.0}, marks=pytest.mark.needs("objectives")),
+    ],
 )
 def test_samples_without_gradient_are_detected_exactly(changes: dict):
     algorithm = Algorithm(algorithm_of(**changes))

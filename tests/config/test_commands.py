@@ -47,7 +47,7 @@ FINE = [
 ]
 
 
-@pytest.mark.needs("demonstrations")
+@pytest.mark.needs("demonstrations", "objectives")
 @pytest.mark.parametrize(("command", "words"), FINE, ids=[f"{c} {w}" for c, w in FINE])
 def test_defaults_and_group_choices_load_from_a_saved_config(command: str, words: str, tmp_path: Path) -> None:
     if command == "collect" and "experiment" in words:

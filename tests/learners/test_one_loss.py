@@ -46,17 +46,18 @@ def small_run(folder: Path, preset: str) -> Any:
     )
 
 
-@pytest.mark.needs("off_policy")
+@pytest.mark.needs("objectives", "off_policy")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_loss_exception_ends_the_training(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodyrl.extensions.objectives import losses
     from embodyrl.extensions.off_policy import sac_learner as sac
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("the loss was called")
 
     for name in LOSSES.names():
-        loss = getattr(policy_losses, name.upper())
-        monkeypatch.setattr(policy_losses, name.upper(), replace(loss, compute=broken))
+        module = policy_losses if hasattr(policy_losses, name.upper()) else losses
+        monkeypatch.setattr(module, name.upper(), replace(LOSSES.get(name), compute=broken))
     monkeypatch.setattr(sac, "critic_loss", broken)
     monkeypatch.setattr(ActorCriticPolicy, "imitate", broken)
     with pytest.raises(Exception, match="the loss was called"):

@@ -71,7 +71,7 @@ def test_overrides_win_over_protocols_and_later_protocols_win() -> None:
     assert (values[each], values["env.eval.state_ids"]) == (4, [0, 9])
 
 
-@pytest.mark.needs("text")
+@pytest.mark.needs("objectives", "text")
 def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     words = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path / 'rows.jsonl'}"]
@@ -86,7 +86,7 @@ def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> N
     assert found("train", "algorithm=rloo", base=run)[REPLY] == 77
 
 
-@pytest.mark.needs("tabletop")
+@pytest.mark.needs("objectives", "tabletop")
 def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
     """The run used grpo's groups of 8, which do not fit one slot."""
     save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)

@@ -102,7 +102,7 @@ INERT = [
 ]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("objectives", "openvla_oft", "tabletop")
 @pytest.mark.parametrize(("command", "words", "cure"), INERT, ids=[f"{command} {words}" for command, words, _ in INERT])
 def test_a_key_without_effect_gives_one_warning(
     caplog: pytest.LogCaptureFixture, command: str, words: str, cure: str | None

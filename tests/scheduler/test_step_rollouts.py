@@ -121,6 +121,7 @@ def test_reward_errors_are_counted_in_refills(tmp_path):
         assert all("no reward today" in why for why in rollout.reward_errors)
 
 
+@pytest.mark.needs("objectives")
 def test_remax_baseline_is_the_greedy_episode_of_the_group(tmp_path):
     """Repeated with other noise the episode is the same; episodes of one group share it."""
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")

@@ -1,0 +1,113 @@
+"""Outcome advantages in addition to GRPO; see `algorithms/outcomes.py` for the notation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.algorithms.outcomes import Outcomes, by_group, grpo, outcome_estimator, whiten
+from embodyrl.algorithms.settings import GroupSettings, NormalizeSettings, TruncatedEpisodes
+from embodyrl.types import DoubleArray
+
+
+def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
+    """Subtract the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
+
+    def leave_one_out(rewards: DoubleArray) -> DoubleArray:
+        n = len(rewards)
+        return (rewards - rewards.mean()) * n / (n - 1)
+
+    return by_group(leave_one_out, group, reward)
+
+
+def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
+    """Subtract the minimum-variance baseline sum(len R) / sum(len) of the group, arXiv 2505.23585."""
+
+    def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
+        return rewards - np.average(rewards, weights=lengths)
+
+    return by_group(above_baseline, group, reward, length)
+
+
+def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
+    """Compute alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
+    rewarded = max(1, int(np.count_nonzero(reward)))
+    return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
+
+
+def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
+    """Credit only the best episode of a group, with its lead over the second best: R1 - R2, arXiv 2503.19595.
+
+    `normalize` divides by the group's standard deviation (ddof 1) + eps.
+    """
+
+    def lead_of_the_best(rewards: DoubleArray) -> DoubleArray:
+        second, best = np.sort(rewards)[-2:]
+        out = np.zeros_like(rewards)
+        out[rewards.argmax()] = (best - second) / (rewards.std(ddof=1) + eps if normalize else 1.0)
+        return out
+
+    return by_group(lead_of_the_best, group, reward)
+
+
+def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
+    """Compute sum_k w_k grpo(R_k), whitened over the batch (arXiv 2601.05242).
+
+    Each part of the reward is normalised separately, so that no part dominates.
+
+    Args:
+        parts: [E, C] outcome of each part of the reward.
+        group: [E] group ids.
+        weight: [C]
+    """
+    columns = zip(np.asarray(parts, dtype=np.float64).T, weight, strict=True)
+    return whiten(sum(w * grpo(part, group) for part, w in columns))
+
+
+class PassAtKSettings(GroupSettings, NormalizeSettings):
+    """Settings of pass@k, which credits the best episode of a group."""
+
+
+class GdpoSettings(GroupSettings):
+    """Settings of GDPO, which normalises each reward component separately."""
+
+    needs = {
+        "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "
+        "kl_in_reward"
+    }
+
+    def problems(self) -> Iterator[str]:
+        """Yield contradictory settings, one line each."""
+        yield from super().problems()
+        if self.truncated_episodes is TruncatedEpisodes.zero_reward:
+            yield (
+                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward "
+                "separately, so the outcome cannot be set to 0; use mask."
+            )
+
+
+def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
+    """Compute `gdpo` from the reward components; without components, the return is the only component."""
+    weights = outcomes.scores.part_weights
+    if not weights:
+        return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])
+    return gdpo([episode.components.sum(axis=0) for episode in outcomes.episodes], outcomes.groups, weights)
+
+
+RLOO = outcome_estimator(lambda o, _: rloo(o.returns, o.groups))
+
+
+OPO = outcome_estimator(lambda o, _: opo(o.returns, o.groups, [episode.length for episode in o.episodes]))
+
+
+GPG = outcome_estimator(lambda o, _: gpg(o.returns, o.groups))
+
+
+PASS_AT_K = outcome_estimator(
+    lambda o, cfg: pass_at_k(o.returns, o.groups, normalize=cfg.normalize_advantages), PassAtKSettings
+)
+
+
+GDPO = outcome_estimator(_by_parts, GdpoSettings)
