@@ -71,7 +71,7 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.needs("doctor", "libero", "tabletop")
+@pytest.mark.needs("discover", "doctor", "libero", "tabletop")
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
@@ -142,7 +142,7 @@ def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFix
     assert "Number of episodes per group; all episodes of a group share a reset id." in text
 
 
-@pytest.mark.needs("demonstrations", "doctor", "reporting", "serving", "templates")
+@pytest.mark.needs("demonstrations", "discover", "doctor", "reporting", "serving", "templates")
 def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -173,7 +173,7 @@ def saved_config(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.needs("openvla_oft", "tabletop", "templates")
+@pytest.mark.needs("discover", "openvla_oft", "tabletop", "templates")
 def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
     os.utime(old / "config.yaml", (1, 1))
@@ -190,6 +190,7 @@ def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: py
         assert (evaluated["step"], evaluated["success"]) == found
 
 
+@pytest.mark.needs("discover")
 def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "runs", f"runner.output_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path}/\n"
@@ -215,6 +216,7 @@ def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
         assert is_running(run), "what lives there cannot be seen from here"
 
 
+@pytest.mark.needs("discover")
 def test_list_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "envs", "--json"]) == 0
     rows = {r["name"]: r["about"] for r in json.loads(capsys.readouterr().out)}
@@ -222,7 +224,7 @@ def test_list_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "basket" in rows["libero_object"]
 
 
-@pytest.mark.needs("libero")
+@pytest.mark.needs("discover", "libero")
 def test_show_prints_value_default_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "env=libero_goal", "env.reward_coef=2", "--json"]) == 0
     rows = {r["key"]: r for r in json.loads(capsys.readouterr().out)}
@@ -235,6 +237,7 @@ def test_show_prints_value_default_and_source(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("algorithm.group_size: int = 8  [default]\n")
 
 
+@pytest.mark.needs("discover")
 def test_schema_contains_every_key_of_the_chosen_components(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "eval", "env=gym", "model=mlp", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -385,7 +388,7 @@ def test_installed_package_adds_a_command(tmp_path: Path) -> None:
     assert "greet       Command of the package greeting-of-mine." in run.stdout
 
 
-@pytest.mark.needs("libero", "metaworld", "tabletop")
+@pytest.mark.needs("discover", "libero", "metaworld", "tabletop")
 def test_list_names_extensions_and_how_to_install_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     from embodyrl import manifests
 

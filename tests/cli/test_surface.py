@@ -211,6 +211,7 @@ def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.
     assert "all tasks" in capsys.readouterr().out
 
 
+@pytest.mark.needs("discover")
 def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "polcy"]) == 2
     assert "Did you mean 'policy'?" in capfd.readouterr().err
@@ -218,6 +219,7 @@ def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytes
     assert (done.returncode, "--json" in done.stdout) == (0, True)
 
 
+@pytest.mark.needs("discover")
 @pytest.mark.integration
 def test_bash_completion_covers_commands_options_and_keys(tmp_path: Path) -> None:
     def complete(*words: str) -> set[str]:
@@ -233,7 +235,7 @@ def test_bash_completion_covers_commands_options_and_keys(tmp_path: Path) -> Non
     assert complete("embodyrl", "train", "actor.optim.warmup_s") == {"actor.optim.warmup_steps="}
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("discover", "openvla_oft", "tabletop")
 def test_json_flag_prints_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
         assert main([*words, "--json"]) == 0

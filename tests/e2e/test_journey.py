@@ -36,6 +36,7 @@ def test_training_prints_the_paths_of_its_results(trained):
     assert not (run / "lock").exists()
 
 
+@pytest.mark.needs("discover")
 def test_list_runs_shows_the_run(trained):
     cwd, _ = trained
     done = run_cli("list", "runs", "--json", "runner.output_dir=runs", cwd=cwd)

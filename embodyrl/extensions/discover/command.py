@@ -128,7 +128,7 @@ def completion(args: argparse.Namespace) -> int:
         "options": " ".join(f"{g}={o}" for g in tree.default_options("train") for o in tree.options(g)),
         "keys": " ".join(f"{name}=" for name in all_keys()),
     }
-    script = files("embodyrl.cli").joinpath("completion.bash").read_text(encoding="utf-8")
+    script = files("embodyrl.extensions.discover").joinpath("completion.bash").read_text(encoding="utf-8")
     for mark, text in parts.items():
         script = script.replace(f"@{mark}@", text)
     print(("autoload -U bashcompinit && bashcompinit\n" if args.words == ["zsh"] else "") + script, end="")
