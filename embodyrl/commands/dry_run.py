@@ -3,7 +3,7 @@
 import importlib
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.evaluate import read_baseline
+from embodyrl.commands.evaluate import find_baseline
 from embodyrl.commands.facts import evaluation_facts, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.plan.run_plan import build_run_plan
@@ -24,8 +24,8 @@ def run_facts(cfg: Config) -> list[tuple[str, str]]:
     """Describe a training or an evaluation."""
     training = cfg.trains and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
-    if cfg.eval.baseline is not None and not training:
-        read_baseline(cfg)
+    if not training:
+        find_baseline(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     if training:
         lines += training_facts(run_plan)

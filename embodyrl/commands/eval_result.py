@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from embodyrl.channels.layout import decode_instruction
 from embodyrl.conversation import final_answer, split_messages, spoken
 from embodyrl.errors import WorkerError
-from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, score_of
+from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
-from embodyrl.monitor.paired import Paired, pair_suites
 from embodyrl.plan.episodes import own_tasks
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
@@ -67,6 +66,14 @@ class TaskResult:
         return Mean(self.mean_return, (low, high), self.episodes, self.states, self.effective_episodes)
 
 
+class Comparison(Protocol):
+    """Comparison of two evaluations of one suite, a dataclass whose fields are saved in `eval.json`."""
+
+    def line(self, names: tuple[str, str]) -> str:
+        """Return the comparison in one line, with the names of both evaluations."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EvalResult:
     """Results and files of an evaluation."""
@@ -89,7 +96,7 @@ class EvalResult:
     """Indices of episodes whose goal is reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results by suite, the environment's own suite first, if several suites were evaluated."""
-    paired: tuple[Paired, ...] = ()
+    paired: tuple[Comparison, ...] = ()
     """Comparison with `eval.baseline`, suite by suite."""
     baseline: str | None = None
     """Run of the earlier evaluation in the comparison."""
@@ -319,8 +326,3 @@ def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, 
     """Return both scores as rates if either score is a rate; some environments report success only if it occurs."""
     rated = first.successes is not None or last.successes is not None
     return (name, first.rate, last.rate) if rated else (name, first.score, last.score)
-
-
-def paired_changes(first: EvalResult, last: EvalResult) -> list[Paired]:
-    """Compare the paired episodes of each suite."""
-    return pair_suites(*(read_episodes(result.folder / EPISODES_FILE) for result in (first, last)))

@@ -20,7 +20,7 @@ import numpy as np
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import OnVideoError
-from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
+from embodyrl.commands.eval_result import Comparison, EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import evaluation_facts, facts
 from embodyrl.commands.kept import keeps_episodes, open_writer, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
@@ -30,7 +30,6 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupt
 from embodyrl.files import json_text, read_json, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
-from embodyrl.monitor.paired import pair_suites
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
@@ -57,8 +56,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     run_plan = build_run_plan(cfg, training=False)
     if keeps_episodes(run_plan):
         run_plan = with_every_step(run_plan)
-    if cfg.eval.baseline is not None:
-        read_baseline(cfg)  # before anything starts
+    find_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)
     step = step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
@@ -171,9 +169,9 @@ def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None
 
 
 def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
-    if cfg.eval.baseline is None:
+    if (baseline := find_baseline(cfg)) is None:
         return {}
-    return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(read_baseline(cfg), rows))}
+    return {"baseline": Path(str(cfg.eval.baseline)).name, "paired": tuple(baseline(rows))}
 
 
 LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Registry(
@@ -183,17 +181,21 @@ LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Regis
     fits=takes(2),
 )
 """Functions that add lines to the output of a finished evaluation."""
-BASELINES: Registry[Callable[[Config], Sequence[EpisodeRow]]] = Registry(
-    "baseline", group="embodyrl.baselines", wants="a function of a Config that returns episodes", fits=takes(1)
+Baseline = Callable[[Sequence[EpisodeRow]], Sequence[Comparison]]
+"""Function that compares an earlier evaluation with episodes, suite by suite."""
+BASELINES: Registry[Callable[[Config], Baseline]] = Registry(
+    "baseline", group="embodyrl.baselines", wants="a function of a Config that returns a Baseline", fits=takes(1)
 )
 
 
-def read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
-    """Return the episodes of `eval.baseline`.
+def find_baseline(cfg: Config) -> Baseline | None:
+    """Return the comparison with `eval.baseline`; None: the key is not set.
 
     Raises:
         ConfigError: the run has no comparable evaluation, or no extension reads runs.
     """
+    if cfg.eval.baseline is None:
+        return None
     for read in BASELINES.every():
         return read(cfg)
     raise ConfigError("eval.baseline: the extension 'reporting' is missing; reinstall embodyrl to get it.")
@@ -253,11 +255,12 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """First and last validation, the recordings that were added, and the side-by-side videos."""
+    """First and last validation with added recordings, side-by-side videos, and lines about the difference."""
 
     first: EvalResult
     last: EvalResult
     videos: tuple[Path, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
 COMPARISONS: Registry[Callable[..., Compared]] = Registry(

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.shaping import note_outcomes
-from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
-from embodyrl.commands.evaluate import compare, read_evaluation, run_evaluation
+from embodyrl.commands.eval_result import EvalResult, changes
+from embodyrl.commands.evaluate import Compared, compare, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
 from embodyrl.commands.kept import EpisodeWriter, keeps_episodes, open_writer
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
@@ -102,8 +102,8 @@ class _Training:
     on_eval: OnEval | None
     first: EvalResult | None = None
     last: EvalResult | None = None
-    compared: tuple[Path, ...] = ()
-    """Side-by-side videos of the first and the last validation."""
+    compared: Compared | None = None
+    """Comparison of the first and the last validation."""
 
     def __post_init__(self) -> None:
         assert self.run_plan.algorithm is not None
@@ -185,7 +185,7 @@ class _Training:
         except OSError as error:  # the checkpoint is already saved
             self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
-        self.first, self.last, self.compared = found.first, found.last, found.videos
+        self.first, self.last, self.compared = found.first, found.last, found
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
@@ -280,13 +280,14 @@ class _Training:
     def _report(self, checkpoint: Path) -> None:
         if self.first is not None and self.last is not None:
             self.monitor.results(changes(self.first, self.last))
-            for one in paired_changes(self.first, self.last):
-                self.monitor.text(one.line(("before", "after")))
+            for line in self.compared.lines if self.compared else ():
+                self.monitor.text(line)
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
         root, trust = str(self.session.folder.root), trust_words(self.cfg)
         uses = [["report", root, "--open"], ["eval", write_word("ckpt", root), *trust], ["play", root, *trust]]
         self.session.conclude(checkpoint, *(uses if self.run_plan.env.simulator.renders else uses[:2]))
-        for path in self.compared[:4] or (self.last.videos[:4] if self.last is not None else ()):
+        joined = self.compared.videos[:4] if self.compared else ()
+        for path in joined or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -65,26 +65,6 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     squares = sum((outcome - mean) ** 2 for outcome in outcomes)  # for successes: n p (1 - p)
     found = squares * n * (states - 1) / (states * spread) * (1.96 / student_t(states - 1)) ** 2
     return max(states, min(n, found))
-
-
-def mcnemar(differences: Sequence[int]) -> float:
-    """Return the two-sided p value of a paired comparison: exact McNemar test, by initial state.
-
-    `differences` has one number per initial state: pairs won only by the second policy, minus pairs won only by the
-    first. Under the null hypothesis each could have the opposite sign, so signs are randomised per state, not per
-    pair; with one pair per state this is the binomial test with 1/2.
-
-    >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
-    (0.021484375, 0.5)
-    """
-    ways = Counter({0: 1})
-    for size, times in Counter(abs(d) for d in differences if d).items():
-        grown: Counter[int] = Counter()
-        for total, count in ways.items():
-            for k in range(times + 1):
-                grown[total + size * (2 * k - times)] += count * math.comb(times, k)
-        ways = grown
-    return sum(n for total, n in ways.items() if abs(total) >= abs(sum(differences))) / ways.total()
 
 
 @dataclass(frozen=True, slots=True)

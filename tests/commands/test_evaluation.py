@@ -24,7 +24,6 @@ from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import pair
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.protocols import departures
 from embodyrl.plan.run_plan import build_run_plan
@@ -309,7 +308,7 @@ def evaluate_axes(tmp_path, name, *words):
     return evaluate(load_config("eval", [*TABLETOP, *places, *words]))
 
 
-@pytest.mark.needs("tabletop")
+@pytest.mark.needs("reporting", "tabletop")
 def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     noisy = ("runner.val_suites=[all]", "env.eval.max_episode_steps=9")
     first = evaluate_axes(tmp_path, "first", *noisy)
@@ -372,9 +371,11 @@ def test_training_validates_on_additional_suites(tmp_path):
     assert "suite tabletop_positions" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.needs("text")
+@pytest.mark.needs("reporting", "text")
 def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     """Fails if episodes are paired by their last observation, which depends on the policy."""
+    from embodyrl.extensions.reporting.paired import pair
+
     words = (
         "env.words=embodyrl.envs.text.game:number",
         "env.max_turns=3",

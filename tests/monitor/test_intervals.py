@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from embodyrl.monitor.intervals import Mean, Rate, effective_episodes, mcnemar, student_t, wilson
+from embodyrl.monitor.intervals import Mean, Rate, effective_episodes, student_t, wilson
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,6 @@ def test_means_are_clustered_by_state():
     assert copied.interval == pytest.approx(once.interval)
     assert student_t(3) == pytest.approx(3.182, rel=0.01)
     assert student_t(30) == pytest.approx(2.042, rel=0.002)
-
-
-def test_pairs_of_one_state_are_one_cluster():
-    assert mcnemar([1] * 4 + [-1]) == pytest.approx(12 / 32)  # one pair per state: the binomial, 2 * (1 + 5) / 2^5
-    assert mcnemar([10] * 5) == pytest.approx(2 / 32)
-    assert mcnemar([]) == mcnemar([0, 0]) == 1.0
-    assert mcnemar([3, 1, -2]) == pytest.approx(sum(abs(a * 3 + b + c * 2) >= 2 for a, b, c in SIGNS) / 8)
-
-
-SIGNS = [(a, b, c) for a in (1, -1) for b in (1, -1) for c in (1, -1)]
 
 
 def test_repeated_episodes_of_one_state_count_as_one():

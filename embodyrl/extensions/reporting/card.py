@@ -10,11 +10,11 @@ from typing import Any
 
 from embodyrl.config.trust import TRUST
 from embodyrl.extensions.reporting.history import Evaluation, History, read_history
+from embodyrl.extensions.reporting.paired import Paired, pair_suites
 from embodyrl.extensions.reporting.timing import run_seconds
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
-from embodyrl.monitor.paired import Paired, pair_suites
 from embodyrl.version import __version__
 
 CARD_JSON, CARD_TEXT = "card.json", "CARD.md"

@@ -10,6 +10,7 @@ import numpy as np
 
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import ACTIONS_FILE, Compared, Say, video_stem_of
+from embodyrl.extensions.reporting.paired import pair_suites
 from embodyrl.extensions.reporting.side_by_side import join_side_by_side
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
@@ -97,7 +98,9 @@ def record_changes(
         order = {episode: place for place, episode in enumerate(wanted)}
         last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda found: order[found[0]])))
     joined = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, say=say)
-    return Compared(first=first, last=last, videos=tuple(joined))
+    episodes = (read_episodes(end.folder / EPISODES_FILE) for end in (first, last))
+    lines = tuple(one.line(("before", "after")) for one in pair_suites(*episodes))
+    return Compared(first=first, last=last, videos=tuple(joined), lines=lines)
 
 
 def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, say: Say) -> list[Path]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from embodyrl.config.settings import flat, plain, spell
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.paired import Paired, pair_suites
 from embodyrl.extensions.reporting.samples import Sample, pick_samples
 from embodyrl.files import by_number
 from embodyrl.monitor.history import (
@@ -174,8 +176,8 @@ def is_running(run: Path) -> bool:
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
-def read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
-    """Return the episodes of the last evaluation of `eval.baseline`.
+def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]:
+    """Return the comparison with the last evaluation of `eval.baseline`.
 
     Raises:
         ConfigError: the folder is not a run, has no evaluation, or is of another environment.
@@ -189,7 +191,7 @@ def read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
             f"eval.baseline={run}: its initial states are different ({differs}), so episodes cannot be paired. "
             "Evaluate both with the same settings, or remove eval.baseline."
         )
-    return history.evaluations[-1].episodes
+    return partial(pair_suites, history.evaluations[-1].episodes)
 
 
 def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:

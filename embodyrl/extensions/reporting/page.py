@@ -22,12 +22,12 @@ from embodyrl.extensions.reporting.charts import (
 )
 from embodyrl.extensions.reporting.history import History, other_worlds, read_history, samples_of
 from embodyrl.extensions.reporting.media import EMBED_BYTES, Shelf, cards_of, pairs_of
+from embodyrl.extensions.reporting.paired import pair_suites
 from embodyrl.extensions.reporting.seeds import SeedGroup, improvement, seed_groups
 from embodyrl.extensions.reporting.timing import duration, run_seconds, time_tree, total_times
 from embodyrl.files import by_number, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.timing import PHASES, step_seconds
 from embodyrl.version import __version__
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from embodyrl.config.settings import flat
 from embodyrl.extensions.reporting.history import History
+from embodyrl.extensions.reporting.paired import SIGNIFICANT
 from embodyrl.monitor.intervals import Rate, student_t
-from embodyrl.monitor.paired import SIGNIFICANT
 
 Matrix = npt.NDArray[np.float64]
 """Scores [runs, tasks]."""

@@ -22,10 +22,10 @@ from embodyrl.config.compose import write_word
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.history import other_worlds
+from embodyrl.extensions.reporting.paired import SIGNIFICANT
 from embodyrl.files import json_text
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import SIGNIFICANT
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import build_run_plan

@@ -33,10 +33,10 @@ from embodyrl.extensions.reporting.charts import Line, curve, differing, line_ch
 from embodyrl.extensions.reporting.command import picture
 from embodyrl.extensions.reporting.history import Evaluation, History, read_history
 from embodyrl.extensions.reporting.page import _task_table, _tiles, _timeline, write_report
+from embodyrl.extensions.reporting.paired import pair
 from embodyrl.extensions.reporting.timing import time_tree
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import wilson
-from embodyrl.monitor.paired import pair
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

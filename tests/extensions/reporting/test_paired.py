@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from embodyrl.extensions.reporting.paired import mcnemar, pair, pair_suites
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import pair, pair_suites
 from embodyrl.plan.keys import state_keys
 
 
@@ -120,3 +120,13 @@ def test_samples_of_one_state_are_paired_by_number() -> None:
     assert (same.pairs, same.states, same.only_first, same.only_second, same.p_value) == (40, 10, 0, 0, 1.0)
     fewer = pair(samples[:10], samples)
     assert (fewer.pairs, fewer.only_first, fewer.only_second) == (10, 0, 0)
+
+
+def test_pairs_of_one_state_are_one_cluster():
+    assert mcnemar([1] * 4 + [-1]) == pytest.approx(12 / 32)  # one pair per state: the binomial, 2 * (1 + 5) / 2^5
+    assert mcnemar([10] * 5) == pytest.approx(2 / 32)
+    assert mcnemar([]) == mcnemar([0, 0]) == 1.0
+    assert mcnemar([3, 1, -2]) == pytest.approx(sum(abs(a * 3 + b + c * 2) >= 2 for a, b, c in SIGNS) / 8)
+
+
+SIGNS = [(a, b, c) for a in (1, -1) for b in (1, -1) for c in (1, -1)]
