@@ -73,7 +73,7 @@ class ActionSpec:
     """`box`: maximum of each dimension, possibly inf; empty: 1."""
     gripper: GripperConvention | None = None
     controls: tuple[Control, ...] | None = field(default=None, compare=False)
-    """Inputs of a person; None: standard keys (`envs.controls`); empty: a person cannot act."""
+    """Inputs of a person; None: standard keys; empty: a person cannot act."""
     neutral: tuple[float, ...] = field(default=(), compare=False)
     """Action without an input of a person; empty: zeros, or the nearest bound. A gripper keeps its last command."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -29,15 +29,15 @@ from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
-from embodyrl.monitor.collapse import CollapseCheck
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.plan.schema import Config
+from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.types import ActionKind, PreparedBatch
+from embodyrl.types import PreparedBatch
 
 _NOTHING = PreparedBatch(
     records=np.zeros(0, np.int64),
@@ -48,6 +48,15 @@ _NOTHING = PreparedBatch(
     has_signal=False,
 )
 
+
+StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
+"""Function of a training step and its metrics that returns warnings, one line each."""
+STEP_CHECKS: Registry[Callable[[RunPlan], StepCheck]] = Registry(
+    "check of training steps",
+    group="embodyrl.step_checks",
+    wants="a function of a RunPlan that returns a StepCheck",
+    fits=takes(1),
+)
 
 OnEval = Callable[[int, EvalResult], bool | None]
 """Called with the number of completed steps and the result of each validation; True ends the run, as in `OnStep`."""
@@ -111,9 +120,7 @@ class _Training:
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reasons: set[str] = set()
-        env = self.run_plan.env
-        paid = [n for n, w in zip(env.reward.components, env.reward.weights, strict=False) if w > 0]
-        self.collapse = CollapseCheck(rewards=paid, text=env.action.kind is ActionKind.text)
+        self.checks = [make(self.run_plan) for make in STEP_CHECKS.every()]
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
@@ -145,7 +152,7 @@ class _Training:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
             for row in read_rows(self.session.folder.root / METRICS_FILE):
-                self.collapse.check(row.get("step", 0), row)  # earlier steps of a resumed run
+                self._warnings(row.get("step", 0), row)  # earlier steps of a resumed run
             self._begin(workers)
             with open_writer(self.run_plan, workers.arena, self.session.folder.root, self.monitor.text) as writer:
                 self._loop(workers, actors, writer)
@@ -234,12 +241,15 @@ class _Training:
                 self.monitor.log(
                     session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
                 )
-            for line in self.collapse.check(session.step, metrics):
+            for line in self._warnings(session.step, metrics):
                 self.monitor.text(line)
             session.tell(self.on_step, metrics)
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a learning signal; the weights are unchanged")
             session.save_if_due(lambda: self._save(workers, actors))
+
+    def _warnings(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
+        return [line for check in self.checks for line in check(step, metrics)]
 
     def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:
         try:

@@ -1,19 +1,17 @@
-"""Inputs of a person for the action space of an environment."""
+"""Inputs that environments declare for a person."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from embodyrl.types import ActionKind, ActionSpec, Control, FloatArray, GripperConvention
+from embodyrl.types import Control, GripperConvention
 
 Direction = tuple[int, float]
 """Dimension of the action and the value of a pressed key."""
 
-_PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
-_PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
-"""Pairs of keys that decrease and increase a dimension, each with an axis of a gamepad."""
+PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
+PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
+"""Keys that decrease and increase a dimension, and an axis of a gamepad."""
 _UPWARDS = ("axis1", "axis3")
 """Axes of a gamepad that are negative when the stick is pushed up."""
 
@@ -34,27 +32,10 @@ def arm_controls(
     moves += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
     pads = ("axis0", "axis1", "axis3", "axis2", "", "")
     found = []
-    for (less, more, (index, value)), (low, high, _), pad in zip(moves, _PAIRS, pads, strict=False):
-        found += _pair((less, more), index, (-value, value), (low, high), pad)
+    for (less, more, (index, value)), (low, high, _), pad in zip(moves, PAIRS, pads, strict=False):
+        found += pair((less, more), index, (-value, value), (low, high), pad)
     fingers = [("close", gripper.closed, "KeyX", "button0"), ("open", gripper.open, "KeyZ", "button1")]
     return (*found, *(Control(label=n, index=gripper.index, value=v, key=k, pad=p) for n, v, k, p in fingers))
-
-
-def controls_of(action: ActionSpec) -> tuple[Control, ...]:
-    """Return the declared inputs, or standard keys: two per number, or a digit per category."""
-    if action.controls is not None:
-        return action.controls
-    if action.kind is ActionKind.discrete:
-        return tuple(
-            Control(label=str(i), index=0, value=float(i), key=f"Digit{i}") for i in range(min(10, action.sizes[0]))
-        )
-    if action.kind is not ActionKind.box:
-        return ()
-    found = []
-    for index, (low, high, (less, more, pad)) in enumerate(zip(*action.bounds, _PAIRS, strict=False)):
-        ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
-        found += _pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
-    return tuple(found)
 
 
 def control_problem(given: Mapping[str, Any]) -> str:
@@ -71,46 +52,11 @@ def control_problem(given: Mapping[str, Any]) -> str:
     return ""
 
 
-def _pair(
+def pair(
     labels: tuple[str, str], index: int, values: tuple[float, float], keys: tuple[str, str], pad: str
 ) -> list[Control]:
+    """Return the inputs of two directions of a dimension; `pad` is an axis of a gamepad or empty."""
     ends = ("+", "-") if pad in _UPWARDS else ("-", "+")
     pads = [f"{pad}{end}" if pad else "" for end in ends]
     rows = zip(labels, values, keys, pads, strict=True)
     return [Control(label=label, index=index, value=value, key=key, pad=pad) for label, value, key, pad in rows]
-
-
-def neutral_action(action: ActionSpec) -> FloatArray:
-    """Return the action [A] without an input, with an open gripper."""
-    neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
-    if action.gripper is not None:
-        neutral[action.gripper.index] = action.gripper.open
-    return neutral
-
-
-def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
-    """Return the action [A] of pressed inputs.
-
-    Args:
-        action: the action space.
-        amounts: how far each input is pressed, from 0 to 1, by its position in `controls_of`.
-        last: the last executed action [A], whose gripper command is kept.
-    """
-    controls, found = controls_of(action), neutral_action(action)
-    if action.kind is not ActionKind.box:
-        for number, amount in amounts.items():
-            if amount > 0.5:
-                found[controls[number].index] = controls[number].value
-        return found
-    gripper = None if action.gripper is None else action.gripper.index % action.dim
-    if gripper is not None:
-        found[gripper] = last[gripper]
-    rest = found.copy()
-    for number, amount in amounts.items():
-        control = controls[number]
-        index = control.index % action.dim
-        if index != gripper:
-            found[index] += amount * (control.value - rest[index])
-        elif amount > 0.5:
-            found[index] = control.value
-    return np.clip(found, *action.bounds).astype(np.float32)

@@ -6,43 +6,7 @@ import numpy as np
 import pytest
 
 import embodyrl
-from embodyrl.envs.controls import action_of, control_problem, controls_of, neutral_action
-from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
-
-
-def test_default_keys_cover_all_dimensions_of_a_box_action() -> None:
-    action = ActionSpec(dim=2, low=(-2.0, 0.0), high=(4.0, float("inf")))
-    assert [(c.key, c.index, c.value) for c in controls_of(action)] == [
-        ("KeyA", 0, -2.0),
-        ("KeyD", 0, 4.0),
-        ("KeyS", 1, 0.0),
-        ("KeyW", 1, 1.0),
-    ]
-    last = neutral_action(action)
-    assert action_of(action, {}, last).tolist() == [0.0, 0.0]
-    assert action_of(action, {1: 0.5, 3: 1.0}, last).tolist() == [2.0, 1.0]
-    assert action_of(action, {0: 1.0, 1: 1.0}, last).tolist() == [2.0, 0.0], "both keys of a pair are added"
-
-
-def test_gripper_keeps_its_last_command() -> None:
-    action = ActionSpec(
-        dim=2,
-        gripper=GripperConvention(open=-1.0, closed=1.0),
-        controls=(Control(label="close", index=-1, value=1.0, key="KeyX"),),
-    )
-    open_action = neutral_action(action)
-    assert open_action.tolist() == [0.0, -1.0]
-    closed = action_of(action, {0: 1.0}, open_action)
-    assert closed.tolist() == [0.0, 1.0]
-    assert action_of(action, {}, closed).tolist() == [0.0, 1.0]
-
-
-def test_digit_keys_select_categories_and_no_key_is_neutral() -> None:
-    action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
-    last = neutral_action(action)
-    assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]
-    assert action_of(action, {}, last).tolist() == [2.0]
-    assert action_of(action, {1: 1.0}, last).tolist() == [1.0]
+from embodyrl.envs.controls import control_problem
 
 
 @pytest.mark.parametrize(
@@ -64,10 +28,10 @@ def test_declared_inputs_are_checked(given: dict, part: str) -> None:
 def test_gymnasium_environment_declares_its_inputs() -> None:
     keys = "env.controls=[{key: ArrowLeft, index: 0, value: 0},{key: ArrowRight, index: 0, value: 1}]"
     env = embodyrl.make_env("gym", "env.id=CartPole-v1", keys, "env.neutral=[1]")
-    controls = controls_of(env.layout.action)
+    controls = env.layout.action.controls
     env.close()
     assert [(c.key, c.value) for c in controls] == [("ArrowLeft", 0), ("ArrowRight", 1)]
-    assert neutral_action(env.layout.action).tolist() == [1.0]
+    assert env.layout.action.neutral == (1.0,)
     with pytest.raises(embodyrl.errors.ConfigError, match=r"env.controls\[0\]: dimension 0 and value 2"):
         embodyrl.make_env("gym", "env.id=CartPole-v1", "env.controls=[{key: KeyA, index: 0, value: 2}]")
 

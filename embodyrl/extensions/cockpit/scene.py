@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from embodyrl.envs.controls import action_of, controls_of, neutral_action
+from embodyrl.extensions.cockpit.controls import action_of, controls_of, neutral_action
 from embodyrl.extensions.cockpit.recording import Recording, Step
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.own_loop.acting import LoadedPolicy

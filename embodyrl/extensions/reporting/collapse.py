@@ -3,6 +3,10 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
+from embodyrl.commands.train import StepCheck
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.types import ActionKind
+
 WINDOW = 5
 """Number of steps at the start and at the end of a run whose means are compared."""
 _ENTROPY_LEFT = 0.1
@@ -90,3 +94,10 @@ class CollapseCheck:
                 f"algorithm.sampling_params.max_new_tokens, {cut_off[0]:.0%} at first. Read the replies: "
                 "`embodyrl report`."
             )
+
+
+def collapse_check(run_plan: RunPlan) -> StepCheck:
+    """Return the check of the steps of a run."""
+    env = run_plan.env
+    paid = [n for n, w in zip(env.reward.components, env.reward.weights, strict=False) if w > 0]
+    return CollapseCheck(rewards=paid, text=env.action.kind is ActionKind.text).check

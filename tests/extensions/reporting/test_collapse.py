@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from embodyrl.monitor.collapse import WINDOW, CollapseCheck
+from embodyrl.extensions.reporting.collapse import WINDOW, CollapseCheck
 
 STEPS = 4 * WINDOW
 

@@ -1,0 +1,61 @@
+"""Inputs of a person for an action space, and the actions of pressed inputs."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from embodyrl.envs.controls import PAIRS, pair
+from embodyrl.types import ActionKind, ActionSpec, Control, FloatArray
+
+
+def controls_of(action: ActionSpec) -> tuple[Control, ...]:
+    """Return the declared inputs, or standard keys: two per number, or a digit per category."""
+    if action.controls is not None:
+        return action.controls
+    if action.kind is ActionKind.discrete:
+        return tuple(
+            Control(label=str(i), index=0, value=float(i), key=f"Digit{i}") for i in range(min(10, action.sizes[0]))
+        )
+    if action.kind is not ActionKind.box:
+        return ()
+    found = []
+    for index, (low, high, (less, more, pad)) in enumerate(zip(*action.bounds, PAIRS, strict=False)):
+        ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
+        found += pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
+    return tuple(found)
+
+
+def neutral_action(action: ActionSpec) -> FloatArray:
+    """Return the action [A] without an input, with an open gripper."""
+    neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
+    if action.gripper is not None:
+        neutral[action.gripper.index] = action.gripper.open
+    return neutral
+
+
+def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
+    """Return the action [A] of pressed inputs.
+
+    Args:
+        action: the action space.
+        amounts: how far each input is pressed, from 0 to 1, by its position in `controls_of`.
+        last: the last executed action [A], whose gripper command is kept.
+    """
+    controls, found = controls_of(action), neutral_action(action)
+    if action.kind is not ActionKind.box:
+        for number, amount in amounts.items():
+            if amount > 0.5:
+                found[controls[number].index] = controls[number].value
+        return found
+    gripper = None if action.gripper is None else action.gripper.index % action.dim
+    if gripper is not None:
+        found[gripper] = last[gripper]
+    rest = found.copy()
+    for number, amount in amounts.items():
+        control = controls[number]
+        index = control.index % action.dim
+        if index != gripper:
+            found[index] += amount * (control.value - rest[index])
+        elif amount > 0.5:
+            found[index] = control.value
+    return np.clip(found, *action.bounds).astype(np.float32)

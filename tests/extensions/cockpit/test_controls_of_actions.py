@@ -1,0 +1,39 @@
+"""Actions of a person's inputs."""
+
+from embodyrl.extensions.cockpit.controls import action_of, controls_of, neutral_action
+from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
+
+
+def test_default_keys_cover_all_dimensions_of_a_box_action() -> None:
+    action = ActionSpec(dim=2, low=(-2.0, 0.0), high=(4.0, float("inf")))
+    assert [(c.key, c.index, c.value) for c in controls_of(action)] == [
+        ("KeyA", 0, -2.0),
+        ("KeyD", 0, 4.0),
+        ("KeyS", 1, 0.0),
+        ("KeyW", 1, 1.0),
+    ]
+    last = neutral_action(action)
+    assert action_of(action, {}, last).tolist() == [0.0, 0.0]
+    assert action_of(action, {1: 0.5, 3: 1.0}, last).tolist() == [2.0, 1.0]
+    assert action_of(action, {0: 1.0, 1: 1.0}, last).tolist() == [2.0, 0.0], "both keys of a pair are added"
+
+
+def test_gripper_keeps_its_last_command() -> None:
+    action = ActionSpec(
+        dim=2,
+        gripper=GripperConvention(open=-1.0, closed=1.0),
+        controls=(Control(label="close", index=-1, value=1.0, key="KeyX"),),
+    )
+    open_action = neutral_action(action)
+    assert open_action.tolist() == [0.0, -1.0]
+    closed = action_of(action, {0: 1.0}, open_action)
+    assert closed.tolist() == [0.0, 1.0]
+    assert action_of(action, {}, closed).tolist() == [0.0, 1.0]
+
+
+def test_digit_keys_select_categories_and_no_key_is_neutral() -> None:
+    action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
+    last = neutral_action(action)
+    assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]
+    assert action_of(action, {}, last).tolist() == [2.0]
+    assert action_of(action, {1: 1.0}, last).tolist() == [1.0]
