@@ -32,10 +32,10 @@ from embodyrl.channels.layout import STATE, Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, WorkerReady
 from embodyrl.cluster.protocol import Event
 from embodyrl.cluster.supervisor import Supervisor
-from embodyrl.cluster.timeline import Timeline
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
+from embodyrl.extensions.timeline.timeline import Timeline
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, Wave
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
@@ -197,8 +197,8 @@ def measure(hosts: int, slots: int, rounds: int) -> Cost:
     scheduling.time = SimpleNamespace(monotonic=clock, perf_counter=clock)  # pyright: ignore[reportAttributeAccessIssue]
     launcher = SimulatedLauncher(arena, clock)
     names = [worker.name for worker in run_plan.env_workers]
-    timeline = Timeline(num_slots=slots, env_workers=names, arena=arena, keep=False, clock=clock)
-    supervisor = Supervisor(launcher, run_plan.cfg.faults, print, timeline)  # pyright: ignore[reportArgumentType]
+    timeline = Timeline(num_slots=slots, env_workers=names, arena=arena, clock=clock)
+    supervisor = Supervisor(launcher, run_plan.cfg.faults, print, [timeline])  # pyright: ignore[reportArgumentType]
     init = WorkerInit(arena=arena.handle)
     acting = [WorkerSpec(name=f"rollout_{n}", entry="", init=init, component="rollout") for n in range(hosts)]
     policy = PolicyClient(supervisor, acting, timeout_s=60.0)

@@ -78,6 +78,11 @@ class Request:
     pool: ClassVar[int] = 0
     """See `Use`."""
 
+    @property
+    def label(self) -> str:
+        """Name for messages and traces."""
+        return type(self).__name__.removesuffix("Request").lower()
+
     def reads(self) -> tuple[Use, ...]:
         """Return the record fields that the worker reads."""
         return self._uses(self.read_fields)
@@ -107,6 +112,11 @@ class EnvRequest(Request):
         "sources": (Record.action, *STEP_RESULT, Record.components),
         "observed": (*OBSERVATION, STATE),
     }
+
+    @property
+    def label(self) -> str:
+        """See `Request.label`."""
+        return "chunk" if len(self.slots) else "reset"
 
     @property
     def observed(self) -> Tickets:

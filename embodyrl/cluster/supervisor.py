@@ -2,12 +2,13 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
 
-from embodyrl.channels.messages import Request, WorkerReady
+from embodyrl.channels.messages import Done, EnvReport, Request, WorkerReady
 from embodyrl.cluster.protocol import FaultSettings, Launcher, Message, OnEnvCrash, WorkerDied
-from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import (
     PARENT_EXITED,
     ClusterLost,
@@ -85,16 +86,53 @@ Callback = Callable[[Message], None]
 _BACKOFF_S = 0.5
 
 
+class RequestObserver(Protocol):
+    """Observer of all requests and replies."""
+
+    clock_metrics: frozenset[str]
+    """Names of `metrics` that depend on the speed of the machine."""
+
+    def begin(self) -> None:
+        """Start a new training step."""
+        ...
+
+    def sent(self, worker: str, request: Request) -> None:
+        """Record that a request was sent."""
+        ...
+
+    def answered(self, worker: str, message: Message) -> None:
+        """Record the reply of a worker to its oldest request, or a message without a request."""
+        ...
+
+    def died(self, worker: str) -> None:
+        """Record the death of a worker."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the training step."""
+        ...
+
+    def close(self) -> None:
+        """Write the results, after all workers have stopped."""
+        ...
+
+
 class Supervisor:
     """Starts and supervises the workers, and sends their requests; only for the driver's main thread."""
 
     def __init__(
-        self, launcher: Launcher, faults: FaultSettings, say: Callable[[str], None], timeline: Timeline
+        self,
+        launcher: Launcher,
+        faults: FaultSettings,
+        say: Callable[[str], None],
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         self._launcher = launcher
         self._faults = faults
         self.say = say
-        self.timeline = timeline
+        self.observers = observers
+        self._unanswered: dict[str, deque[tuple[str, float]]] = defaultdict(deque)
+        """Label and time of the open requests of each worker."""
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self.starting: set[str] = set()
@@ -123,7 +161,9 @@ class Supervisor:
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request; `pump` passes its reply to the worker's callback."""
-        self.timeline.sent(worker, request)
+        self._unanswered[worker].append((request.label, time.monotonic()))
+        for observer in self.observers:
+            observer.sent(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
 
     def pump(self, timeout_s: float) -> None:
@@ -135,8 +175,8 @@ class Supervisor:
         """
         self._check_stop()
         if self._stop.looked():
-            doing = (f"{n} {'starting' if n in self.starting else self.timeline.waiting_for(n)}" for n in self._specs)
-            self.say(f"SIGUSR1: {', '.join(doing)}; {self.restarts} restarts")
+            doing = ", ".join(f"{name} {self._current(name)}" for name in self._specs)
+            self.say(f"SIGUSR1: {doing}; {self.restarts} restarts")
         now = time.monotonic()
         for name in [n for n, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -148,13 +188,25 @@ class Supervisor:
         for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
             if isinstance(event.message, WorkerDied):
                 self._check_stop()
-                self.timeline.died(event.worker)
+                self._unanswered[event.worker].clear()
+                for observer in self.observers:
+                    observer.died(event.worker)
                 self._on_worker_death(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self.starting.discard(event.worker)
             else:
-                self.timeline.answered(event.worker, event.message)
+                if isinstance(event.message, Done | EnvReport) and self._unanswered[event.worker]:
+                    self._unanswered[event.worker].popleft()
+                for observer in self.observers:
+                    observer.answered(event.worker, event.message)
             self._callbacks[event.worker](event.message)
+
+    def _current(self, worker: str) -> str:
+        """Describe the current request of a worker and its duration."""
+        if worker in self.starting:
+            return "starting"
+        label, sent = next(iter(self._unanswered[worker]), ("", 0.0))
+        return f"{label} since {time.monotonic() - sent:.1f} s" if label else "idle"
 
     def _check_stop(self) -> None:
         if not self._shielded:

@@ -1,17 +1,14 @@
 """Flat metrics of one training step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from embodyrl.cluster.timeline import CLOCK_METRICS
 from embodyrl.monitor.intervals import Rate
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
-_CLOCK_DEPENDENT = CLOCK_METRICS | {
-    *("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib")
-}
+_CLOCK_DEPENDENT = frozenset(("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib"))
 """Metrics that depend on the machine.
 In deterministic mode their names begin with `time/`; `time/` metrics are not compared."""
 
@@ -82,8 +79,7 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
     return metrics
 
 
-def split_clock_metrics(metrics: Mapping[str, float], *, deterministic: bool) -> dict[str, float]:
-    """Move clock-dependent metrics below `time/` in deterministic mode."""
-    if not deterministic:
-        return dict(metrics)
-    return {f"time/{name}" if name in _CLOCK_DEPENDENT else name: value for name, value in metrics.items()}
+def split_clock_metrics(metrics: Mapping[str, float], further: Iterable[str] = ()) -> dict[str, float]:
+    """Move the clock-dependent metrics, and `further` ones, below `time/`, for deterministic mode."""
+    names = _CLOCK_DEPENDENT.union(further)
+    return {f"time/{name}" if name in names else name: value for name, value in metrics.items()}

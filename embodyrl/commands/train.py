@@ -202,7 +202,9 @@ class _Training:
         sampler = StepRollouts(self.run_plan, workers, algorithm)
         while (step := session.step) < session.total:
             started = time.perf_counter()
-            workers.supervisor.timeline.begin()
+            observers = workers.supervisor.observers
+            for observer in observers:
+                observer.begin()
             rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
             self._check_rewards(rollout, workers, actors)
             if writer is not None:
@@ -228,7 +230,7 @@ class _Training:
                 publish_s = time.perf_counter() - published
             restarts = session.restarts + workers.supervisor.restarts
             metrics = rollout_metrics(rollout, self.run_plan.env, len(self.run_plan.env_workers), restarts)
-            metrics |= workers.supervisor.timeline.metrics() | batch.metrics
+            metrics |= {name: value for one in observers for name, value in one.metrics().items()} | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
@@ -238,9 +240,9 @@ class _Training:
                     metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
             finally:
                 # The step is done and will not be repeated, even if its validation was interrupted.
-                self.monitor.log(
-                    session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
-                )
+                clock = {name for one in observers for name in one.clock_metrics}
+                deterministic = self.cfg.runner.deterministic
+                self.monitor.log(session.step, split_clock_metrics(metrics, clock) if deterministic else metrics)
             for line in self._warnings(session.step, metrics):
                 self.monitor.text(line)
             session.tell(self.on_step, metrics)

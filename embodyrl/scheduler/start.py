@@ -15,9 +15,9 @@ from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import OnNonfinite
-from embodyrl.cluster.supervisor import Callback, Supervisor
-from embodyrl.cluster.timeline import Timeline
+from embodyrl.cluster.supervisor import Callback, RequestObserver, Supervisor
 from embodyrl.devices import Devices, visible_gpus
+from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
@@ -186,8 +186,6 @@ class Started:
     policy: PolicyClient
     meet: Rendezvous
     """Rendezvous of the actor ranks."""
-    trace: Path | None = None
-    """Output file of the timeline trace."""
 
     def wait_until_ready(
         self, loop: EventLoop, hosts: list[WorkerSpec], envs: dict[str, tuple[WorkerSpec, Callback]]
@@ -212,14 +210,22 @@ class Started:
                 self.close()
 
     def close(self) -> None:
-        """Stop all workers, write the trace and free the arena."""
+        """Stop all workers, close the observers and free the arena."""
         # Workers first: no process may write into freed memory.
         self.supervisor.stop()
-        if self.trace is not None:
-            self.supervisor.timeline.write(self.trace)
+        for observer in self.supervisor.observers:
+            observer.close()
         self.policy.close()
         self.meet.close()
         self.arena.close()
+
+
+OBSERVERS: Registry[Callable[[RunPlan, Arena, Path], RequestObserver]] = Registry(
+    "request observer",
+    group="embodyrl.request_observers",
+    wants="a function of a RunPlan, an Arena and the folder of the logs that returns a RequestObserver",
+    fits=takes(3),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +242,11 @@ def start_workers(
     cfg = run_plan.cfg
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     names = [worker.name for worker in run_plan.env_workers]
-    timeline = Timeline(num_slots=run_plan.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
+    observers = [observe(run_plan, arena, log_dir) for observe in OBSERVERS.every()]
+    if cfg.runner.trace and not observers:
+        raise ConfigError("runner.trace: the extension 'timeline' is missing; reinstall embodyrl to get it.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
-    supervisor = Supervisor(launcher, cfg.faults, say, timeline)
+    supervisor = Supervisor(launcher, cfg.faults, say, observers)
     # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
@@ -250,8 +258,7 @@ def start_workers(
     envs = [env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks)
-    # After the start: a failed start writes no timeline.
-    return replace(workers, trace=log_dir / "trace.json" if cfg.runner.trace else None)
+    return workers
 
 
 def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:

@@ -30,7 +30,7 @@ def test_restart_delay_increases_with_each_restart(monkeypatch: pytest.MonkeyPat
     faults = FaultSettings(max_restarts_per_worker=7)
     launcher = InlineLauncher(Path())
     unused: Any = None
-    one = supervisor.Supervisor(launcher, faults, said.append, timeline=unused)
+    one = supervisor.Supervisor(launcher, faults, said.append)
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
     delays = []
     for _ in range(7):
@@ -47,7 +47,7 @@ def test_repeated_error_after_restart_ends_the_run():
     unused: Any = None
     said: list[str] = []
     launcher = InlineLauncher(Path())
-    one = supervisor.Supervisor(launcher, FaultSettings(max_restarts_per_worker=7), said.append, timeline=unused)
+    one = supervisor.Supervisor(launcher, FaultSettings(max_restarts_per_worker=7), said.append)
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
     for step in (3, 4):
         one._on_worker_death("env_0", WorkerDied(reason=f"raised x, step {step}", log="", traceback="Traceback"))
@@ -63,7 +63,7 @@ def test_repeated_error_after_restart_ends_the_run():
 )
 def test_only_workers_without_training_state_restart(component: str, raised: bool, restarts: bool):
     unused: Any = None
-    one = supervisor.Supervisor(InlineLauncher(Path()), FaultSettings(), lambda line: None, timeline=unused)
+    one = supervisor.Supervisor(InlineLauncher(Path()), FaultSettings(), lambda line: None)
     one._specs["a"] = WorkerSpec(name="a", entry="", init=unused, component=component)
     died = WorkerDied(reason="died", log="", raised=raised)
     if restarts:

@@ -16,7 +16,6 @@ from embodyrl.channels.messages import SaveRequest
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Supervisor
-from embodyrl.cluster.timeline import Timeline
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import count_ranks, plan_devices
@@ -84,10 +83,9 @@ def start_supervised(
     """
     ranks, faults = count_ranks(cfg), cfg.faults
     arena = Arena.create(layout, width * cfg.actor.global_batch_size)
-    timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
-    supervisor = Supervisor(launcher, limits, say, timeline)
+    supervisor = Supervisor(launcher, limits, say)
     meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
     init = PolicyHostInit(
         model=model,

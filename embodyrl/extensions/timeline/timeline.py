@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
-from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, UpdateRequest
+from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Request, UpdateRequest
+from embodyrl.cluster.protocol import Message
 from embodyrl.files import by_number, write_atomically
+from embodyrl.plan.run_plan import RunPlan
 
 _TRACE_LIMIT = 500_000
 """Maximum number of spans in the trace, about 100 MB of JSON."""
@@ -34,7 +36,12 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of all requests. A worker runs one request at a time, so a span starts when the previous span ends."""
+    """Implements `RequestObserver` with the spans of all requests.
+
+    A worker runs one request at a time, so a span starts when the previous span ends.
+    """
+
+    clock_metrics = CLOCK_METRICS
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class Timeline:
         num_slots: int,
         env_workers: Sequence[str],
         arena: Arena,
-        keep: bool,
+        trace: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_slots = num_slots
@@ -55,7 +62,8 @@ class Timeline:
         self._begun = 0.0
         self._step: list[Span] = []
         self._staleness: Counter[int] = Counter()
-        self._trace: list[Span] | None = [] if keep else None
+        self._file = trace
+        self._trace: list[Span] = []
 
     def begin(self) -> None:
         """Start a new training step."""
@@ -65,14 +73,13 @@ class Timeline:
 
     def sent(self, worker: str, request: Request) -> None:
         """Record that a request was sent."""
-        name, size = _describe(request)
-        self._open.setdefault(worker, deque()).append((name, self._now(), size))
+        self._open.setdefault(worker, deque()).append((request.label, self._now(), _size(request)))
         # Read before the update: its records may be reused when it is done.
         if isinstance(request, UpdateRequest):
             versions = self._arena[Record.version][records_of(request.tickets)]
             self._staleness.update((request.step - versions).tolist())
 
-    def answered(self, worker: str, message: Reply) -> None:
+    def answered(self, worker: str, message: Message) -> None:
         """Record the reply of a worker to its oldest request, or a message without a request."""
         if isinstance(message, EnvReport):
             detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
@@ -87,11 +94,6 @@ class Timeline:
         # One request at a time: this one started when the previous one ended, or when it was sent.
         self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
-
-    def waiting_for(self, worker: str) -> str:
-        """Describe the current request of a worker and its duration, human-readable."""
-        name, asked, _ = next(iter(self._open.get(worker, ())), ("", 0.0, 0))
-        return f"{name} since {self._now() - asked:.1f} s" if name else "idle"
 
     def died(self, worker: str) -> None:
         """Record the death of a worker and drop its requests."""
@@ -130,9 +132,10 @@ class Timeline:
             "rollout/env_waits_for_policy": sum(idle) / (workers * wall),
         }
 
-    def write(self, path: Path) -> None:
-        """Write all spans in the Chrome trace format: one track per worker, microseconds."""
-        assert self._trace is not None
+    def close(self) -> None:
+        """Write all spans in the Chrome trace format: one track per worker, microseconds; after a failed start none."""
+        if self._file is None or not self._trace:
+            return
         tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}, key=by_number), start=1)}
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": name}} for name, k in tracks.items()
@@ -141,24 +144,22 @@ class Timeline:
             start, end = round(s.start * 1e6), round(s.end * 1e6)
             place = {"pid": 1, "tid": tracks[s.worker], "ts": start, "dur": end - start}
             events.append({"ph": "X", "name": s.name, **place, "args": {"size": s.size, **s.detail}})
-        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+        write_atomically(self._file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
     def _now(self) -> float:
         return self._clock() - self._zero
 
     def _add(self, span: Span) -> None:
         self._step.append(span)
-        if self._trace is not None and len(self._trace) < _TRACE_LIMIT:
+        if self._file is not None and len(self._trace) < _TRACE_LIMIT:
             self._trace.append(span)
 
 
-def _describe(request: Request) -> tuple[str, int]:
-    """Return the name and size of a request; unknown kinds use their class name."""
+def _size(request: Request) -> int:
+    """Return the number of slots, observations or records of a request."""
     if isinstance(request, EnvRequest):
-        return "chunk" if len(request.slots) else "reset", len(request.slots) + len(request.resets)
-    if isinstance(request, InferRequest):
-        return "infer", len(request.tickets)
-    return type(request).__name__.removesuffix("Request").lower(), sum(len(use.tickets) for use in request.reads())
+        return len(request.slots) + len(request.resets)
+    return len(request.tickets) if isinstance(request, InferRequest) else sum(len(u.tickets) for u in request.reads())
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -174,3 +175,10 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _total(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
+
+
+def open_timeline(run_plan: RunPlan, arena: Arena, log_dir: Path) -> Timeline:
+    """Return the timeline of a run, with a trace file if `runner.trace` is set."""
+    names = [worker.name for worker in run_plan.env_workers]
+    trace = log_dir / "trace.json" if run_plan.cfg.runner.trace else None
+    return Timeline(num_slots=run_plan.num_slots, env_workers=names, arena=arena, trace=trace)

@@ -11,7 +11,7 @@ from toy_runs import rows, train_toy
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Field, RecordLayout
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, ResetRequest, UpdateRequest
-from embodyrl.cluster.timeline import CLOCK_METRICS, Timeline
+from embodyrl.extensions.timeline.timeline import CLOCK_METRICS, Timeline
 
 
 class Clock:
@@ -47,7 +47,7 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
     env_0 works 0-2 and 6-10, env_1 works 0-4; the policy acts 2-3 (two slots) and 4-6 (four slots).
     """
     clock = Clock()
-    timeline = Timeline(num_slots=4, env_workers=["env_0", "env_1"], arena=arena, keep=False, clock=clock)
+    timeline = Timeline(num_slots=4, env_workers=["env_0", "env_1"], arena=arena, clock=clock)
     timeline.sent("env_0", chunks(2))
     timeline.sent("env_1", chunks(2))
     for second, worker, answer, request in (
@@ -83,7 +83,7 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
 
 
 def test_staleness_is_measured_at_training_time(arena):
-    timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena, keep=False)
+    timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena)
     arena["version"][:] = [5, 4, 5, 3]
     tickets = arena.allocate_all(4)
     timeline.sent("policy", UpdateRequest(sequence=1, step=5, tickets=tickets, episode=(0, 0, 0, 0)))

@@ -1,0 +1,1 @@
+"""Busy times of workers: metrics of a training step, and a trace."""
