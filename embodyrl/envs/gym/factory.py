@@ -100,9 +100,10 @@ class GymFactory(SimFactory[GymSettings]):
     def judge(self, cfg: GymSettings) -> GoalJudge:
         """Build an environment that computes the rewards of relabelled goals."""
         from embodyrl.envs.gym.create import create
-        from embodyrl.envs.gym.goals import GymGoals
+        from embodyrl.envs.gym.probe import GOALS
 
-        return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
+        (support,) = GOALS.every()
+        return support(str(cfg.id), create(cfg, dict(cfg.kwargs)))
 
 
 def _is_loaded(cfg: GymSettings) -> bool:
@@ -128,8 +129,7 @@ def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
 
 
 def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
-    from embodyrl.envs.gym.goals import ACHIEVED, DESIRED
-    from embodyrl.envs.gym.spaces import LONGEST_TEXT, ObservationWriter, action_space
+    from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED, LONGEST_TEXT, ObservationWriter, action_space
 
     env_id = cfg.id
     assert env_id is not None, "validate first"

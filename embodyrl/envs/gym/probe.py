@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -15,7 +15,6 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step, reset_env
 from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, is_vector, prepare_rendering, takes_render_mode
-from embodyrl.envs.gym.goals import has_goals
 from embodyrl.envs.gym.said import (
     instruction_doubts,
     instruction_of,
@@ -26,6 +25,7 @@ from embodyrl.envs.gym.said import (
 )
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
+from embodyrl.envs.protocol import GoalJudge
 from embodyrl.errors import ConfigError, EmbodyError, EnvError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
@@ -67,6 +67,25 @@ WARNINGS: Registry[Callable[[gymnasium.Space[Any], Sequence[Any], Any], Iterable
     group="embodyrl.observation_warnings",
     wants="a function of a space, observations and an environment that yields texts",
     fits=takes(3),
+)
+
+
+class GoalSupport(GoalJudge, Protocol):
+    """Rewards of other goals of an environment, built from its name and one instance."""
+
+    def __init__(self, env_id: str, env: AnyEnv) -> None: ...
+
+    @staticmethod
+    def applies(env: AnyEnv, seen: Any, reward: Any) -> bool:
+        """Return True if the environment can compute the reward of `seen`, a first step, for any goal."""
+        ...
+
+
+GOALS: Registry[type[GoalSupport]] = Registry(
+    "goal support",
+    group="embodyrl.gym_goals",
+    wants="a class of GoalSupport",
+    fits=lambda found: hasattr(found, "applies"),
 )
 
 
@@ -151,7 +170,7 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     number(env_id, reward)
     for name, end in zip(("terminated", "truncated"), ends, strict=True):
         flag(env_id, name, end)
-    goals = has_goals(env, last, reward)
+    goals = any(goals.applies(env, last, reward) for goals in GOALS.every())
     names, reports = dict.fromkeys(names_of(info)), says_success(info, keys)
     started, steps = time.perf_counter(), 1
     # Some report success only at the end of an episode.

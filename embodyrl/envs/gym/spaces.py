@@ -264,6 +264,8 @@ def is_text(space: Space[Any]) -> bool:
 
 _MOST_CATEGORIES = 2**16
 """Maximum number of values of a category, each of which becomes a number of the state."""
+ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
+"""Parts of the observation of a goal environment (Gymnasium-Robotics' GoalEnv)."""
 LONGEST_TEXT = 512
 """Minimum number of UTF-8 bytes for an instruction."""
 

@@ -15,10 +15,10 @@ from settings import algorithm_of, env_of
 from embodyrl.channels.arena import Arena
 from embodyrl.commands.train import train
 from embodyrl.envs.gym.factory import FACTORY
-from embodyrl.envs.gym.goals import GymGoals
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.extensions.demonstrations.collect import collect
+from embodyrl.extensions.off_policy.gym_goals import GymGoals
 from embodyrl.extensions.off_policy.hindsight import Hindsight, OpenEpisodes
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer
 from embodyrl.extensions.off_policy.sac_learner import SacLearner

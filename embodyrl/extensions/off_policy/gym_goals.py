@@ -8,32 +8,36 @@ import numpy as np
 from gymnasium import spaces
 
 from embodyrl.envs.gym.api import line
+from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED
 from embodyrl.errors import EnvError
 from embodyrl.types import BoolArray, FloatArray
 
-ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
-def has_goals(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
-    """Return True if `compute_reward` with an empty info equals the reward of the step that led to `seen`."""
-    space = env.observation_space
-    if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
-        return False
-    achieved, desired = (space.spaces.get(name) for name in (ACHIEVED, DESIRED))
-    if not isinstance(achieved, spaces.Box) or not isinstance(desired, spaces.Box) or achieved.shape != desired.shape:
-        return False
-    try:
-        if env.has_wrapper_attr(_TERMINATED):
-            bool(env.get_wrapper_attr(_TERMINATED)(seen[ACHIEVED], seen[DESIRED], {}))
-        found = env.get_wrapper_attr(_REWARD)(seen[ACHIEVED], seen[DESIRED], {})
-        return bool(np.isclose(float(found), float(reward), rtol=1e-4, atol=1e-6))
-    except Exception:  # the error is reported if goals are used
-        return False
-
-
 class GymGoals:
-    """Implements `GoalJudge`. The functions receive goals in the shape and dtype of their space, with empty `info`."""
+    """Implements `GoalSupport`. Its functions receive goals in the shape and dtype of their space."""
+
+    @staticmethod
+    def applies(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
+        """Return True if `compute_reward` with empty info equals the reward of the step that led to `seen`."""
+        space = env.observation_space
+        if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
+            return False
+        achieved, desired = (space.spaces.get(name) for name in (ACHIEVED, DESIRED))
+        if (
+            not isinstance(achieved, spaces.Box)
+            or not isinstance(desired, spaces.Box)
+            or achieved.shape != desired.shape
+        ):
+            return False
+        try:
+            if env.has_wrapper_attr(_TERMINATED):
+                bool(env.get_wrapper_attr(_TERMINATED)(seen[ACHIEVED], seen[DESIRED], {}))
+            found = env.get_wrapper_attr(_REWARD)(seen[ACHIEVED], seen[DESIRED], {})
+            return bool(np.isclose(float(found), float(reward), rtol=1e-4, atol=1e-6))
+        except Exception:  # the error is reported if goals are used
+            return False
 
     def __init__(self, env_id: str, env: gymnasium.Env[Any, Any]) -> None:
         assert isinstance(env.observation_space, spaces.Dict)
