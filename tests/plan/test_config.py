@@ -182,7 +182,7 @@ def test_overrides_apply_on_top_of_a_saved_run(run: Path) -> None:
     assert (values["seed"], values["env.eval.total_num_envs"], values["env.eval.max_episode_steps"]) == (3, 3, 500)
 
 
-@pytest.mark.needs("text")
+@pytest.mark.needs("hub", "text")
 @pytest.mark.parametrize("words", [("data.path=local",), ("data={path: local}",)])
 def test_overridden_data_path_is_not_downloaded(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     fetched: list[str] = []

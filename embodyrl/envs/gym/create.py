@@ -15,7 +15,6 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.envs.gym.api import line, require_env, require_spaces
-from embodyrl.envs.gym.hub import program_of
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
@@ -34,6 +33,12 @@ WRAPPERS: Registry[Callable[..., AnyEnv]] = Registry(
     wants="a Gymnasium wrapper, or a function from environment to environment",
     # Wrappers are environments, too.
     fits=lambda found: issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found),
+)
+PROGRAMS: Registry[Callable[[str], Callable[..., Any]]] = Registry(
+    "program of an environment",
+    group="embodyrl.gym_programs",
+    wants="a function of owner/name@commit that returns a function that builds environments",
+    fits=takes(1),
 )
 RENDERING: Registry[Callable[[], None]] = Registry(
     "rendering", group="embodyrl.rendering", wants="a function without arguments", fits=takes(0)
@@ -119,7 +124,9 @@ def find_creator(env_id: str) -> Callable[..., Any] | None:
     """Return the class or function of `package.module:attr` or of a downloaded repository; None for a registered id."""
     if _is_path(env_id):
         return CREATORS.get(env_id)
-    return program_of(env_id) if "@" in env_id and HUB_NAME.fullmatch(env_id) else None
+    if "@" not in env_id or not HUB_NAME.fullmatch(env_id):
+        return None
+    return next((program_of(env_id) for program_of in PROGRAMS.every()), None)
 
 
 def takes_render_mode(cfg: GymSettings) -> bool:

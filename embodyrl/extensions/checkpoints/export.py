@@ -14,10 +14,10 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.hub.download import hub_errors
 from embodyrl.files import read_json, replacing
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
-from embodyrl.plan.hub import hub_errors
 from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE

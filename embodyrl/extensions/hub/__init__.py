@@ -1,0 +1,1 @@
+"""Downloads from the Hugging Face hub."""

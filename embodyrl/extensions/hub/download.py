@@ -1,0 +1,67 @@
+"""Download of repositories, and errors of the hub as one line."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from embodyrl.errors import ConfigError, one_line
+
+_FILES = (
+    *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
+    *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
+)
+"""File patterns to download: data only, no programs, pickles or other formats of the same weights."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def download(key: str, path: str, kind: str, programs: bool) -> str:
+    """Download `owner/name[@revision]` and return `owner/name@commit`; without `programs` only data.
+
+    Raises:
+        ConfigError: the repository does not exist, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = path.partition("@")
+    with hub_errors(
+        f"{key}={path}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
+    ):
+        folder = snapshot_download(
+            repo, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*_FILES]
+        )
+    commit = Path(folder).name
+    assert _COMMIT.fullmatch(commit), folder
+    return f"{repo}@{commit}"
+
+
+@contextmanager
+def hub_errors(before: str, after: str) -> Iterator[None]:
+    """Convert errors of `huggingface_hub` to one line between `before` and `after`.
+
+    Raises:
+        ConfigError: instead of the hub's error.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    of_http = HfHubHTTPError.__bases__[0]
+    """Base error of the HTTP library of `huggingface_hub`, which differs between versions."""
+    try:
+        yield
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        denied = "denies access or has no such repository or revision (log in: `hf auth login`, or HF_TOKEN)"
+        reason = denied if code in (401, 403, 404) else f"answered {code}"
+        cause = error
+    except LocalEntryNotFoundError as error:
+        reason, cause = f"cannot be reached ({_why(error.__cause__ or error)}) and its cache lacks files", error
+    except (of_http, OSError, ValueError, RuntimeError) as error:  # type: ignore[misc]
+        reason, cause = f"cannot be used ({_why(error)})", error
+    else:
+        return
+    raise ConfigError(f"{before} the hub at {constants.ENDPOINT} {reason}. {after}") from cause
+
+
+def _why(error: BaseException) -> str:
+    return one_line(error).rstrip(".") or type(error).__name__
