@@ -4,13 +4,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embodyrl.types import Control, GripperConvention
+import numpy as np
+
+from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 Direction = tuple[int, float]
 """Dimension of the action and the value of a pressed key."""
 
-PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
-PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
+_PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
+_PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
 """Keys that decrease and increase a dimension, and an axis of a gamepad."""
 _UPWARDS = ("axis1", "axis3")
 """Axes of a gamepad that are negative when the stick is pushed up."""
@@ -32,10 +34,27 @@ def arm_controls(
     moves += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
     pads = ("axis0", "axis1", "axis3", "axis2", "", "")
     found = []
-    for (less, more, (index, value)), (low, high, _), pad in zip(moves, PAIRS, pads, strict=False):
-        found += pair((less, more), index, (-value, value), (low, high), pad)
+    for (less, more, (index, value)), (low, high, _), pad in zip(moves, _PAIRS, pads, strict=False):
+        found += _pair((less, more), index, (-value, value), (low, high), pad)
     fingers = [("close", gripper.closed, "KeyX", "button0"), ("open", gripper.open, "KeyZ", "button1")]
     return (*found, *(Control(label=n, index=gripper.index, value=v, key=k, pad=p) for n, v, k, p in fingers))
+
+
+def controls_of(action: ActionSpec) -> tuple[Control, ...]:
+    """Return the declared inputs, or standard keys: two per number, or a digit per category."""
+    if action.controls is not None:
+        return action.controls
+    if action.kind is ActionKind.discrete:
+        return tuple(
+            Control(label=str(i), index=0, value=float(i), key=f"Digit{i}") for i in range(min(10, action.sizes[0]))
+        )
+    if action.kind is not ActionKind.box:
+        return ()
+    found = []
+    for index, (low, high, (less, more, pad)) in enumerate(zip(*action.bounds, _PAIRS, strict=False)):
+        ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
+        found += _pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
+    return tuple(found)
 
 
 def control_problem(given: Mapping[str, Any]) -> str:
@@ -52,10 +71,9 @@ def control_problem(given: Mapping[str, Any]) -> str:
     return ""
 
 
-def pair(
+def _pair(
     labels: tuple[str, str], index: int, values: tuple[float, float], keys: tuple[str, str], pad: str
 ) -> list[Control]:
-    """Return the inputs of two directions of a dimension; `pad` is an axis of a gamepad or empty."""
     ends = ("+", "-") if pad in _UPWARDS else ("-", "+")
     pads = [f"{pad}{end}" if pad else "" for end in ends]
     rows = zip(labels, values, keys, pads, strict=True)

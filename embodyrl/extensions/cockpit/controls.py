@@ -1,28 +1,11 @@
-"""Inputs of a person for an action space, and the actions of pressed inputs."""
+"""Actions of a person's pressed inputs."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from embodyrl.envs.controls import PAIRS, pair
-from embodyrl.types import ActionKind, ActionSpec, Control, FloatArray
-
-
-def controls_of(action: ActionSpec) -> tuple[Control, ...]:
-    """Return the declared inputs, or standard keys: two per number, or a digit per category."""
-    if action.controls is not None:
-        return action.controls
-    if action.kind is ActionKind.discrete:
-        return tuple(
-            Control(label=str(i), index=0, value=float(i), key=f"Digit{i}") for i in range(min(10, action.sizes[0]))
-        )
-    if action.kind is not ActionKind.box:
-        return ()
-    found = []
-    for index, (low, high, (less, more, pad)) in enumerate(zip(*action.bounds, PAIRS, strict=False)):
-        ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
-        found += pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
-    return tuple(found)
+from embodyrl.envs.controls import controls_of
+from embodyrl.types import ActionKind, ActionSpec, FloatArray
 
 
 def neutral_action(action: ActionSpec) -> FloatArray:

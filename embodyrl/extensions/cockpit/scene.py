@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from embodyrl.extensions.cockpit.controls import action_of, controls_of, neutral_action
+from embodyrl.envs.controls import controls_of
+from embodyrl.extensions.cockpit.controls import action_of, neutral_action
 from embodyrl.extensions.cockpit.recording import Recording, Step
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.own_loop.acting import LoadedPolicy

@@ -17,7 +17,8 @@ import pytest
 from processes import start_cli
 
 import embodyrl
-from embodyrl.extensions.cockpit.controls import action_of, controls_of
+from embodyrl.envs.controls import controls_of
+from embodyrl.extensions.cockpit.controls import action_of
 from embodyrl.extensions.cockpit.desk import Desk
 from embodyrl.extensions.cockpit.recording import VIDEOS, Recording
 from embodyrl.extensions.cockpit.scene import Scene

@@ -1,6 +1,7 @@
 """Actions of a person's inputs."""
 
-from embodyrl.extensions.cockpit.controls import action_of, controls_of, neutral_action
+from embodyrl.envs.controls import controls_of
+from embodyrl.extensions.cockpit.controls import action_of, neutral_action
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 
