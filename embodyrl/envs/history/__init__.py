@@ -108,4 +108,4 @@ def __getattr__(name: str) -> Any:
 
 
 GYM, LIBERO, MANISKILL = HistoryFactory("gym"), HistoryFactory("libero"), HistoryFactory("maniskill")
-METAWORLD, TABLETOP = HistoryFactory("metaworld"), HistoryFactory("tabletop")
+METAWORLD, ROBOTS, TABLETOP = HistoryFactory("metaworld"), HistoryFactory("robots"), HistoryFactory("tabletop")

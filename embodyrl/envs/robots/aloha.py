@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
+import mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
-from dm_control import mujoco  # pyright: ignore[reportMissingImports]
+from dm_control.mujoco import Physics  # pyright: ignore[reportMissingImports]
 from dm_control.rl import control  # pyright: ignore[reportMissingImports]
 from gym_aloha import constants, utils  # pyright: ignore[reportMissingImports]
 from gym_aloha.tasks import sim  # pyright: ignore[reportMissingImports]
@@ -66,9 +67,10 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         kind, self._sample, poses = _TASKS[task]
         self.render_mode = render_mode
         self._camera, self._size = camera, (observation_height, observation_width)
+        self._renderers: dict[tuple[int, int], Any] = {}
         scene = constants.ASSETS_DIR / f"bimanual_viperx_{task}.xml"
         self._env = control.Environment(
-            mujoco.Physics.from_xml_path(str(scene)), kind(), float("inf"), control_timestep=constants.DT
+            Physics.from_xml_path(str(scene)), kind(), float("inf"), control_timestep=constants.DT
         )
         joints = spaces.Box(-1000.0, 1000.0, (len(constants.JOINTS),), np.float64)
         seen: Any = spaces.Box(-np.inf, np.inf, (poses,), np.float64)
@@ -92,14 +94,23 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
 
     def render(self) -> np.ndarray:
         """Return an image of the camera `top`, [480, 640, 3] uint8."""
-        return self._env.physics.render(480, 640, camera_id="top")
+        return self._image("top", (480, 640))
 
     def close(self) -> None:
-        """Free the physics and the rendering thread."""
-        self._env.close()
+        """Free the renderers; idempotent."""
+        while self._renderers:
+            self._renderers.popitem()[1].close()
+
+    def _image(self, camera: str, size: tuple[int, int]) -> np.ndarray:
+        # The package's renderer keeps a thread, and prints errors when the process exits; the pixels are equal.
+        physics = self._env.physics
+        if size not in self._renderers:
+            self._renderers[size] = mujoco.Renderer(physics.model.ptr, *size)
+        renderer = self._renderers[size]
+        renderer.update_scene(physics.data.ptr, camera=camera)
+        return renderer.render()
 
     def _observation(self, seen: Mapping[str, Any]) -> dict[str, Any]:
         if self._camera is None:
             return {"agent_pos": seen["qpos"], "env_state": seen["env_state"]}
-        picture = self._env.physics.render(*self._size, camera_id=self._camera)
-        return {"agent_pos": seen["qpos"], "pixels": {self._camera: picture}}
+        return {"agent_pos": seen["qpos"], "pixels": {self._camera: self._image(self._camera, self._size)}}

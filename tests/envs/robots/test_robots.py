@@ -56,6 +56,12 @@ def test_keys_override_the_arguments_of_a_preset():
     assert gym.instruction == "Push."
 
 
+@pytest.mark.needs("history")
+def test_a_preset_has_a_history_of_observations():
+    env = load_config("check-env", ["env=pusht", "env.env_type=robots_history", "env.history=2"]).env
+    assert (env.history, env.gym.id, env.title) == (2, PRESETS["pusht"].id, "pusht")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
