@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from embodyrl.monitor.history import EpisodeRow, own_suite
-from embodyrl.monitor.intervals import Mean
+from embodyrl.monitor.intervals import Mean, Outcomes, effective_episodes
 
 SIGNIFICANT = 0.05
 """Significance level of a difference between two evaluations."""
@@ -34,6 +34,26 @@ def mcnemar(differences: Sequence[int]) -> float:
     return sum(n for total, n in ways.items() if abs(total) >= abs(sum(differences))) / ways.total()
 
 
+def rate_difference(changes: Outcomes) -> tuple[float, float]:
+    """Return the 95 % interval of the difference of two paired success rates.
+
+    Wald interval with one added success of each policy (Bonett and Price 2012), over states if pairs repeat them.
+
+    Args:
+        changes: initial state of each pair, and success of the second policy minus that of the first.
+
+    >>> [round(x, 3) for x in rate_difference([(k, 1) for k in range(6)] + [(k, 0) for k in range(6, 50)])]
+    [0.013, 0.217]
+    """
+    groups: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for state, change in changes:
+        groups[state].append(change)
+    pairs, n = [change for group in groups.values() for change in group], effective_episodes([*groups.values()])
+    won, lost = ((n * pairs.count(sign) / len(pairs) + 1) / (n + 2) for sign in (1, -1))
+    half = 1.96 * math.sqrt((won + lost - (won - lost) ** 2) / (n + 2))
+    return max(won - lost - half, -1.0), min(won - lost + half, 1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
     """Result of a paired comparison."""
@@ -48,6 +68,8 @@ class Paired:
     only_second: int = 0
     p_value: float | None = None
     """Exact McNemar test over states; None: the environment reports no success."""
+    difference: tuple[float, float] | None = None
+    """95 % interval of the difference of success rates (second minus first)."""
     gain: Mean | None = None
     """Mean difference of returns (second minus first), if success is unknown."""
 
@@ -71,9 +93,11 @@ class Paired:
         if self.gain is not None:
             return f"{line}: return of {names[1]} minus that of {names[0]}: {self.gain} ({verdict})"
         test = "McNemar" if self.states == self.pairs else f"McNemar over {self.states} states"
+        low, high = (100 * bound for bound in self.difference or (-1.0, 1.0))
+        change = f"{100 * (self.only_second - self.only_first) / self.pairs:+.1f} points [{low:.1f}, {high:.1f}]"
         return (
-            f"{line}: success only {names[0]}: {self.only_first}, only {names[1]}: {self.only_second}; {test} "
-            f"p = {self.p_value:.3g} ({verdict})"
+            f"{line}: success only {names[0]}: {self.only_first}, only {names[1]}: {self.only_second}; {change}; "
+            f"{test} p = {self.p_value:.3g} ({verdict})"
         )
 
 
@@ -87,15 +111,18 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
     if pairs and all(e.success_once is None for two in pairs for e in two):
         gain = Mean.of((a.reset_id, b.episode_return - a.episode_return) for a, b in pairs)
         return Paired(suite=suite, pairs=len(pairs), states=states, gain=gain)
+    changes = [(a.reset_id, bool(b.success_once) - bool(a.success_once)) for a, b in pairs]
     by_state: Counter[int] = Counter()
-    wins = [0, 0]
-    for a, b in pairs:
-        if bool(a.success_once) != bool(b.success_once):
-            wins[bool(b.success_once)] += 1
-            by_state[a.reset_id] += 1 if b.success_once else -1
-    p_value = mcnemar(list(by_state.values())) if pairs else None
+    for state, change in changes:
+        by_state[state] += change
     return Paired(
-        suite=suite, pairs=len(pairs), states=states, only_first=wins[0], only_second=wins[1], p_value=p_value
+        suite=suite,
+        pairs=len(pairs),
+        states=states,
+        only_first=sum(change < 0 for _, change in changes),
+        only_second=sum(change > 0 for _, change in changes),
+        p_value=mcnemar(list(by_state.values())) if pairs else None,
+        difference=rate_difference(changes) if pairs else None,
     )
 
 

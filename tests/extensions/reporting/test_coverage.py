@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodyrl.extensions.reporting.paired import rate_difference
 from embodyrl.extensions.reporting.seeds import (
     FEWEST_RUNS,
     interquartile_mean,
@@ -34,6 +35,15 @@ def rate_over_states(rng: np.random.Generator, states: int, alike: float) -> tup
     """Five episodes per state; success rates of states differ (beta-binomial)."""
     chances = rng.beta(0.6 * (1 - alike) / alike, 0.4 * (1 - alike) / alike, states)
     return 0.6, Rate.of((k, rng.random() < chance) for k, chance in enumerate(chances) for _ in range(5)).interval
+
+
+def difference(rng: np.random.Generator, states: int, each: int = 1) -> tuple[float, Interval]:
+    """Two policies on the same states, which are harder or easier for both."""
+    chances = rng.uniform(0.0, 0.6, states)
+    wins = [
+        (k, int(rng.random() < p + 0.2) - int(rng.random() < p)) for k, p in enumerate(chances) for _ in range(each)
+    ]
+    return 0.2, rate_difference(wins)
 
 
 def mean(rng: np.random.Generator, states: int) -> tuple[float, Interval]:
@@ -65,6 +75,9 @@ KINDS: dict[str, tuple[Draw, int]] = {
     "rate, 50 episodes": (lambda rng: rate(rng, 50), 3000),
     "rate, 10 states": (lambda rng: rate_over_states(rng, 10, 0.2), 3000),
     "rate, 30 states": (lambda rng: rate_over_states(rng, 30, 0.2), 2000),
+    "difference of rates, 20 pairs": (lambda rng: difference(rng, 20), 3000),
+    "difference of rates, 100 pairs": (lambda rng: difference(rng, 100), 2000),
+    "difference of rates, 20 states": (lambda rng: difference(rng, 20, 5), 2000),
     "mean, 5 states": (lambda rng: mean(rng, 5), 3000),
     "mean, 30 states": (lambda rng: mean(rng, 30), 1500),
     "seeds, 3": (lambda rng: over_seeds(rng, 3), 3000),

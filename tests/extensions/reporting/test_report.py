@@ -122,8 +122,8 @@ def test_paired_episodes_share_task_state_and_seed(tmp_path: Path) -> None:
     first, last = history.evaluations
     line = pair(first.episodes, last.episodes).sentence(("A", "B"))
     assert line == (  # 2 * (1 + 5) / 2^5
-        "paired on 6 episodes with the same initial state and seed: success only A: 1, only B: 4; McNemar p = 0.375 "
-        "(no significant difference)"
+        "paired on 6 episodes with the same initial state and seed: success only A: 1, only B: 4; +50.0 points "
+        "[-21.9, 96.9]; McNemar p = 0.375 (no significant difference)"
     )
     assert str(last.score(TASKS[0])) == "66.7 % [20.8, 93.9] (2/3)"
 
@@ -175,7 +175,9 @@ def test_repeated_episodes_do_not_increase_significance() -> None:
     after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
     assert str(after.score()) == f"100.0 % [{100 * wilson(5, 5)[0]:.1f}, 100.0] (50/50, 5 states)"
     line = pair(before.episodes, after.episodes).sentence(("A", "B"))
-    assert "only B: 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
+    assert (
+        "only B: 50; +100.0 points [19.6, 100.0]; McNemar over 5 states p = 0.0625 (no significant difference)" in line
+    )
 
 
 def test_return_is_reported_if_success_is_unknown() -> None:
@@ -235,7 +237,7 @@ def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     first, second = write_run(tmp_path / "runs" / "a"), write_run(tmp_path / "runs" / "b", "actor.optim.lr=3e-4")
     assert main(["report", str(first), str(second), "--out", str(tmp_path / "c.html"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert "success only a: 0, only b: 0; McNemar p = 1 (no significant difference)" in said["summary"][2]
+    assert "success only a: 0, only b: 0; +0.0 points [" in said["summary"][2]
     assert (
         "<td><code>actor.optim.lr</code></td><td><code>0.0004</code></td><td><code>0.0003</code></td>"
         in (tmp_path / "c.html").read_text()
