@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import resolve_asset, resolve_run
-from embodyrl.config.settings import flat, leaves, plain
+from embodyrl.config.settings import flat, leaves, plain, spell
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
@@ -33,6 +33,21 @@ def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
         return [("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
     return [("held out", line) for line in _history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
+
+
+_RENDERING = ("render_profile", *(f"init_params.camera_{part}" for part in ("names", "heights", "widths")))
+
+
+def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Return a warning if an evaluation renders other images than the run of its checkpoint."""
+    cfg = run_plan.cfg
+    if run_plan.algorithm is not None or cfg.ckpt is None or (file := _record_of(resolve_run(cfg.ckpt))) is None:
+        return []
+    made, here = flat(read_plain_yaml(file)), dict(leaves(cfg))
+    keys = [f"env.{key}" for key in _RENDERING] if made.get("env.env_type") == here["env.env_type"] else []
+    changed = [f"{key}={spell(made[key])}" for key in keys if key in made and key in here and made[key] != here[key]]
+    fix = f"{' '.join(changed)} renders the images of {cfg.ckpt}'s training"
+    return [("rendering", f"warning: the images differ from those of training; {fix}")] if changed else []
 
 
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:

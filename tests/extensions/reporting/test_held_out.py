@@ -151,6 +151,19 @@ def test_initial_states_unknown_to_the_evaluation_are_ignored(tmp_path: Path) ->
     assert f"of these 100 initial states training of {run} uses 50, validation of {run} uses 0;" in told
 
 
+def test_images_that_differ_from_those_of_training_warn() -> None:
+    def told(*words: str) -> str | None:
+        words = ("ckpt=assets/openvla_oft_tiny_object", *words)
+        return dict(evaluation_facts(build_run_plan(load_config("eval", words), training=False))).get("rendering")
+
+    sizes = "env.init_params.camera_heights=128 env.init_params.camera_widths=128"
+    assert f"; env.render_profile=lean {sizes} renders" in (told("env=libero_object") or "")
+    laptop = "experiment=libero_object_laptop"
+    assert told(laptop) is None
+    assert "; env.render_profile=lean renders" in (told(laptop, "eval=libero_pro") or "")
+    assert told("env=tabletop", "model=openvla_oft_tiny") is None
+
+
 def test_text_rows_are_identified_by_split_and_file(tmp_path: Path) -> None:
     """Rows have only numbers: fails if rows of another split, or of other data, are attributed to the run."""
     run, rows = tmp_path / "learned", tmp_path / "rows.jsonl"
