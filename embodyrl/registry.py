@@ -137,8 +137,9 @@ class Registry(Generic[T]):
         if ":" not in name:
             value = self._items[name] if name in self._items else self._entry_point(name)
             if value is None:
+                known = ", ".join(self.names()) or "none"
                 raise UnknownNameError(
-                    f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {', '.join(self.names())}. "
+                    f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {known}. "
                     f"To plug in your own, use 'package.module:attr' or an '{self.group}' entry point."
                 )
         found = self._load(value) if isinstance(value, str) else value

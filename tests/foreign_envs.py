@@ -146,6 +146,11 @@ class Won(Plain):
         return *super().step(action)[:4], {"won": True}
 
 
+class Reached(Plain):
+    def step(self, action):
+        return *super().step(action)[:4], {"step_limit_reached": False, "reached": True}
+
+
 def partial_batch(num_envs):
     return gymnasium.vector.SyncVectorEnv([PartialSuccess] * num_envs)
 

@@ -58,6 +58,7 @@ def test_missing_instruction_key_error_lists_keys():
         ("LateSuccess", {}, True, ""),
         ("SimilarKey", {}, False, "env.success_key=metrics.task_success"),
         ("Won", {}, False, "env.success_key=won"),
+        ("Reached", {}, False, "env.success_key=reached"),
         ("SimilarKey", {"success_key": "metrics.task_success"}, True, ""),
         ("SimilarKey", {"success_key": "metrics.task_sucess"}, True, "Did you mean 'metrics.task_success'"),
         ("Plain", {}, False, ""),

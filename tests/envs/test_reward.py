@@ -159,6 +159,7 @@ def test_reward_gets_gymnasium_info(env_id):
         (["reward.path=os:system"], "reward.path: step reward 'os:system' is"),
         (["reward.path=test_reward:two_arguments"], "not a function of a RewardStep"),
         (["reward.path=test_reward:nothing"], "has no 'nothing'"),
+        (["reward.path=test_reward"], "Known: none. To plug in your own, use 'package.module:attr'"),
         (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "unknown component of the reward. Known: near"),
         (["reward.weights={near: 1}"], "reward.path is not set"),
         (["reward.path=test_reward:parts", "reward.mode=instead"], "must be one of replace, add"),

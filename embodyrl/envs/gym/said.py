@@ -15,7 +15,8 @@ from embodyrl.registry import closest
 
 _SUCCESS = ("success", "is_success", "succeed")
 _LIKE_SUCCESS = re.compile(
-    r"succe|solved|accomplish|(goal|target)_?(reached|achieved|met)|reached_?(goal|target)|complete|\bwon\b",
+    r"succe|solved|accomplish|(goal|target|\bis)_?(reached|achieved|met)|reached_?(goal|target)|\breached\b|complete|"
+    r"\bwon\b",
     re.IGNORECASE,
 )
 _LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)

@@ -15,8 +15,8 @@ class JudgeSettings(Settings):
     name: str | None = None
     """Reward function that also defines success (a value of at least 1); docs/reference/text.md lists them."""
     path: Path | None = None
-    """Custom reward: package.module:function of (prompt, response, reference) -> number or named numbers, the http
-    address of a reward service, or the folder of a reward model.
+    """Custom reward: package.module:function of (prompt, response, reference), or of a RewardStep for a simulator, that
+    returns a number or named numbers; the http address of a reward service; or the folder of a reward model.
     """
     weights: dict[str, float] = {}
     """Weight of each reward by name (default 1); names other than reward.name add a further reward."""
