@@ -123,7 +123,7 @@ def test_fraction_is_not_accepted_as_success(name):
 @pytest.mark.needs("check_env")
 def test_suite_selects_an_environment():
     assert "float32" in " ".join(described("make_suites", suite="far").doubts)
-    with pytest.raises(ConfigError, match=r"env.suite=deep is not in .*: near/0, far/0"):
+    with pytest.raises(ConfigError, match=r"has no suite 'deep' .*Suites: near/0, far/0"):
         described("make_suites", suite="deep")
 
 
