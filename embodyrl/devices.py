@@ -30,7 +30,7 @@ def visible_gpus() -> tuple[str, ...]:
         found = len(list(DEV.glob("nvidia[0-9]*")))
         # Windows' subsystem for Linux has one device node for all GPUs.
         return tuple(map(str, range(len(query_gpus()) if not found and (DEV / "dxg").exists() else found)))
-    # Like CUDA: an invalid name (Slurm writes NoDevFiles) hides itself and all later ones.
+    # Like CUDA: an invalid name (Slurm writes NoDevFiles) hides itself and all later entries.
     valid = re.compile(r"\d+|GPU-.*|MIG-.*").fullmatch
     return tuple(takewhile(valid, (name.strip() for name in visible.split(","))))
 

@@ -1,4 +1,4 @@
-"""Gymnasium ids of the simulators, which an import of this module registers.
+"""Gymnasium ids of the simulators; importing this module registers the ids.
 
 `embodyrl/LIBERO-object-0-v0` is task 0 of a suite, `embodyrl/LiberoObject-v0` all tasks of `env=libero_object`.
 `gymnasium.make("embodyrl.gymnasium:embodyrl/LIBERO-object-0-v0")` imports this module first.
@@ -23,7 +23,7 @@ TASK_IDS: Registry[Mapping[str, Overrides]] = Registry(
     wants="a mapping of names to overrides",
     fits=lambda found: isinstance(found, Mapping),
 )
-"""Names such as `LIBERO-object-0-v0` of single tasks, with the option of `env=` first and further overrides."""
+"""Names of single tasks such as `LIBERO-object-0-v0`, each with the option of `env=` first and further overrides."""
 
 
 def make(

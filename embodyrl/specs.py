@@ -40,7 +40,7 @@ class ActionKind(StrEnum):
     multi_discrete = "multi_discrete"
     """One category id per dimension."""
     text = "text"
-    """Tokens that only the policy can read (-1: none); the text of the reply is a separate field."""
+    """Tokens that only the policy can decode (-1: no token); the text of the reply is a separate field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class EnvCosts:
     chunk_s: float = 0.0
     """Core seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
     gpu_s: float = 0.0
-    """Seconds in which a chunk occupies the GPU, where processes render one after the other."""
+    """Seconds in which a chunk occupies the GPU, where processes render in turn."""
     chunk_name: str = ""
     """Name under which `embodyrl doctor --gpu` stores the measured chunk time; empty: the time is not measured."""
 

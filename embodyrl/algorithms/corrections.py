@@ -39,7 +39,7 @@ def importance_weights(
 
 
 def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, threshold: float) -> torch.Tensor:
-    """Drop the units with the largest (log w)^2 until the mean of the rest is below the threshold (arXiv 2510.01161).
+    """Drop the units with the largest (log w)^2 until the mean of all others is below the threshold (arXiv 2510.01161).
 
     At least one unit stays.
 

@@ -54,7 +54,7 @@ def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
 
 
 def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
-    """Return the metrics of each micro-batch, computed in one pass; `merge_metrics` joins those of a step.
+    """Return the metrics of each micro-batch, computed in one pass; `merge_metrics` joins the metrics of a step.
 
     `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
     """

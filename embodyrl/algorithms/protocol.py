@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Inputs of an estimator in addition to the episodes, in the same order; empty if the algorithm needs none."""
+    """Inputs of an estimator in addition to the episodes, in the same order; unneeded inputs are empty."""
 
     logprob: tuple[FloatArray, ...] = ()
     """[T, L] log-probabilities of the behaviour policy."""

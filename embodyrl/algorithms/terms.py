@@ -54,7 +54,7 @@ def absolute(gap: Any) -> Any:
 
 
 def k2(gap: Any) -> Any:
-    """Return d^2 / 2: biased, but its gradient is that of the true KL."""
+    """Return d^2 / 2: biased, but its gradient equals the gradient of the true KL."""
     return 0.5 * gap**2
 
 

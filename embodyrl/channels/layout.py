@@ -39,7 +39,7 @@ class RecordLayout:
 
     @property
     def all_fields(self) -> tuple[Field, ...]:
-        """Fields of the arena, then those of the record."""
+        """Fields of the arena, followed by the fields of the record."""
         return _HEADER + self.fields
 
     @property

@@ -54,7 +54,7 @@ class Use(NamedTuple):
 
     tickets: Tickets
     fields: tuple[str, ...] | None = ()
-    """None: all fields."""
+    """Names of the fields; None: all fields."""
     pool: int = 0
     """0: the arena; 1: the weight buckets."""
     length: int | None = None

@@ -112,7 +112,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
 
 
 def compose_with_ckpt(args: argparse.Namespace) -> Any:
-    """Compose the config of a command that uses weights, with that of the run in `ckpt=` as the base.
+    """Compose the config of a command that uses weights, on top of the config of the run in `ckpt=`.
 
     A first argument without a key is the run, as in commands about a run.
     """

@@ -254,7 +254,7 @@ def _summarise_task(
 
 
 def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
-    """Build the table from episodes; the overall metrics are those of the environment's own suite."""
+    """Build the table from episodes; overall metrics cover only the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
     own = next(iter(by_suite.values())) if env.benchmark.suites else rows

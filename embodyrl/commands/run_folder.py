@@ -338,6 +338,6 @@ def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
 
 
 def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:
-    """Compare the inputs that the weights in a folder were trained on with those of an environment."""
+    """Compare the inputs that the weights in a folder were trained on with the inputs of an environment."""
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
     return input_problems(folder, spec, env, getattr(model, "cameras", None))

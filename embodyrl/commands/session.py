@@ -172,7 +172,7 @@ class Session:
         self._telling = True
         answer: object = callback(self.step, news)
         self._telling = False
-        # Of numpy as well: `np.mean(returns) > 0.9` is no `bool`.
+        # Of numpy as well: `np.mean(returns) > 0.9` is not a `bool`.
         if isinstance(answer, (bool, np.bool_)) and answer and self.step < self.total:
             self.monitor.text(f"step {self.step}: a callback ended the run")
             self.total = self.step

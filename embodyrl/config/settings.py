@@ -83,8 +83,8 @@ class Settings(BaseModel):
 
     needs: ClassVar[Mapping[str, str]] = {}
     """Keys that have an effect under a condition only, by that condition: `{"kl_in_reward": "kl_target kl_horizon"}`.
-    A condition is `key` (set), `key=a|b` or `key!=a|b`, several joined by " or ", and ": reason" if it needs one; keys
-    that start with / are those of the whole config. "never: reason" never holds."""
+    A condition is `key` (set), `key=a|b` or `key!=a|b`, several joined by " or ", and ": reason" if it needs one;
+    keys that start with / refer to the whole config. "never: reason" never holds."""
 
     flattened: ClassVar[str] = ""
     """Name of the field whose settings are written at the level of this class, without a section of their own."""

@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
-"""Reward components in addition to those of the function: the simulator's reward, and failed steps."""
+"""Reward components in addition to the components of the function: the simulator's reward, and failed steps."""
 
 
 class StepRewardSettings(Settings):
@@ -30,7 +30,7 @@ class StepRewardSettings(Settings):
     """package.module:function of a RewardStep that returns a number or named numbers, or the folder of a reward model
     trained by `embodyrl sft objective.name=success`; default: the simulator's own reward."""
     mode: RewardMode = RewardMode.replace
-    """replace the simulator's reward with that of reward.path, or add both."""
+    """replace the simulator's reward with the reward of reward.path, or add both rewards."""
     weights: dict[str, float] = {}
     """Weight of each component by name, 1 by default; with reward.mode=add, `simulator` is one of the components."""
 

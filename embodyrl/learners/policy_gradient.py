@@ -163,7 +163,7 @@ class PolicyGradientLearner(Learner):
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
-        """Recompute the batch's log-probabilities if the algorithm needs new ones; else use those of the rollout."""
+        """Recompute the batch's log-probabilities if the algorithm needs that; else use the rollout's."""
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})

@@ -78,7 +78,7 @@ class Optimization:
         """Clip the gradient and take an optimizer step; return the gradient norm. A non-finite norm changes no weights.
 
         Args:
-            position: number of finished training steps of the run, plus the fraction of the current one.
+            position: number of finished training steps of the run, plus the fraction of the current step.
             values_only: update only the value head.
         """
         if values_only:
@@ -97,7 +97,7 @@ class Optimization:
         return norm
 
     def _clip_gradients(self) -> float:
-        """Clip the gradient of all weights, or separately those of policy and value head; return its norm."""
+        """Clip the gradient of all weights, or of policy and value head separately; return its norm."""
         groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:

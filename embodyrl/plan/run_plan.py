@@ -132,7 +132,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         algorithm.scored = policy.scored
     cameras = max(policy.inputs.num_images, env.reward.cameras)
     if isinstance(settings, CameraSettings) and policy.inputs.num_images and 0 < cameras < len(env.cameras.names):
-        # Every camera costs rendering time and memory in each record; policy and reward use the first ones.
+        # Every camera costs rendering time and memory in each record; policy and reward use the first cameras.
         settings = settings.with_cameras(env.cameras.names[:cameras])
         env = factory.spec(settings, context)
     learner = cfg if algorithm and cfg.trains else None

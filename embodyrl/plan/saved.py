@@ -52,7 +52,7 @@ def save_config(cfg: Config, path: Path) -> None:
 
 
 def dump_config(cfg: Config, only: str | None = None) -> str:
-    """Return every key, or those of one group, with its value as YAML.
+    """Return every key, or every key of one group, with its value as YAML.
 
     Values of environment variables stay `${oc.env:NAME}`.
     """
@@ -87,7 +87,7 @@ def on_base(
     typed: Sequence[Setting],
     problems: list[str],
 ) -> list[Setting]:
-    """Return the values of the run with the weights, completed and overridden by those of the chosen files."""
+    """Return the values of the run with the weights, completed and overridden by the chosen files."""
     saved = _base_settings(base, command, groups, chosen, problems)
     check_trust(saved, typed, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}

@@ -61,7 +61,7 @@ class PolicyRequest:
     engine_share: float = 0.4
     """Fraction of the GPU memory for vLLM's weights and cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """Sampling settings of replies; log-probabilities are those of all tokens at `temperature`."""
+    """Sampling settings of replies; log-probabilities refer to the whole vocabulary at `temperature`."""
 
 
 class Policy(Protocol):

@@ -85,7 +85,7 @@ class PolicyClient:
         self._version = 0
         """Version of the published weights."""
         self._is_current = True
-        """False while the actor ranks have, or compute, later weights than the published ones."""
+        """False while the actor ranks have, or compute, weights that are not published yet."""
 
     @property
     def num_acting(self) -> int:
@@ -116,7 +116,7 @@ class PolicyClient:
         return self._awaited is not None
 
     def ask_training(self, request: Request) -> Replies:
-        """Send a request to all actor ranks; one that changes the weights must wait until none is `recovering`."""
+        """Send a request to all actor ranks; wait until no process is `recovering` before changing weights."""
         if isinstance(request, _CHANGES_WEIGHTS):
             assert not self.recovering, "the rest of the weights would have another version"
             self._is_current = False

@@ -64,7 +64,7 @@ class RolloutScheduler(EventLoop):
         self._num_opened = 0
         self._tally = Tally()
         self._tally_since: float | None = None
-        """Start of the tally if rollouts were open and progressed outside of `finish`; else None."""
+        """Start of the tally if open rollouts progressed outside of `finish`; else None."""
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:
@@ -75,7 +75,7 @@ class RolloutScheduler(EventLoop):
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
-        """Queue a rollout: its episodes start in free slots, after those of earlier rollouts or `first`."""
+        """Queue a rollout: its episodes start in free slots, after the episodes of earlier rollouts or `first`."""
         self._num_opened += 1
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()

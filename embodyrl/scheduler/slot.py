@@ -43,7 +43,7 @@ KEPT: tuple[str, ...] = (
 
 
 def following_action(valid: BoolArray, chunk_steps: int) -> int:
-    """Return the number of the action after those that this chunk [K] executed, in the chunk of the next observation.
+    """Return the index, in the next observation's chunk, of the action that follows this chunk's executed actions.
 
     A chunk observes after `chunk_steps` actions or at the end of its episode; with a delay it executes some more.
     """
@@ -95,8 +95,8 @@ class Slots:
         # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far.
         self.keeps = np.ones(count, np.bool_)
         self.current, self.target = np.zeros((2, count), np.int64)
-        # Tickets of the current observation and of the next one. `taken`: tickets of the chunks taken so far [N,
-        # longest]; `take_chunks` doubles its width for longer episodes.
+        # Tickets of the current and of the next observation. `taken`: tickets of the chunks taken so far [N, longest];
+        # `take_chunks` doubles its width for longer episodes.
         self._taken = np.zeros((count, 32), np.int64)
 
     def may_act(self, version: int, rows: IntArray | slice = slice(None)) -> BoolArray:

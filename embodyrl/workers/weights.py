@@ -45,7 +45,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
 
 
 def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
-    """Replace parts of the weights with those in a bucket."""
+    """Replace parts of the weights with the parts in a bucket."""
     (record,) = bucket_arena.read([request.ticket])
     device = _weight(module, request.parts[0].name).device
     staged = _bucket(request.parts, bucket_arena, int(record)).to(device)

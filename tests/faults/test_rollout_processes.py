@@ -72,7 +72,7 @@ def test_killed_rollout_process_does_not_change_results(tmp_path, monkeypatch, m
 
 @pytest.mark.integration
 @pytest.mark.timeout(120)
-def test_rollout_process_restarted_during_an_update_acts_with_weights_of_its_version(tmp_path, monkeypatch):
+def test_rollout_process_restarted_during_an_update_gets_weights_of_its_version(tmp_path, monkeypatch):
     """The actor stands still from the start of its first update until the killed process is ready again."""
     weights_of = {"policy": 0}  # number of updates that each process's weights have seen
     sent: dict[tuple[int, ...], int] = {}  # version of each transferred part

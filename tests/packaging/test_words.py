@@ -201,6 +201,8 @@ def test_allowed_exceptions_still_occur():
         ("comment", "as many as fit"),
         ("error", "A is wrong. B is wrong. C is wrong. Do D."),
         ("message", "the env was told to stop"),
+        ("error", "The file is no checkpoint."),
+        ("message", "the next chunk replaces the last one"),
         ("help", "how many checkpoints stay"),
         ("test", "test_it_lies_apart"),
     ],
@@ -218,6 +220,7 @@ def test_discouraged_words_are_detected(kind, words):
         ("error", "env.name=foo is unknown (line 3.1). Choose one of a, b. See `embodyrl list envs`."),
         ("test", "test_greedy_action_is_batch_independent"),
         ("comment", "the key `told` of the file"),
+        ("error", "There is no checkpoint."),
     ],
 )
 def test_plain_words_are_accepted(kind, words):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from embodyrl.envs.functional.functions import Functions
 
 SEEDS = 100_000
-"""Number of reset ids; each one is the key of an episode."""
+"""Number of reset ids; each reset id is the key of an episode."""
 _BUILD_S = 600.0
 
 
@@ -31,7 +31,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
     settings = FunctionalSettings
 
     def problems(self, cfg: FunctionalSettings) -> Iterator[str]:
-        """Yield splits that continue after the end of an episode."""
+        """Yield an error for splits that continue after the end of an episode."""
         for split, values in cfg.splits.items():
             if values.ignore_terminations:
                 yield f"env.{split}.ignore_terminations=true: an episode ends with its task; set it to false."
@@ -50,7 +50,9 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
         try:
             return call_isolated(f"{__name__}:describe_here", cfg, kind=EnvSpec, timeout_s=_BUILD_S)
         except NoAnswerError as error:
-            raise EnvError(f"env.id={cfg.id}: a process that builds the environment failed: {error}.") from error
+            raise EnvError(
+                f"env.id={cfg.id}: building the environment in a separate process failed: {error}."
+            ) from error
 
     def simulators(self, cfg: FunctionalSettings, context: EnvContext) -> Simulators:
         """Build and compile the batch."""

@@ -1,4 +1,4 @@
-"""One interface for the functions of gymnax, Brax, MuJoCo Playground and environments of the user.
+"""Common interface of the functions of gymnax, Brax, MuJoCo Playground and environments of the user.
 
 Brax and MuJoCo Playground: `reset(key) -> state` and `step(state, action) -> state`; a state has `obs`, `reward` and
 `done`. gymnax: `reset_env(key, params)` and `step_env(key, state, action, params)`.
@@ -21,12 +21,12 @@ Array = Any
 
 
 class Moment(NamedTuple):
-    """An environment after a reset or a step; arrays of one environment, or of a batch."""
+    """Result of a reset or a step; arrays of one environment, or of a batch."""
 
     carry: Any
     """State of the environment, a pytree."""
     obs: Array
-    """[S] float32."""
+    """[S] float32 observation."""
     reward: Array
     terminated: Array
     truncated: Array
@@ -41,11 +41,11 @@ class Functions(Protocol):
     """Time limit, env steps; 0: unknown."""
 
     def reset(self, key: Array) -> Moment:
-        """Return the first moment of the episode with this key."""
+        """Return the result of a reset with this key."""
         ...
 
     def step(self, carry: Any, action: Array, key: Array) -> Moment:
-        """Return the moment after one action."""
+        """Return the result of one action."""
         ...
 
 
@@ -75,7 +75,7 @@ def load(cfg: FunctionalSettings) -> Functions:
 
 
 class _Gymnax:
-    """The functions of a gymnax environment."""
+    """Functions of a gymnax environment."""
 
     def __init__(self, env: Any, params: Any, success_key: str | None) -> None:
         self._env, self._params, self._key = env, params, success_key
@@ -95,7 +95,7 @@ class _Gymnax:
 
 
 class _States:
-    """The functions of Brax, MuJoCo Playground, and of environments with the same interface."""
+    """Functions of Brax, MuJoCo Playground, and environments with the same interface."""
 
     def __init__(self, env: Any, success_key: str | None) -> None:
         self._env, self._key = env, success_key

@@ -18,7 +18,8 @@ class FunctionalSettings(EnvSettings, RewardSettings):
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
-    """Key in the metrics or the info of a state whose value above 0 is success; null: the return is the result."""
+    """Key in the metrics or the info of a state; a value above 0 is success.
+    null: no success, so the return is the result."""
 
     @property
     def title(self) -> str:
@@ -26,7 +27,7 @@ class FunctionalSettings(EnvSettings, RewardSettings):
         return self.id or self.env_type
 
     def problems(self) -> Iterator[str]:
-        """Yield a missing id."""
+        """Yield an error for a missing id."""
         yield from super().problems()
         if ":" not in (self.id or ""):
             yield f"env.id={self.id}: expected gymnax:NAME, brax:NAME, playground:NAME or package.module:attr."

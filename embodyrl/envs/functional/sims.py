@@ -59,7 +59,7 @@ class FunctionalSims(Simulators):
         return part, int(self._ids[slot]), int(self._times[slot]), self._actions[slot].copy()
 
     def load(self, slot: int, state: Any) -> None:
-        """Continue in a saved state."""
+        """Continue the slot's episode in a saved state."""
         part, self._ids[slot], self._times[slot], self._actions[slot] = state
         self._now = jax.tree.map(lambda whole, one: whole.at[slot].set(one), self._now, part)
 

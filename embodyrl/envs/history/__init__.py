@@ -57,7 +57,7 @@ class HistoryFactory(SimFactory[Any]):
     """Implements `EnvFactory` around another factory."""
 
     base: str
-    """Name of the other factory."""
+    """Name of the wrapped factory."""
 
     @cached_property
     def _of(self) -> Any:

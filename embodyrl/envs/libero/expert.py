@@ -71,7 +71,7 @@ def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> lis
 
 
 def order_grasps(grasps: list[Grasp], rng: np.random.Generator) -> list[Grasp]:
-    """Order grasps: free grasps first, shuffled by the episode's seed; then the others, the least obstructed first."""
+    """Order grasps: free grasps first, shuffled by the episode's seed; then the least obstructed grasps first."""
     free = [grasp for grasp in grasps if grasp.clearance >= 0]
     rest = sorted((grasp for grasp in grasps if grasp.clearance < 0), key=lambda grasp: -grasp.clearance)
     return [free[i] for i in rng.permutation(len(free))] + rest

@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 
 class _CheapObservation(sim.BimanualViperXTask):
-    """Task whose observation has no images."""
+    """Task whose observation has no images, which take time to render."""
 
     def get_observation(self, physics: Any) -> Mapping[str, Any]:
         """Return joint positions and the pose of the objects."""
@@ -43,7 +43,7 @@ _TASKS = {
 
 
 class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
-    """Two ViperX arms (ALOHA, arXiv 2304.13705); dynamics, rewards and initial states are those of gym-aloha."""
+    """Two ViperX arms (ALOHA, arXiv 2304.13705) with the dynamics, rewards and initial states of gym-aloha."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": constants.FPS}
 

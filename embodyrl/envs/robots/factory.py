@@ -48,12 +48,12 @@ class RobotFactory(SimFactory[RobotSettings]):
         return sims
 
     def judge(self, cfg: RobotSettings) -> GoalJudge:
-        """Build an environment that computes the rewards of other goals."""
+        """Build an environment that computes the rewards of relabelled goals."""
         return GYM.judge(cfg.gym)
 
 
 def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
-    """Return the spec with the names of the preset."""
+    """Return the spec with the names that the preset declares."""
     preset = cfg.preset
     if not cfg.wrappers and (problems := differences(preset, found)):
         raise EnvError(
@@ -74,7 +74,7 @@ def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
 
 
 def differences(preset: Preset, found: EnvSpec) -> list[str]:
-    """Return the differences between a preset and the environment, one text each."""
+    """Return the differences between a preset and the environment, one line each."""
     pairs = {
         "cameras": (preset.cameras, found.cameras.names),
         "state columns": (sum(preset.state.values()), found.state_dim),

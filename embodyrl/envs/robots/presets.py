@@ -58,4 +58,4 @@ def _preset(values: Mapping[str, Any]) -> Preset:
 
 
 PRESETS, PIXEL_PRESETS = _read()
-"""Presets by name: with the state of the simulator, and with camera images."""
+"""Presets by name: PRESETS with the state of the simulator, PIXEL_PRESETS with camera images."""

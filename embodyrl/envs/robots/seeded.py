@@ -7,7 +7,7 @@ import numpy as np
 
 
 class SeedsNumpy(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Seed numpy's global generator during `reset`, and restore its state afterwards."""
+    """Wrapper that seeds numpy's global generator during `reset` and restores the generator's state afterwards."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment; the seed determines the initial state."""

@@ -10,7 +10,7 @@ from embodyrl.registry import closest
 
 
 class RobotSettings(GymSettings):
-    """Settings of a robot preset: those of its Gymnasium environment, with declared defaults."""
+    """Settings of a robot preset: the settings of its Gymnasium environment, with declared defaults."""
 
     robot: Annotated[str, NumbersStates]
     """Preset: pusht, fetch_reach, ... (`embodyrl list envs`)."""
@@ -31,7 +31,7 @@ class RobotSettings(GymSettings):
         return (PIXEL_PRESETS if self.pixels else PRESETS)[self.robot]
 
     def problems(self) -> Iterator[str]:
-        """Yield an unknown preset, and missing images."""
+        """Yield errors for an unknown preset and for missing images."""
         yield from super().problems()
         if self.robot not in PRESETS:
             yield f"env.robot={self.robot} is not a preset.{closest(self.robot, PRESETS)} Known: {', '.join(PRESETS)}."

@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._event("[DONE]")
 
     def _pieces(self, completion: Completion) -> Generator[tuple[int, Piece]]:
-        """Yield the tokens of a completion, in turn with those of other requests.
+        """Yield the tokens of a completion, alternating with other requests.
 
         Raises:
             ApiError: the model takes too long, or fails.

@@ -28,7 +28,7 @@ class _Client:
 class Desk:
     """Answers the requests of the page.
 
-    `POST /act` executes the request `seq` of a client, which must follow the last one. A request that is sent again,
+    `POST /act` executes the request `seq` of a client, which must follow the last request. A repeated request,
     for example after a lost connection, returns the stored answer. A refused request does not count.
 
     The simulator advances only on a request `tick` of the driving client: if its connection is lost or its computer

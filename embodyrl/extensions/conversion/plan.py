@@ -53,7 +53,7 @@ class Plan:
 
 
 def plan_conversion(described: Description, data: ConversionSettings, origin: str) -> Plan:
-    """Choose columns and conventions: those of the settings, or else of the source's layout.
+    """Choose columns and conventions from the settings, or else from the source's layout.
 
     Raises:
         ConfigError: a column does not exist or has another content, or no column is the action.

@@ -128,7 +128,7 @@ def parse_example(content: bytes) -> dict[str, Feature]:
     """Return the features of a `tf.train.Example` by name.
 
     Raises:
-        ValueError: the content is no such message.
+        ValueError: the content is not such a message.
     """
     found: dict[str, Feature] = {}
     for number, features in _fields(memoryview(content)):

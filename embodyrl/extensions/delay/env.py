@@ -33,7 +33,7 @@ class Timing:
     high: int
     """Maximum delay; delays are uniform in low..high."""
     overlap: int
-    """Number of actions of a chunk that overlap with the next one."""
+    """Number of actions of a chunk that overlap with the next chunk."""
     observed: bool
     """True if the state contains the committed actions."""
 

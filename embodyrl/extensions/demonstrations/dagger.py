@@ -92,7 +92,7 @@ def _run_round(cfg: Config, expert: Expert, run: Path, data: Sequence[Path], ove
 
 
 def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
-    """Return the keys of a round's initial weights: those of the previous round, or those of the config."""
+    """Return the keys of a round's initial weights: the weights of the previous round, or of the config."""
     ckpt = cfg.ckpt if before is None else str(before)
     return {} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))}
 

@@ -227,7 +227,7 @@ class _Sft:
 
     def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
         count, size = len(samples), self.cfg.actor.global_batch_size
-        # Spread over all of them and always the same ones, so that losses of two steps can be compared.
+        # Spread over all of them and always the same samples, so that losses of two steps can be compared.
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
         sums: dict[str, float] = {}
         for start in range(0, len(rows), size):

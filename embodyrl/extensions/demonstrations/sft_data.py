@@ -88,7 +88,7 @@ def _labelled(
 
 
 def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
-    """Load demonstrations of `env` in addition to those of `data.path`; `alike`: fields that must be equal."""
+    """Load demonstrations of `env` in addition to `data.path`; `alike`: fields in which all data sets must agree."""
     other = read_card(resolve_asset(folder), data).env
     if differs := differences(other, env, *alike):
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")

@@ -247,7 +247,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
 
 
 def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
-    """Describe how the inputs of the data differ from those of the initial weights."""
+    """Describe how the inputs in the data differ from the inputs of the initial weights."""
     found = [] if model.weights is None else weight_problems(model, env, resolve_asset(model.weights))
     return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
 

@@ -28,7 +28,7 @@ def data(args: argparse.Namespace) -> int:
         takes = {
             "info": "folders",
             "merge": "the new folder and at least two others",
-            "filter": "a folder and a new one",
+            "filter": "a folder and a new folder",
         }
         raise ConfigError(f"embodyrl data {verb} takes {takes[verb]}.")
     given = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]

@@ -27,8 +27,8 @@ class IqlSettings(BufferSettings, DiscountSettings):
     }
     transitions = True
     expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """Expectile of the Q values that the value network predicts; 0.5: their mean, towards 1: their maximum within the
-    data."""
+    """Expectile of the Q values that the value network predicts; 0.5 is the mean, values near 1 approach the maximum
+    within the data."""
     temperature: Weight = 3.0
     """Inverse temperature of the advantage weights exp(temperature * advantage); 0: behaviour cloning."""
     weight_clip: Annotated[float, Field(ge=1, le=10**6)] = 100.0
@@ -45,7 +45,7 @@ class IqlSettings(BufferSettings, DiscountSettings):
 
 
 def no_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list[Credit]:
-    """Return zero credits: the policy's own episodes are not trained on."""
+    """Return zero credits, because training does not use the policy's own episodes."""
     del cfg
     return [Credit(advantage=np.zeros_like(e.reward), returns=np.zeros_like(e.value)) for e in episodes]
 

@@ -23,7 +23,7 @@ from embodyrl.policies.vla.conditioning import HasFeatures
 from embodyrl.types import ImitationScores, IntArray
 
 CRITICS = "critics"
-"""File of a checkpoint."""
+"""Name of the file with critics and value network in a checkpoint."""
 
 
 class IqlLearner(Learner):
@@ -98,7 +98,7 @@ class IqlLearner(Learner):
         return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))
 
     def _deal(self) -> list[tuple[IntArray, bool]]:
-        """Split positions into micro-batches; see `deal`."""
+        """Split sample positions into micro-batches (see `deal`)."""
         costs = np.ones(self._batch_size, np.int64)
         return deal(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
 
@@ -112,6 +112,6 @@ class IqlLearner(Learner):
             self._values.load_state(load_state(folder, CRITICS))
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} was written with other critics or data ({error}): a resumed run needs the same "
+                f"{folder} was written with different critics or data ({error}): a resumed run needs the same "
                 "algorithm.demonstrations, algorithm.critic_width and model."
             ) from error

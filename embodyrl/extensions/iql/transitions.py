@@ -1,4 +1,4 @@
-"""Transitions of a data set: every frame is the start of a chunk."""
+"""Transitions of a data set, in which a chunk starts at every frame."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ class DataTransitions:
     start: IntArray
     """[M] frame of the observation."""
     after: IntArray
-    """[M] frame of the next observation; that of a terminal transition is not used."""
+    """[M] frame of the next observation; ignored for terminal transitions."""
     reward: FloatArray
-    """[M] sum over the chunk."""
+    """[M] sum of the rewards of the chunk."""
     discount: FloatArray
     """[M] gamma, or 0 after the end of the episode."""
 
 
 def ends_of(demos: Demonstrations) -> BoolArray:
-    """Return [E]: the episode of one data set ends in a terminal state.
+    """Return a mask [E] of the episodes of one data set that end in a terminal state.
 
     Its last action is its first success, or it is shorter than the longest episode: time limits cut at equal lengths.
     """

@@ -14,7 +14,7 @@ from embodyrl.learners.training import load_optimizer
 from embodyrl.policies.actor_critic.critics import Critics
 
 MINIMUM_SCALE = 1e-3
-"""Smallest deviation by which features and actions are divided."""
+"""Smallest standard deviation by which features and actions are divided."""
 
 
 class IqlValues:
@@ -98,7 +98,7 @@ class IqlValues:
             ValueError, KeyError, RuntimeError: the state is of other networks or other data.
         """
         if state["features"].shape != self._features.shape:
-            raise ValueError(f"features {[*state['features'].shape]}, not {[*self._features.shape]}")
+            raise ValueError(f"features {[*state['features'].shape]}, expected {[*self._features.shape]}")
         for name, part in self._parts().items():
             if name in self._optimizers:
                 load_optimizer(self._optimizers[name], state[name])

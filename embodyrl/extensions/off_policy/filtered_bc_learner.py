@@ -40,7 +40,7 @@ class FilteredLearner(Learner):
         self._replay = ReplayBuffer(rules.replay_size, 1.0, 1)
         trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
         self._weights = trained if rules.average else {}
-        # While an update runs the average, else the trained weights: the module holds the other ones.
+        # While an update runs the average, else the trained weights: the module holds the other weights.
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self._demonstrations = load_shown(rules.demonstrations, spec) if rules.demonstrations else None
 

@@ -47,7 +47,7 @@ class Hindsight:
         earned, over = self._judge(self._reached(buffer, ends).reshape(wanted.shape), wanted)
         before = buffer.later(begin, np.minimum(steps, left) - 1)
         if over is None:
-            # Unchanged: of one chunk, without a next one.
+            # Unchanged: of one chunk, without a next chunk.
             over = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
         over = over.reshape(ends.shape)
         counts = (steps <= left) & (np.cumsum(over, axis=1) - over == 0)
@@ -88,7 +88,7 @@ class OpenEpisodes:
         for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
             part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
             parts = held.pop(earlier.get(number, -1), [])
-            # The last held frame is the first new one: keep it once.
+            # The last held frame is the first new frame: keep it once.
             parts[-1:] = [before.map(lambda array: array[:-1]) for before in parts[-1:]]
             parts.append(part)
             if number in going_on:

@@ -148,7 +148,7 @@ class SacLearner(Learner):
             self._optimizers[name].step()
         numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
         if acting:
-            # Through the critics after their step; the gradients that they get here are dropped by their next one.
+            # Through the critics after their step; the gradients that they get here are dropped by their next step.
             policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
             self._trainer.optimization.zero_grad()
             policy_loss.backward()

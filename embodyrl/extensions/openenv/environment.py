@@ -18,7 +18,7 @@ from embodyrl.extensions.openenv.settings import OpenEnvSettings
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 REPLY_BYTES = 1 << 12
-"""Bytes kept of an earlier reply in the prompt; the server receives the whole reply."""
+"""Number of bytes of an earlier reply that the prompt keeps; the server receives the whole reply."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class OpenEnv:
         self._episodes = [_Episode() for _ in range(num_slots)]
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start an episode in each slot; the reset id is its seed.
+        """Start an episode in each slot; the reset id is the seed of the episode.
 
         Raises:
             EnvError: see `Session`.
@@ -60,7 +60,7 @@ class OpenEnv:
             self._episodes[slot] = _Episode(seen=self._tell(self._sessions[slot].receive().observation))
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Set the replies of the next `step_chunk`; a reply that hit the length limit is sent as it is."""
+        """Set the replies of the next `step_chunk`; a reply that hit the length limit is sent unchanged."""
         for slot, reply in zip(slots, replies, strict=True):
             self._episodes[slot].reply = reply
 

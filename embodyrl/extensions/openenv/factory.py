@@ -7,7 +7,7 @@ from embodyrl.extensions.openenv.settings import OpenEnvSettings
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, SimulatorSpec, TextSpec
 
 SEEDS = 100_000
-"""Number of reset ids; each one is the seed of an episode."""
+"""Number of reset ids; each reset id is the seed of an episode."""
 
 
 class OpenEnvFactory:

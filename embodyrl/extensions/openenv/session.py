@@ -32,12 +32,12 @@ class Turn:
 
     observation: Mapping[str, Any]
     reward: float
-    """0 if the server sends no reward."""
+    """Reward of the turn; 0 if the server sends no reward."""
     done: bool
 
 
 class Session:
-    """Connection with its own environment on the server."""
+    """Connection to the server, with a separate environment on the server."""
 
     def __init__(self, cfg: OpenEnvSettings) -> None:
         """Connect, with retries until `env.connect_timeout_s`.
@@ -72,7 +72,7 @@ class Session:
         try:
             text = self._socket.recv(timeout=limit)
         except TimeoutError as error:
-            raise _error(self._cfg, f"no answer for {limit:g} s (env.answer_timeout_s).") from error
+            raise _error(self._cfg, f"no response within {limit:g} s (env.answer_timeout_s).") from error
         except Exception as error:
             raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
         try:
@@ -136,7 +136,7 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
                 raise _no_server(cfg) from error
             time.sleep(_RETRY_S)
         except (ValueError, TypeError, KeyError) as error:
-            raise _error(cfg, f"{address} is not the schema of an OpenEnv server.") from error
+            raise _error(cfg, f"{address} does not return the schema of an OpenEnv server.") from error
 
 
 def _connect(cfg: OpenEnvSettings) -> Any:
@@ -167,7 +167,7 @@ def _with_scheme(cfg: OpenEnvSettings, scheme: str) -> str:
 def _turn(cfg: OpenEnvSettings, data: Any) -> Turn:
     observation = data.get("observation") if isinstance(data, dict) else None
     if not isinstance(observation, dict):
-        raise _error(cfg, f"an answer has no observation: {data!r:.200}.")
+        raise _error(cfg, f"a message has no observation: {data!r:.200}.")
     reward = data.get("reward") or 0.0
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise _error(cfg, f"the reward is {reward!r}, expected a finite number.")

@@ -19,12 +19,12 @@ class OpenEnvSettings(EnvSettings):
     action_key: str | None = None
     """Field of the action that contains the reply; null: the only required text field of the server's actions."""
     action: dict[str, Any] = {}
-    """Further fields of every action."""
+    """Additional fields of every action."""
     observation_key: str | None = None
     """Field of the observation that the prompt shows, nested fields as a.b; null: all fields except metadata, as
     JSON."""
     observation_bytes: Annotated[int, Field(ge=16, le=1 << 20)] = 1 << 11
-    """Maximum bytes of an observation in the prompt; the rest is cut."""
+    """Maximum bytes of an observation in the prompt; longer observations are cut."""
     prompt: str = ""
     """Text before every observation, such as the rules."""
     history: Index = 0
@@ -32,7 +32,7 @@ class OpenEnvSettings(EnvSettings):
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
     """Maximum replies of one episode."""
     success_reward: Annotated[float, Field(ge=-(10**6), le=10**6)] = 1.0
-    """Reward of a turn that counts as success, or more."""
+    """Minimum reward of a turn that counts as success."""
     reward_coef: RewardFactor = 1.0
     """Factor that multiplies all rewards."""
     connect_timeout_s: Seconds = 60.0

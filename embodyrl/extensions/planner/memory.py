@@ -89,7 +89,7 @@ class MemoryPlan:
         return max(fixed + running, self.building + self.process)
 
     def host(self, ranks: int) -> int:
-        """Return the peak host memory of policy processes on GPUs, in addition to that of a process."""
+        """Return the additional peak host memory of policy processes on GPUs."""
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
@@ -116,7 +116,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """
     cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
-    # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller one.
+    # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller plan.
     roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Only where it decides something, because it starts a program.

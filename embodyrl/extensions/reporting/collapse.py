@@ -68,8 +68,8 @@ class CollapseCheck:
         unsolved = success is None or success[1] < _SOLVED
         if entropy and unsolved and entropy[0] > 0 and entropy[1] < _ENTROPY_LEFT * entropy[0]:
             yield (
-                f"entropy collapse: {entropy[0]:.3g} nats in the first steps, {entropy[1]:.3g} in the last ones. Lower "
-                "actor.optim.lr, or set algorithm.entropy_bonus or algorithm.kl_beta."
+                f"entropy collapse: {entropy[0]:.3g} nats in the first steps, {entropy[1]:.3g} in the last steps. "
+                "Lower actor.optim.lr, or set algorithm.entropy_bonus or algorithm.kl_beta."
             )
         earned = self._ends("train/return")
         if earned is None or earned[1] - earned[0] < _RISE + 0.1 * abs(earned[0]):

@@ -71,8 +71,8 @@ class History:
     evaluations: tuple[Evaluation, ...]
     """Evaluations by step, including `embodyrl eval` runs without metrics."""
     unfinished: Evaluation | None = None
-    """The newest evaluation if it is running or was interrupted. It is not in `evaluations`, because the shortest
-    episodes, often the successful ones, end first."""
+    """Newest evaluation if it is running or was interrupted.
+    `evaluations` excludes this evaluation, because the shortest episodes, often the successful ones, end first."""
 
     @property
     def name(self) -> str:
@@ -162,7 +162,7 @@ def _judged(evaluation: Evaluation) -> Evaluation:
 
 
 def samples_of(history: History, count: int) -> list[Sample]:
-    """Select conversations of the newest evaluation, with those of the first evaluation."""
+    """Select conversations of the newest evaluation, each with the same conversation of the first evaluation."""
     if not history.evaluations:
         return []
     first, last = history.evaluations[0], history.evaluations[-1]

@@ -182,7 +182,7 @@ def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
 
 
 def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
-    """Return the probability that a run of the second group beats one of the first; None without shared tasks."""
+    """Return the probability that a run of the second group beats a run of the first; None without shared tasks."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
     # By name: as many other tasks, or the same ones in another order, would be compared without a word.

@@ -74,7 +74,7 @@ def _check(args: argparse.Namespace, table: Table, names: list[str]) -> int:
         if not new:
             continue
         if not stored:
-            lines.append(f"{recipe.name}: no stored card; store the new ones: embodyrl results accept {recipe.name}")
+            lines.append(f"{recipe.name}: no stored card; store the new cards: embodyrl results accept {recipe.name}")
             continue
         compared = compare(recipe.name, stored, new)
         found += compared

@@ -125,7 +125,7 @@ def control_tokens(folder: Path) -> dict[str, int]:
 
 
 def without_controls(text: str, controls: Iterable[str]) -> str:
-    """Remove all control tokens from a string, also those that appear after a removal."""
+    """Remove all control tokens from a string, including control tokens that a removal creates."""
     before = None
     while before != text:
         before = text

@@ -26,7 +26,7 @@ class Tokens:
     content: Tensor
     """[N - 1, B, D] token contents."""
     places: Tensor
-    """[N, 1, D] positions; the first is that of the latent."""
+    """[N, 1, D] positions, beginning with the position of the latent."""
 
 
 class Decoded(NamedTuple):

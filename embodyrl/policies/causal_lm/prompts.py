@@ -55,7 +55,7 @@ class Reader:
     def end_of_reply(self, ends: Sequence[int]) -> int:
         """Return the end-of-turn token of the chat template, else that of the tokenizer, else the first of `ends`.
 
-        Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first one.
+        Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first token.
         """
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         said = [tokenizer.eos_token_id]

@@ -89,7 +89,7 @@ RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
 
 
 class ActionScale(Protocol):
-    """Conversion between the units of actions and those of the flow."""
+    """Conversion between the units of actions and the units of the flow."""
 
     varies: FloatArray
     """[A] 0 for action dimensions that are constant in the data, else 1. The flow of constant dimensions is arbitrary,

@@ -91,9 +91,9 @@ class FlowSettings(ResidualSettings):
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
     rtc: Rtc = Rtc.off
-    """Real-time chunking with env.control.latency_steps or rollout.chunk_overlap: guide each denoising step towards the
-    rest of the previous chunk (guided; identity: without backpropagation through the network), or train the flow with
-    the committed actions as inputs (trained); off: each chunk depends only on its observation."""
+    """Real-time chunking with env.control.latency_steps or rollout.chunk_overlap: guide each denoising step towards
+    the remaining actions of the previous chunk (guided; identity: without backpropagation through the network), or
+    train the flow with the committed actions as inputs (trained); off: each chunk depends only on its observation."""
     rtc_guidance: Annotated[float, Field(ge=0, le=1000)] = 5.0
     """Largest factor of the guidance in a denoising step."""
     rtc_mask: RtcMask = RtcMask.exp
@@ -214,7 +214,7 @@ def record_of(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
     """Return the record of a chunk.
 
     One stochastic step: its index; the state before it; the executed part of the state after it. All steps: the seed of
-    the first state; all states between; the executed part of the last one. FPO: the seed of the pairs; the chunk; for
+    the first state; all states between; the executed part of the last state. FPO: the seed of the pairs; the chunk; for
     ratios of single pairs the loss of each. A frozen flow: the seed; the sampled noise or correction.
     """
     state = shape.horizon * shape.width

@@ -68,7 +68,7 @@ def test_an_id_without_a_library_is_refused():
 
 
 @needs_jax
-def test_own_environment_steps_in_one_batch():
+def test_user_defined_functional_environment_steps_in_one_batch():
     env = FACTORY.make(
         cfg_of(f"{__name__}:counter", kwargs={"limit": 2}, success_key="solved"), EnvContext(num_slots=3)
     )
@@ -112,7 +112,7 @@ def test_observations_are_read_without_a_copy():
 
 
 @needs_jax
-def test_a_saved_slot_continues_the_same_episode():
+def test_saved_slot_continues_the_same_episode():
     env: Any = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_slots=2))
     env.reset([0, 1], [start(1), start(2)])
     saved = env.save(0)
@@ -126,7 +126,7 @@ def test_a_saved_slot_continues_the_same_episode():
 
 
 @needs_jax
-def test_an_object_with_another_interface_is_refused():
+def test_environment_with_another_interface_is_refused():
     with pytest.raises(ConfigError, match=r"reset\(key\)"):
         FACTORY.make(cfg_of("numpy:float32", kwargs={"wrong": 1}), EnvContext())
 

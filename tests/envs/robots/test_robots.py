@@ -72,12 +72,12 @@ def test_a_preset_has_a_history_of_observations():
         (["env=pusht", "env.id=CartPole-v1"], "env.id is set by env.robot"),
     ],
 )
-def test_unusable_keys_are_refused(words: list[str], said: str):
+def test_unusable_keys_of_a_preset_are_refused(words: list[str], said: str):
     with pytest.raises(ConfigError, match=said):
         load_config("check-env", words)
 
 
-def test_all_differences_to_the_package_are_reported():
+def test_all_differences_between_preset_and_package_are_reported():
     preset = PIXEL_PRESETS["pusht"]
     same = EnvSpec(
         name="x",

@@ -68,7 +68,7 @@ def test_merged_set_contains_all_episodes_of_both(two, tmp_path: Path, capsys) -
     assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
 
 
-def test_merged_sets_of_other_tasks_keep_all_tasks(tmp_path: Path, capsys) -> None:
+def test_merged_data_sets_keep_the_tasks_of_all_sources(tmp_path: Path, capsys) -> None:
     """Tasks of the first set only, and numbers of the wrong tasks, before."""
     tasks = ("open the door", "wash the cup")
     second = replace(card(), env=replace(card().env, tasks=tasks, states_per_task=(7, 3)))

@@ -45,13 +45,13 @@ def episodes(lengths: list[int], won: list[bool]) -> Demonstrations:
     )
 
 
-def test_episodes_end_at_success_or_before_the_time_limit_of_their_data_set():
+def test_data_set_episodes_end_at_success_or_before_the_time_limit():
     assert ends_of(episodes([3, 4, 4, 2], [True, True, False, False])).tolist() == [True, True, False, True]
     longer = replace(episodes([4], [True]), success=np.array([False, True, True, True]))
     assert ends_of(longer).tolist() == [False], "a later success does not end an episode"
 
 
-def test_transitions_match_the_hand_table():
+def test_iql_transitions_match_a_hand_computed_table():
     """Chunks of two actions; the first episode is won, the second one is cut by the time limit of its data set."""
     demos, found = transitions_of([episodes([3], [True]), episodes([4], [False])], 2, 0.5, 10.0)
     assert len(demos.action) == 7
@@ -79,7 +79,7 @@ def run_iql(folder: Path, data: str, name: str, *words: str) -> Path:
 
 
 @pytest.mark.integration
-def test_resumed_run_matches_an_uninterrupted_run(tmp_path, data):
+def test_resumed_iql_run_matches_an_uninterrupted_run(tmp_path, data):
     words = ("runner.save_interval=2", "runner.deterministic=true", "checkpoint.keep=9", "model.normalize_state=true")
     whole = run_iql(tmp_path, data, "whole", *words)
     known = (f"algorithm.demonstrations=[{data}]", f"runner.output_dir={tmp_path}", "runner.experiment_name=half")
@@ -91,7 +91,7 @@ def test_resumed_run_matches_an_uninterrupted_run(tmp_path, data):
 
 
 @pytest.mark.integration
-def test_temperature_zero_is_behaviour_cloning(tmp_path, data):
+def test_iql_with_temperature_zero_is_behaviour_cloning(tmp_path, data):
     """Rewards change the policy through the advantage weights only."""
     runs = {
         (temperature, scale): weights(
@@ -107,7 +107,7 @@ def test_temperature_zero_is_behaviour_cloning(tmp_path, data):
     assert runs[3, 1] != runs[3, 2]
 
 
-def test_missing_data_and_discrete_actions_are_rejected():
+def test_iql_rejects_missing_data_and_discrete_actions():
     for words, what in (
         (("env.id=Pendulum-v1", "model=mlp"), "algorithm.demonstrations is empty"),
         (("env.id=CartPole-v1", "model=mlp"), "real-valued actions"),

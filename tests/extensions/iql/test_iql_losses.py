@@ -24,7 +24,7 @@ def expectile(data: np.ndarray, tau: float) -> float:
     return low
 
 
-def test_expectile_loss_matches_the_hand_table():
+def test_expectile_loss_matches_a_hand_computed_table():
     difference = torch.tensor([-2.0, -1.0, 0.0, 0.5, 3.0], dtype=torch.float64)
     assert expectile_loss(difference, 0.7).tolist() == pytest.approx([1.2, 0.3, 0.0, 0.175, 6.3])
     assert expectile_loss(difference, 0.5).tolist() == pytest.approx([2.0, 0.5, 0.0, 0.125, 4.5])
@@ -39,7 +39,7 @@ def test_minimum_of_the_loss_is_the_expectile(tau):
     assert float(grid[loss.argmin()]) == pytest.approx(expectile(data, tau), abs=1e-3)
 
 
-def test_gradients_match_finite_differences():
+def test_iql_gradients_match_finite_differences():
     generator = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_critic_loss_sums_critics_and_averages_samples():
     assert float(found) == pytest.approx((1.8**2 + 1.5**2) / 2 + (2.8**2 + 3.5**2) / 2)
 
 
-def test_weights_are_clipped_exponentials():
+def test_advantage_weights_are_clipped_exponentials():
     found = advantage_weights(torch.tensor([-1.0, 0.0, 1.0, 1e9]), 3.0, 10.0)
     assert found.tolist() == pytest.approx([math.exp(-3.0), 1.0, 10.0, 10.0])
     assert advantage_weights(torch.tensor([-5.0, 1e9]), 0.0, 10.0).tolist() == [1.0, 1.0]
@@ -80,7 +80,7 @@ def exact(tau: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("tau", [0.5, 0.9])
-def test_training_converges_to_the_exact_solution(tau):
+def test_iql_training_converges_to_the_exact_solution(tau):
     q, v = exact(tau)
     rules = IqlSettings().updated({"expectile": tau, "critic_width": 32, "tau": 0.1})
     optim = OptimSettings().updated({"value_lr": 3e-3})
@@ -95,7 +95,7 @@ def test_training_converges_to_the_exact_solution(tau):
     assert found[1]["value"] == pytest.approx(q.mean(), abs=0.03)
 
 
-def test_update_with_non_finite_loss_leaves_the_networks_unchanged():
+def test_non_finite_iql_loss_leaves_the_networks_unchanged():
     values = IqlValues(torch.eye(3), torch.zeros(3, 1), IqlSettings(), OptimSettings(), 0)
     row = torch.zeros(1, dtype=torch.int64)
     before = [weight.clone() for weight in values.critics.parameters()]

@@ -48,7 +48,7 @@ def reply(env: OpenEnv, *texts: str) -> ChunkResult:
     return env.step_chunk(slots, tokens)
 
 
-def test_reply_is_an_action_and_the_last_token_gets_its_reward(place: OpenEnvServer) -> None:
+def test_openenv_reply_is_an_action_and_its_last_token_gets_the_reward(place: OpenEnvServer) -> None:
     env = begin(place, action={"tone": "calm"}, max_turns=2, reward_coef=2.0)
     assert sorted(place.seeds) == [7, 8]
     assert [split_messages(env.instruction(slot))[0].content for slot in (0, 1)] == ["say 7", "say 8"]
@@ -62,7 +62,7 @@ def test_reply_is_an_action_and_the_last_token_gets_its_reward(place: OpenEnvSer
     env.close()
 
 
-def test_prompt_contains_rules_history_and_cut_observations(place: OpenEnvServer) -> None:
+def test_openenv_prompt_contains_rules_history_and_truncated_observations(place: OpenEnvServer) -> None:
     env = begin(place, slots=1, prompt="Be loud.", history=1, max_turns=9, observation_bytes=16)
     for text in ("one", "x" * 40):
         reply(env, text)
@@ -86,20 +86,20 @@ def test_observation_without_key_is_json_without_metadata(place: OpenEnvServer) 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("wait", r"no answer for 0.5 s \(env.answer_timeout_s\)"),
+        ("wait", r"no response within 0.5 s \(env.answer_timeout_s\)"),
         ("die", "the connection was closed"),
         ("fail", "the server reports: Invalid message message: too loud"),
         ("odd", "unexpected message '<html>'"),
     ],
 )
-def test_errors_of_a_server_name_its_address(place: OpenEnvServer, text: str, said: str) -> None:
+def test_openenv_error_names_the_address_of_the_server(place: OpenEnvServer, text: str, said: str) -> None:
     env = begin(place, slots=1)
     with pytest.raises(EnvError, match=rf"{place.url}.*{said}"):
         reply(env, text)
     env.close()
 
 
-def test_too_many_sessions_are_an_error_with_the_fix() -> None:
+def test_openenv_session_limit_error_contains_the_fix() -> None:
     with server(sessions=1) as place, pytest.raises(EnvError, match=r"max_concurrent_envs.*total_num_envs"):
         begin(place, slots=2)
 
@@ -121,12 +121,12 @@ def test_missing_server_is_an_error_after_the_deadline() -> None:
         ({"properties": {"n": {"type": "integer"}}, "required": ["n"]}, {}, "0 required fields"),
     ],
 )
-def test_replies_must_fit_the_actions_of_the_server(fields: dict, keys: dict, said: str) -> None:
+def test_replies_must_match_the_action_schema_of_the_server(fields: dict, keys: dict, said: str) -> None:
     with server(fields) as place, pytest.raises(ConfigError, match=said):
         FACTORY.spec(env_of("openenv", url=place.url, **keys), EnvContext())
 
 
-def test_missing_address_is_refused() -> None:
+def test_missing_openenv_address_is_refused() -> None:
     assert "env.url is not set" in FACTORY.validate(env_of("openenv"))[0]
 
 

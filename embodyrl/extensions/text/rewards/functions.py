@@ -101,7 +101,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     numbers, _, target = reference.partition(":")
     expression = response.strip().removesuffix(f"={target}")
     if re.search(r"[^0-9+\-*/() ]", expression):
-        return 0.0  # 3_7, 3.7 and True are no numbers of the list
+        return 0.0  # 3_7, 3.7 and True are not numbers of the list
     if Counter(re.findall(r"[0-9]+", expression)) != Counter(numbers.split(",")):
         return 0.0
     try:

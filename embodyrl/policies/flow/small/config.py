@@ -70,7 +70,7 @@ class Units:
 
 
 def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
-    """Return the bounds q01 and q99 of the folder's only statistics, or those of the action space, or -1 and 1.
+    """Return the bounds q01 and q99 of the folder's only statistics, or the action space's bounds, or -1 and 1.
 
     Args:
         env: spec with the numbers of dimensions.

@@ -44,7 +44,7 @@ from embodyrl.types import PolicySpec
 
 
 def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
-    """Copy the weights of a folder into those of a model, in place, with its dtypes; return their storage format.
+    """Copy the weights of a folder into the weights of a model, in place, with its dtypes; return their format.
 
     All checks run before the first weight is changed. RL heads are optional in the model and in the folder.
 
