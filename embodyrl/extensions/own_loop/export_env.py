@@ -52,7 +52,7 @@ def export_env(args: argparse.Namespace) -> int:
 
 
 def _other_files(folder: str, names: list[str]) -> list[str]:
-    """Return the entries of a folder that are no options."""
+    """Return the entries of a folder that are not options."""
     return [name for name in names if not name.endswith(".yaml") and not Path(folder, name).is_dir()]
 
 
