@@ -52,6 +52,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.fsync(f.fileno())
 
 
+def remove_scratch(folder: Path) -> None:
+    """Delete incomplete files that killed processes left anywhere in a folder; no other process may write there."""
+    for path in folder.rglob(f"{SCRATCH}*"):
+        if path.is_file():
+            path.unlink()
+
+
 _JSON_BYTES = 1 << 26
 
 

@@ -59,9 +59,12 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     find_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)
     step = step_of(weights)
-    if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
+    # A process that was killed early leaves no evaluation; this one is its first.
+    begun = [] if resume is None else sorted(entry.name for entry in (resume / "eval").glob("step_*"))
+    if begun and f"step_{step:06d}" not in begun:
         raise ConfigError(
-            f"{resume}: this run has no evaluation of step {step} to resume, which is the step of ckpt={cfg.ckpt}."
+            f"{resume} has the evaluation {begun[-1]}, but ckpt={cfg.ckpt} is step {step}. Start a new evaluation: "
+            "remove --resume."
         )
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
         lines = [

@@ -24,7 +24,7 @@ from embodyrl.config.compose import read_saved
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
-from embodyrl.files import available_cores
+from embodyrl.files import available_cores, remove_scratch
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
 from embodyrl.plan.saved import run_config, save_config
 from embodyrl.plan.schema import Config
@@ -111,6 +111,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         began = _spent()
         # Before anything is written: the folder may contain the files of an active run.
         lock = _take(root / _LOCK_FILE, root)
+        remove_scratch(root)
         is_new = os.listdir(root) == [_LOCK_FILE]
         # Under the lock, so that no two attempts get one number.
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))

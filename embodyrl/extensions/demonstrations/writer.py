@@ -132,10 +132,11 @@ class DatasetWriter:
         if path.is_file():
             _refuse_other(path, self.card)
             return
-        if self.root.is_dir() and any(self.root.iterdir()):
+        # A process that was killed before it wrote the card leaves a scratch file.
+        if any(entry.is_file() and not entry.name.startswith(SCRATCH) for entry in self.root.rglob("*")):
             raise EmbodyError(
                 f"{self.root} is not empty and contains no data set of this package ({layout.CARD_PATH} is missing). "
-                "Choose another collect.out."
+                "Choose another folder."
             )
         layout.write_file(path, self.card.to_json().encode())
 
