@@ -333,9 +333,9 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "touch the red block" in said
     assert "make contact" not in said, "one row for all suites, in the words of the first"
-    with pytest.raises(ConfigError, match=r"nowhere: there is no config.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere: config.yaml is missing"):
         evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
-    with pytest.raises(ConfigError, match=r"nowhere: there is no config.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere: config.yaml is missing"):
         describe(load_config("eval", [*TABLETOP, f"eval.baseline={tmp_path}/nowhere"]))
     with pytest.raises(ConfigError, match=r"initial states are different \(env\.axis=base and positions\)"):
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
