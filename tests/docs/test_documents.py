@@ -66,6 +66,7 @@ ELSEWHERE = {
     "embodyrl doctor": "tests/extensions/doctor",
     "embodyrl data": "tests/extensions/experience",
     "$VIEW": "variables of the page; the next line",
+    "$TASK": "the same; tests/extensions/iql",
     "embodyrl recap": "minutes; tests/extensions/recap/test_rounds runs it",
     "embodyrl results": "tests/extensions/results",
     "--until-significant": "the same",
