@@ -88,7 +88,7 @@ def test_several_disaggregated_ranks_match_one_process(tmp_path):
     assert second["actor/logprob_gap"] < 1e-5, "and every process acts with the new ones"
 
 
-@pytest.mark.needs("sharded")
+@pytest.mark.needs("sharded", "timeline")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_asynchronous_run_collects_stale_chunks_during_training(tmp_path):

@@ -148,6 +148,7 @@ def test_filtering_all_groups_keeps_the_weights(tmp_path):
         assert row["actor/optimizer_steps"] == 0
 
 
+@pytest.mark.needs("timeline")
 def test_asynchronous_run_trains_on_stale_rollouts(tmp_path):
     words = (*MIXED, "algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.val_check_interval=3")
     logged = rows(train_toy(tmp_path, *words, "eval.episodes=2"))
