@@ -97,7 +97,7 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
     assert main(["card", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"] == "mine"
     assert (run / "CARD.md").is_file()
-    with pytest.raises(ConfigError, match=r"no config.yaml"):
+    with pytest.raises(ConfigError, match=r"config.yaml is missing"):
         card_of(tmp_path)
 
 

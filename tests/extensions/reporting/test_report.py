@@ -356,7 +356,7 @@ def test_watch_serves_a_current_report_on_localhost_only(tmp_path: Path) -> None
     (run / "config.yaml").unlink()
     with pytest.raises(urllib.error.HTTPError, match="400") as refused:
         look()
-    assert "no config.yaml" in refused.value.read().decode()
+    assert "config.yaml is missing" in refused.value.read().decode()
     assert started.err.read_text() == ""
     started.signal_group(signal.SIGINT)
     assert started.wait() == 130
