@@ -89,7 +89,6 @@ def _spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
         max_episode_steps=functions.horizon or cfg.longest_episode,
         simulator=SimulatorSpec(
             may_truncate=True,
-            lockstep=True,
             renders=False,
             saves_state=True,
             on_gpu=jax.default_backend() != "cpu",

@@ -1,4 +1,4 @@
-"""A batch of functional environments as simulators: all slots step in one compiled call."""
+"""A batch of functional environments as simulators: one compiled call steps all chosen slots."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
 
 
 class FunctionalSims(Simulators):
-    """Slots of one batched environment in lock-step.
+    """Slots of one batched environment; slots that are not stepped keep their state.
 
     The reset id determines the key of an episode; each step gets the key and the number of the step. Observations are
     read from JAX's memory through DLPack.
@@ -23,7 +23,7 @@ class FunctionalSims(Simulators):
         self._discrete = spec.action.kind is ActionKind.discrete
         low, high = spec.action.bounds
         self._low, self._high = np.array(low, np.float32), np.array(high, np.float32)
-        self._actions = np.zeros((num_slots, spec.action.dim), np.float32)
+        self._shape = num_slots, spec.action.dim
         self._ids = np.zeros(num_slots, np.uint32)
         self._times = np.zeros(num_slots, np.uint32)
         self._reset, self._step = _compiled(functions, self._discrete)
@@ -32,22 +32,26 @@ class FunctionalSims(Simulators):
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start episodes; the other slots keep their state."""
         self._ids[slots], self._times[slots] = reset_ids, 0
-        chosen = np.zeros(len(self._ids), np.bool_)
-        chosen[slots] = True
-        self._now = self._reset.some(self._now, chosen, self._ids.copy())
+        self._now = self._reset.some(self._now, self._chosen(slots), self._ids.copy())
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step the whole batch; slots without an action repeat their last action."""
-        self._actions[slots] = np.clip(actions, self._low, self._high)
-        self._times += 1
+        """Step the slots in one call."""
+        batch = np.zeros(self._shape, np.float32)
+        batch[slots] = np.clip(actions, self._low, self._high)
+        self._times[slots] += 1
         # Copies: JAX may read the memory of its arguments after the call returns.
-        self._now = now = self._step(self._now.carry, self._actions.copy(), self._ids.copy(), self._times.copy())
+        self._now = now = self._step(self._now, self._chosen(slots), batch, self._ids.copy(), self._times.copy())
         return SimSteps(
             reward=shared(now.reward)[slots],
             terminated=shared(now.terminated)[slots],
             success=shared(now.success)[slots],
             truncated=shared(now.truncated)[slots],
         )
+
+    def _chosen(self, slots: IntArray) -> np.ndarray:
+        chosen = np.zeros(len(self._ids), np.bool_)
+        chosen[slots] = True
+        return chosen
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the slots' observations."""
@@ -56,11 +60,11 @@ class FunctionalSims(Simulators):
     def save(self, slot: int) -> Any:
         """Return a copy of the slot's part of the batch, its key and its step."""
         part = jax.tree.map(lambda whole: np.array(whole[slot]), self._now)
-        return part, int(self._ids[slot]), int(self._times[slot]), self._actions[slot].copy()
+        return part, int(self._ids[slot]), int(self._times[slot])
 
     def load(self, slot: int, state: Any) -> None:
         """Continue the slot's episode in a saved state."""
-        part, self._ids[slot], self._times[slot], self._actions[slot] = state
+        part, self._ids[slot], self._times[slot] = state
         self._now = jax.tree.map(lambda whole, one: whole.at[slot].set(one), self._now, part)
 
 
@@ -79,10 +83,7 @@ class _Resets:
         every = jax.vmap(lambda name: functions.reset(_key(name, 0)))
 
         def some(now: Moment, chosen: Array, names: Array) -> Moment:
-            def pick(new: Array, old: Array) -> Array:
-                return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-            return jax.tree.map(pick, every(names), now)
+            return _where(chosen, every(names), now)
 
         self.all, self.some = jax.jit(every), jax.jit(some)
 
@@ -92,7 +93,19 @@ def _compiled(functions: Functions, discrete: bool) -> tuple[_Resets, Any]:
         chosen = jnp.rint(action[0]).astype(jnp.int32) if discrete else action
         return functions.step(carry, chosen, _key(name, time))
 
-    return _Resets(functions), jax.jit(jax.vmap(one))
+    def some(now: Moment, chosen: Array, actions: Array, names: Array, times: Array) -> Moment:
+        return _where(chosen, jax.vmap(one)(now.carry, actions, names, times), now)
+
+    return _Resets(functions), jax.jit(some)
+
+
+def _where(chosen: Array, new: Moment, old: Moment) -> Moment:
+    """Return the new moment of the chosen slots [N], and the old moment of the others."""
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, new, old)
 
 
 def _key(name: Array, time: Array | int) -> Array:

@@ -102,6 +102,18 @@ def test_reset_of_one_slot_keeps_other_slots():
 
 
 @needs_jax
+def test_slots_without_an_action_keep_their_state():
+    env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_slots=2))
+    env.reset([0, 1], [start(1), start(2)])
+    before, after = np.zeros((2, 2, 2), np.float32)
+    env.observe([0, 1], NO_IMAGES[:2], before)
+    env.step_chunk([1], np.ones((1, 1, 1), np.float32))
+    env.observe([0, 1], NO_IMAGES[:2], after)
+    np.testing.assert_array_equal(before[0], after[0])
+    np.testing.assert_allclose(after[1] - before[1], 1, atol=1e-6)
+
+
+@needs_jax
 def test_observations_are_read_without_a_copy():
     from jax import numpy as jnp
 
