@@ -94,11 +94,12 @@ def page() -> Answer:
 def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
     """Load the policy of a run, and build its environment without a time limit, if the environment permits."""
     from embodyrl.extensions.own_loop.acting import load_policy
+    from embodyrl.extensions.own_loop.environment import env_of
 
     endless = _LONG if records else (*_LONG, *_FOR_EVER)
     for words in ((*_WATCHED, *endless), _WATCHED):
         with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
             policy = load_policy(run, *words, *trust)
-            return policy, policy.make_env()
+            return policy, env_of(policy.run_plan, takes_delay=True)
     policy = load_policy(run, *trust)
-    return policy, policy.make_env()
+    return policy, env_of(policy.run_plan, takes_delay=True)

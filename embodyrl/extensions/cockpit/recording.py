@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
+from embodyrl.envs.delayed import without_committed
 from embodyrl.extensions.demonstrations.collect import write_environment
 from embodyrl.extensions.demonstrations.layout import Actor, Card, Demonstration, Source
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
@@ -54,7 +55,8 @@ class Recording:
         Raises:
             EmbodyError: the folder contains other files, or a data set of another policy.
         """
-        cfg, self._env = run_plan.cfg, run_plan.env
+        # A played episode advances step by step: its state does not contain actions of a previous chunk.
+        cfg, self._env = run_plan.cfg, without_committed(run_plan.env)
         collected = {"by": "play", "model": run_plan.policy.name, "weights": cfg.ckpt or cfg.model.weights}
         card = Card(env=self._env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
         self._writer = DatasetWriter(root, card)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import simplejpeg
 from embodyrl.envs.controls import controls_of
 from embodyrl.extensions.cockpit.controls import action_of, neutral_action
 from embodyrl.extensions.cockpit.recording import Recording, Step
+from embodyrl.extensions.cockpit.turn import Turn
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.own_loop.acting import LoadedPolicy
 from embodyrl.extensions.own_loop.environment import SingleEnv
@@ -45,7 +45,7 @@ class Scene:
         self.assigned = 0
         """Number of finished episodes of `reset_ids`."""
         self._recording, self._reset_ids = recording, tuple(reset_ids)
-        self._plan: deque[np.ndarray] = deque()
+        self._turn = Turn(policy)
         self._steps: list[Step] = []
         self._states: list[Any] = []
         self._episodes = 0
@@ -85,7 +85,7 @@ class Scene:
         self._seen, info = self.env.reset(seed=self._episodes, options=self._options)
         self.start: dict[str, int] = info
         self._last = neutral_action(self.env.layout.action)
-        self._plan.clear()
+        self._turn.end()
         self._steps = []
         self._states = [self.env.save_state()] if self.rewinds else []
         self.over = False
@@ -111,7 +111,7 @@ class Scene:
         self._seen = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
         self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
-        self._plan.clear()
+        self._turn.end()
         self.over = False
         self._render()
 
@@ -126,7 +126,7 @@ class Scene:
                 "recorded episodes keep the instruction of the task; to change the instruction, play without --record"
             )
         self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
-        self._plan.clear()
+        self._turn.end()
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
@@ -138,11 +138,9 @@ class Scene:
         if self.over:
             return
         if amounts is None:
-            if not self._plan:
-                self._plan.extend(self.policy.act(self._seen, instruction=self.said or None))
-            action, actor = self._plan.popleft(), Actor.policy
+            action, actor = self._turn.action(self._seen, self.start, self.said or None), Actor.policy
         else:
-            self._plan.clear()
+            self._turn.end()
             action, actor = action_of(self.env.layout.action, amounts, self._last), Actor.person
         seen = self._seen
         self._seen, reward, ended, cut, info = self.env.step(action)

@@ -112,6 +112,21 @@ def without_committed(spec: EnvSpec) -> EnvSpec:
     return replace(spec, state_dim=spec.own_state_dim, committed=None)
 
 
+def committed_columns(delay: int, left: FloatArray | None, width: int) -> FloatArray:
+    """Return the last `width` columns of the state (see `CommittedSpec`).
+
+    Args:
+        delay: delay that the policy observes.
+        left: [overlap, A] actions of the previous chunk after the observation; None: there is no previous chunk.
+        width: number of columns, at least 2 + overlap A.
+    """
+    columns = np.zeros(width, np.float32)
+    if left is not None:
+        columns[2 : 2 + left.size] = left.ravel()
+    columns[:2] = delay, 0 if left is None else len(left)
+    return columns
+
+
 @dataclass
 class _Running:
     """Episode of a slot."""
@@ -131,7 +146,9 @@ class DelayedEnv:
     """Implements `Env` around another environment, whose chunks begin after a delay."""
 
     def __init__(self, inner: ChunkedEnv, timing: Timing, num_slots: int) -> None:
-        self._inner, self._timing = inner, timing
+        self.inner = inner
+        """The same environment without delay."""
+        self._timing = timing
         self.spec = with_delay(inner.spec, timing, 0)
         self.task_limit = inner.task_limit
         own = inner.spec
@@ -141,13 +158,13 @@ class DelayedEnv:
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start an episode in each slot."""
-        self._inner.reset(slots, starts)
+        self.inner.reset(slots, starts)
         self._running |= {slot: _Running(start) for slot, start in zip(slots, starts, strict=True)}
         self._look(slots)
 
     def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
         """Return the slots whose goal was reached when their episode began (see `ReportsSolvedStarts`)."""
-        return self._inner.solved_at_reset(slots)
+        return self.inner.solved_at_reset(slots)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -193,7 +210,7 @@ class DelayedEnv:
         if part.start == part.stop or not rows:
             return rows
         chosen = [slots[row] for row in rows]
-        done = self._inner.step_chunk(chosen, actions[rows, part], after_step=after_step)
+        done = self.inner.step_chunk(chosen, actions[rows, part], after_step=after_step)
         for name in ("reward", "terminated", "truncated", "valid", "success"):
             getattr(result, name)[rows, part] = getattr(done, name)
         if result.components is not None and done.components is not None:
@@ -211,13 +228,13 @@ class DelayedEnv:
         after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
         """Execute the scripted expert, which acts at each step, without a delay (see `Env.expert_chunk`)."""
-        found = self._inner.expert_chunk(slots, num_actions, noise=noise, instead=instead, after_step=after_step)
+        found = self.inner.expert_chunk(slots, num_actions, noise=noise, instead=instead, after_step=after_step)
         self._look(slots)
         return found
 
     def _look(self, slots: Sequence[int]) -> None:
         """Store the current observations, which the policy gets for the next chunk."""
-        self._inner.observe(slots, self._images, self._state, np.array(slots, np.int64))
+        self.inner.observe(slots, self._images, self._state, np.array(slots, np.int64))
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
         """Write the observation of the next chunk of each slot, with the committed actions (see `Env.observe`)."""
@@ -227,19 +244,16 @@ class DelayedEnv:
             images[row], state[row, :own] = self._images[slot], self._state[slot]
             if self._timing.observed:
                 episode = self._running[slot]
-                left = np.zeros(0, np.float32) if episode.left is None else episode.left.ravel()
-                state[row, own:] = 0.0
-                state[row, own : own + 2] = episode.reported, 0 if episode.left is None else len(episode.left)
-                state[row, own + 2 : own + 2 + len(left)] = left
+                state[row, own:] = committed_columns(episode.reported, episode.left, state.shape[1] - own)
 
     def instruction(self, slot: int) -> str:
         """Return the language instruction of the slot's current episode."""
-        return self._inner.instruction(slot)
+        return self.inner.instruction(slot)
 
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
-        return self._inner.render(slot)
+        return self.inner.render(slot)
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
-        self._inner.close()
+        self.inner.close()

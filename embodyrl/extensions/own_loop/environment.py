@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodyrl.envs import ENVS
+from embodyrl.envs.delayed import DelayedEnv
 from embodyrl.envs.protocol import SavesState
 from embodyrl.envs.settings import EnvSettings, EnvSplit
 from embodyrl.errors import ConfigError, EnvError
@@ -34,21 +35,29 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     # As a class attribute, because Gymnasium's wrappers read it before the first frame is rendered.
     render_mode = "rgb_array"
 
-    def __init__(self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None) -> None:
-        """Build the simulator of these settings in this process; `split`: default `env.eval`.
+    def __init__(
+        self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None, *, takes_delay: bool = False
+    ) -> None:
+        """Build the simulator of these settings in this process.
+
+        Args:
+            cfg: config of the run.
+            settings: settings of the environment.
+            split: tasks and initial states; default `env.eval`.
+            takes_delay: the caller delays the actions of its policy, as the config requires.
 
         Raises:
-            ConfigError: actions have a delay.
+            ConfigError: actions have a delay, which the caller does not take into account.
         """
         context = env_context(cfg)
-        if context.overlap:
+        if context.overlap and not takes_delay:
             raise ConfigError(
                 "env.control.latency_steps and rollout.chunk_overlap delay chunks, but here each step executes "
                 "one action without delay. Add env.control.latency_steps=0 rollout.chunk_overlap=0, as in "
-                "`load_policy`; "
-                "`embodyrl play` needs a run without delay."
+                "`load_policy`."
             )
-        self.env = ENVS.get(cfg.env.env_type).make(settings, context)
+        made = ENVS.get(cfg.env.env_type).make(settings, context)
+        self.env = made.inner if isinstance(made, DelayedEnv) else made
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""
         self._split = split or cfg.env.eval
@@ -159,19 +168,19 @@ def make_env(env: str, *words: str, num_envs: int | None = None, config_dirs: Se
     return _single(load_config("eval", typed, config_dirs=config_dirs))
 
 
-def env_of(run_plan: RunPlan) -> SingleEnv:
-    """Return the environment of a run, with the cameras of its policy."""
-    return _single(run_plan.cfg, run_plan.env_settings)
+def env_of(run_plan: RunPlan, *, takes_delay: bool = False) -> SingleEnv:
+    """Return the environment of a run, with the cameras of its policy; `takes_delay`: see `SingleEnv`."""
+    return _single(run_plan.cfg, run_plan.env_settings, takes_delay=takes_delay)
 
 
-def _single(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
+def _single(cfg: Config, settings: EnvSettings | None = None, *, takes_delay: bool = False) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a text task without steps. `embodyrl.GRPO` trains on text tasks, "
             "`embodyrl view` and `report` show replies."
         )
     check_components(cfg)
-    return SingleEnv(cfg, settings or cfg.env)
+    return SingleEnv(cfg, settings or cfg.env, takes_delay=takes_delay)
 
 
 def _actions(spec: EnvSpec) -> spaces.Space[Any]:

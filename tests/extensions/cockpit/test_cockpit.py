@@ -17,6 +17,7 @@ import pytest
 from processes import start_cli
 
 import embodyrl
+from embodyrl.envs import ENVS
 from embodyrl.envs.controls import controls_of
 from embodyrl.extensions.cockpit.controls import action_of
 from embodyrl.extensions.cockpit.desk import Desk
@@ -27,6 +28,8 @@ from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.extensions.own_loop.acting import LoadedPolicy
+from embodyrl.extensions.own_loop.environment import env_of
+from embodyrl.types import EpisodeStart
 
 pytestmark = pytest.mark.needs("tabletop", "flow")
 CHECKPOINT = "assets/flow_small_tabletop"
@@ -134,6 +137,39 @@ def test_rewind_continues_from_the_saved_state_and_drops_the_steps(scene: Scene)
     page.act("tick", inputs={})
     page.act("next")
     assert len(load_demonstrations(scene._recording.root).action) == 1, "dropped steps are not recorded"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("env.control.latency_steps=2",),
+        ("env.control.latency_steps=[0,1]", "rollout.chunk_overlap=3"),
+        ("env.control.latency_steps=[0,2]", "model.rtc=guided", "rollout.chunk_overlap=2"),
+        ("env.control.latency_steps=[0,2]",),
+    ],
+    ids=" ".join,
+)
+def test_the_policy_acts_as_in_an_evaluation_with_its_delay(words: tuple[str, ...], tmp_path: Path) -> None:
+    policy = embodyrl.load_policy(CHECKPOINT, *LONG, *words, device="cpu")
+    recording = Recording(tmp_path / "demos", policy.run_plan)
+    scene = Scene(policy, env_of(policy.run_plan, takes_delay=True), recording, reset_ids=(5,))
+    for _ in range(20):
+        scene.tick(None)
+    scene.keep()
+    scene.env.close()
+    recording.close()
+    plan = policy.run_plan
+    env = ENVS.get(plan.cfg.env.env_type).make(plan.env_settings, plan.context)
+    env.reset([0], [EpisodeStart(reset_id=5, seed=scene.start["seed"], max_episode_steps=1000)])
+    found: list[np.ndarray] = []
+    while len(found) < 20:
+        images = np.zeros((1, len(plan.env.cameras.names), *plan.env.cameras.size, 3), np.uint8)
+        state = np.zeros((1, plan.env.state_dim), np.float32)
+        env.observe([0], images, state)
+        actions = policy.act({"images": images[0], "state": state[0], "instruction": env.instruction(0)})
+        found.extend(actions[env.step_chunk([0], actions[None]).valid[0]])
+    env.close()
+    np.testing.assert_array_equal(load_demonstrations(recording.root).action[:20], found[:20])
 
 
 def test_repeated_requests_have_no_further_effect(scene: Scene) -> None:
