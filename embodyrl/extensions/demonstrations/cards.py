@@ -102,7 +102,11 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
             "data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
-    vectors = [name for name, feature in features.items() if len(feature["shape"]) == 1 and name not in _OTHER]
+    vectors = [
+        name
+        for name in features
+        if name not in _OTHER and isinstance(shape := features[name].get("shape"), list) and len(shape) == 1
+    ]
     states = vectors if data.state_key != STATE else [name for name in vectors if "state" in name]
     for key, column, known in (
         ("data.action_key", data.action_key, vectors),
@@ -122,11 +126,11 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     )
     if gripper is not None and not -env.action.dim <= gripper.index < env.action.dim:
         raise ConfigError(f"data.gripper_index={gripper.index}: the actions of {root} have {env.action.dim} numbers.")
-    fps = float(info["fps"])
-    if not 0 < fps < math.inf:
-        raise EmbodyError(f"{root / INFO_PATH}: fps is {info['fps']}, expected a positive number.")
+    fps = info.get("fps")
+    if not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number.")
     without = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
-    return Card(env=env, fps=fps, video=kind == "video", without=without)
+    return Card(env=env, fps=float(fps), video=kind == "video", without=without)
 
 
 def _camera_columns(
@@ -155,7 +159,7 @@ def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int
     info = feature.get("info") or {}
     if info.get("video.is_depth_map") or info.get("is_depth_map"):
         raise ConfigError(f"data.path={root}: '{key}' is a depth map; choose color cameras with data.cameras.")
-    shape, names = feature["shape"], [str(name) for name in feature.get("names") or ()]
+    shape, names = _shape(root, key, feature), [str(name) for name in feature.get("names") or ()]
     ends = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
     if not ends:
         raise ConfigError(
@@ -168,11 +172,18 @@ def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int
 
 
 def _is_number(feature: Mapping[str, Any] | None) -> bool:
-    return feature is not None and [*feature.get("shape", (1,))] == [1] and feature["dtype"] != "string"
+    return feature is not None and feature.get("shape", [1]) == [1] and feature["dtype"] != "string"
 
 
 def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
-    shape = feature["shape"]
+    shape = _shape(root, key, feature)
     if len(shape) != 1:
         raise ConfigError(f"data.path={root}: '{key}' has the shape {list(shape)}, expected one vector per step.")
     return int(shape[0])
+
+
+def _shape(root: Path, key: str, feature: Mapping[str, Any]) -> list[int]:
+    shape = feature.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise EmbodyError(f"{root / INFO_PATH}: the shape of '{key}' is {shape!r}, expected a list of numbers.")
+    return shape

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import imageio.v3 as iio
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, IntArray
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 """Image formats that Pillow reads without other programs."""
+_SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations that exchange width and height."""
 
 
 def encode_png(frame: ByteArray) -> bytes:
@@ -30,7 +32,9 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            found, declared = (image.height, image.width), out.shape[:2]
+            # Cameras and phones store images sideways, with the orientation in the metadata.
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+            found, declared = (image.height, image.width)[:: -1 if turned in _SIDEWAYS else 1], out.shape[:2]
             if found != declared:
                 raise EmbodyError(
                     f"The frame is {found[0]}x{found[1]} (height x width), but the data set declares "
@@ -38,7 +42,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
                 )
             if image.mode.startswith(("I", "F")):
                 raise EmbodyError(f"The frame has the mode {image.mode} (a depth map?). Choose color cameras.")
-            pixels = np.asarray(image.convert("RGB"))
+            pixels = np.asarray((image if turned == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
             f"The frame is not a {', '.join(_FORMATS)} image. Download or collect the data set again."
@@ -73,17 +77,26 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
     """Return the frames per second of a file; `expected` if the container contains the same number, rounded.
 
     Raises:
-        EmbodyError: the file is missing or unreadable, or its frames are not of `size` (height, width).
+        EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or it has fewer
+            frames per second.
     """
     import imageio_ffmpeg  # here, because commands that read no video import this module too
 
+    if not path.is_file():
+        raise EmbodyError(f"{path} cannot be read: the file is missing. Download or collect the data set again.")
     try:
         # The first item describes the file; no frame is decoded for it.
         meta = next(frames := imageio_ffmpeg.read_frames(str(path)))
         frames.close()
         found, (width, height) = float(meta["fps"]), meta["size"]
     except (OSError, RuntimeError, KeyError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
+        reason = str(error).partition("\n")[0]
+        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
+    if found < 0.9 * expected:
+        raise EmbodyError(
+            f"{path} has {found:g} frames per second, but the data set has {expected:g}: several steps would show the "
+            "same frame. Encode the video with the frame rate of meta/info.json."
+        )
     if (height, width) != size:
         raise EmbodyError(f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}.")
     return expected if abs(found - expected) < 0.01 else found

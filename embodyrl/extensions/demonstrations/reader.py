@@ -25,7 +25,7 @@ from embodyrl.extensions.demonstrations.rows import (
     read_vectors,
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
-from embodyrl.extensions.demonstrations.tables import read_episodes, read_tasks
+from embodyrl.extensions.demonstrations.tables import read_episodes, read_info, read_tasks
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
@@ -61,6 +61,8 @@ class Demonstrations:
     """[E] initial state of each episode; -1 for data sets of other programs; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Indices of the skipped episodes with non-finite numbers."""
+    doubts: tuple[str, ...] = ()
+    """Properties that are probably mistakes, one line each."""
 
     @property
     def num_episodes(self) -> int:
@@ -134,18 +136,20 @@ class EpisodeReader:
         """
         self.card = card = stored_card(root, data)
         ours = layout.is_ours(root)
+        cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
         if problems := check_layout(root, data):
             more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-            cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
             raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
         episodes = read_episodes(root)
         if not episodes:
-            raise EmbodyError(f"{root} contains no episodes. Resume its collection.")
+            raise EmbodyError(f"{root} contains no episodes. {cure}")
         rows, env = find_rows(root, episodes), card.env
+        doubts = [] if ours else _count_doubts(root, len(episodes))
         action, state = (
-            read_vectors(rows, data.action_key, env.action.dim),
-            read_vectors(rows, data.state_key, env.state_dim),
+            read_vectors(rows, data.action_key, env.action.dim, doubts),
+            read_vectors(rows, data.state_key, env.state_dim, doubts),
         )
+        self._doubts = tuple(doubts)
         numbers = {data.action_key: action, data.state_key: state}
         if layout.REWARD not in card.without:
             numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
@@ -192,6 +196,7 @@ class EpisodeReader:
             instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
             reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
             skipped=self._left_out,
+            doubts=self._doubts,
         )
 
 
@@ -210,6 +215,14 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
             "the data, or set data.skip_nonfinite=true to leave out these episodes."
         )
     return found
+
+
+def _count_doubts(root: Path, episodes: int) -> list[str]:
+    declared = read_info(root).get("total_episodes", episodes)
+    if declared == episodes:
+        return []
+    file = root / layout.INFO_PATH
+    return [f"{file} declares {declared} episodes, but meta/episodes has {episodes}: is the data set complete?"]
 
 
 def check_gripper(where: str, gripper: GripperConvention | None, action: FloatArray) -> None:
@@ -278,8 +291,8 @@ def _read_frames(
             inside = inside[np.argsort(rows.place[inside])]
             table = read_columns(path, columns)
             for camera, column in enumerate(columns):
-                contents = _contents(root, table[column], rows.place[inside], column)
                 places = [_Place(root, rows, episodes, column, row) for row in inside]
+                contents = _contents(root, table[column].take(rows.place[inside]), places)
                 list(pool.map(_decode, contents, [images[row, camera] for row in position[inside]], places))
     return images
 
@@ -293,37 +306,48 @@ class _Place(NamedTuple):
     column: str
     row: int
 
+    def __str__(self) -> str:
+        episode = self.rows.counters["episode_index"][self.row]
+        step = self.row - next(e["dataset_from_index"] for e in self.episodes if e["episode_index"] == episode)
+        return f"{self.root}: episode {episode}, step {step}: '{self.column}'"
+
 
 def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
     try:
         decode_png(content, out)
     except EmbodyError as error:
-        episode = place.rows.counters["episode_index"][place.row]
-        step = place.row - next(e["dataset_from_index"] for e in place.episodes if e["episode_index"] == episode)
-        raise EmbodyError(f"{place.root}: episode {episode}, step {step}: '{place.column}': {error}") from error
+        raise EmbodyError(f"{place}: {error}") from error
 
 
 def _read_videos(
     root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray, *, exact: bool
 ) -> None:
     """Decode the frames of a camera [N, H, W, 3] at the timestamps of the table of episodes."""
-    wanted: dict[str, list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
+    wanted: dict[str, list[tuple[IntArray, npt.NDArray[np.float64], IntArray]]] = {}
     start = 0
     for episode in episodes:
         file, times = frame_times(rows, episode, column, card.fps)
-        wanted.setdefault(file, []).append((np.arange(start, start + len(times)), times))
+        owner = np.full(len(times), episode["episode_index"])
+        wanted.setdefault(file, []).append((np.arange(start, start + len(times)), times, owner))
         start += len(times)
     for file, parts in wanted.items():
         path = root / file
-        where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        where, times, owner = (np.concatenate([part[i] for part in parts]) for i in (0, 1, 2))
         numbers = np.rint(times * frame_rate(path, card.fps, card.env.cameras.size)).astype(np.int64)
         order = np.argsort(numbers, kind="stable")
+        twice = np.flatnonzero((np.diff(numbers[order]) == 0) & (np.diff(owner[order]) != 0))
+        if len(twice):
+            one, other = sorted(owner[order][twice[0] : twice[0] + 2].tolist())
+            raise EmbodyError(
+                f"{path}: episodes {one} and {other} have the same frame {numbers[order][twice[0]]}. Correct "
+                f"videos/{column}/from_timestamp in meta/episodes, or download the data set again."
+            )
         decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=exact)
 
 
-def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[bytes]:
-    """Yield the image bytes of some rows of a column: stored in the row, or in a file below the data set."""
-    for value in column.take(places):
+def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[bytes]:
+    """Yield the image bytes of each row of a column: stored in the row, or in a file below the data set."""
+    for value, place in zip(column, places, strict=True):
         row = value.as_py()
         row = row if isinstance(row, dict) else {"bytes": row}
         content, path = row.get("bytes"), row.get("path")
@@ -331,12 +355,12 @@ def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[
             file = (root / path).resolve()
             if not file.is_relative_to(root.resolve()) or not file.is_file():
                 raise EmbodyError(
-                    f"{root}: '{name}' refers to the image {path}, which is not a file in the data set. Write the "
+                    f"{place} refers to the image {path}, which is not a file in the data set. Write the "
                     "images into the data files, or copy them there."
                 )
             content = file.read_bytes()
         if not isinstance(content, bytes):
-            raise EmbodyError(f"{root}: '{name}' has a row without an image. Download the data set again.")
+            raise EmbodyError(f"{place} has no image. Download the data set again.")
         yield content
 
 
@@ -349,8 +373,9 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
         replace(part, start=part.start + offset, stop=part.stop + offset)
         for part, offset in zip(parts, offsets, strict=True)
     ]
-    names = [part.name for part in fields(Demonstrations)]
-    return Demonstrations(**{name: np.concatenate([getattr(part, name) for part in moved]) for name in names})
+    names = [part.name for part in fields(Demonstrations) if part.name != "doubts"]
+    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in moved]) for name in names}
+    return Demonstrations(**joined, doubts=tuple(doubt for part in parts for doubt in part.doubts))
 
 
 def _require_memory(root: Path, needed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from embodyrl.extensions.demonstrations.tables import DATA_FILE, data_file, vide
 from embodyrl.files import by_number
 from embodyrl.types import FloatArray, IntArray
 
+_RESOLUTION = 1e-3
+"""Largest float32 spacing of a number as a fraction of its range."""
+_LFS = b"version https://git-lfs"
 COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -60,7 +64,10 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
                 f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
                 f"{row['length']} in the table of episodes."
             )
-    counters = {name: np.concatenate([table[name].to_numpy().ravel() for table in tables]) for name in COUNTERS}
+    counters = {
+        name: np.concatenate([_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
+        for name in COUNTERS
+    }
     file = np.repeat(np.arange(len(files)), lengths)
     order = np.lexsort((counters["frame_index"], file)) if apart else np.argsort(counters["index"], kind="stable")
     found = {name: values[order] for name, values in counters.items()}
@@ -69,6 +76,25 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         file=file[order],
         place=np.concatenate([np.arange(length) for length in lengths])[order],
         counters=found | ({"index": np.arange(len(order))} if apart else {}),
+    )
+
+
+def _counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return a column of numbers [n], which may be stored as vectors of one number."""
+    column = table[name].combine_chunks()
+    column = column.flatten() if _is_list(column.type) else column
+    if len(column) != len(table) or not _is_number(column.type):
+        raise EmbodyError(f"{path}: '{name}' has the type {table[name].type}, expected one number per row.")
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(
+        test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
     )
 
 
@@ -86,24 +112,51 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
             )
         return pq.read_table(path, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise EmbodyError(f"{path} is a Git LFS pointer. Fetch the files: git lfs pull.") from None
+        reason = str(error).rstrip(".")
+        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
 
 
-def read_vectors(rows: Rows, key: str, width: int) -> FloatArray:
+def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = None) -> FloatArray:
     """Return a column of vectors [N, width]; a missing number is NaN.
 
+    Args:
+        rows: rows of the data set.
+        key: name of the column.
+        width: declared length of the vectors.
+        doubts: takes a description of numbers that differ by less than float32 can represent.
+
     Raises:
-        EmbodyError: the column is missing, or its vectors have another length.
+        EmbodyError: the column is missing, or its vectors have another length or another type.
     """
+    lossy: set[int] = set()
     values = np.zeros((len(rows), width), np.float32)
     for number, path in enumerate(rows.files if width else ()):
-        column = read_columns(path, (key,))[key].combine_chunks()
-        found = _matrix(column)
-        if found is None or found.shape[1] != width:
-            size = "different lengths" if found is None else f"{found.shape[1]} numbers"
-            raise EmbodyError(f"{path}: '{key}' has vectors of {size}, but the data set declares {width}.")
-        inside = rows.file == number
-        values[inside] = found[rows.place[inside]]
+        column, inside = read_columns(path, (key,))[key].combine_chunks(), rows.file == number
+        lengths = _lengths(column)
+        wrong = np.flatnonzero((lengths != width) & (lengths >= 0))
+        if len(wrong) == len(lengths) and len(wrong):
+            raise EmbodyError(
+                f"{path}: '{key}' has vectors of {lengths[0]} numbers, but the data set declares {width}."
+            )
+        if len(wrong):
+            row = np.flatnonzero(inside & (rows.place == wrong[0]))[0]
+            raise EmbodyError(
+                f"{path}: episode {rows.counters['episode_index'][row]}, frame {rows.counters['frame_index'][row]}: "
+                f"'{key}' has {lengths[wrong[0]]} numbers, but the data set declares {width}."
+            )
+        found = _matrix(column, width)
+        if found is None:
+            raise EmbodyError(f"{path}: '{key}' has the type {column.type}, expected vectors of numbers.")
+        lossy |= _lossy(found)
+        values[inside] = _as_float32(found)[rows.place[inside]]
+    if lossy and doubts is not None:
+        doubts.append(
+            f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "
+            "numbers. Subtract a constant, or leave these numbers out."
+        )
     return values
 
 
@@ -116,21 +169,40 @@ def read_success(rows: Rows) -> npt.NDArray[np.bool_]:
     return read_vectors(rows, SUCCESS, 1)[:, 0] == 1
 
 
-def _matrix(column: Any) -> FloatArray | None:
-    """Return vectors, or plain numbers, as [n, width]; None if their lengths differ."""
-    kind = column.type
-    width = 1
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        lengths = column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False)
-        if len(set(lengths.tolist()) - {-1}) > 1 or (lengths == 0).any():
-            return None
-        width = int(lengths.max(initial=1))
+def _lengths(column: Any) -> IntArray:
+    """Return the length of each vector [n]; 1 for plain numbers, -1 for missing vectors."""
+    if not _is_list(column.type):
+        return np.ones(len(column), np.int64)
+    return column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _matrix(column: Any, width: int) -> npt.NDArray[Any] | None:
+    """Return vectors, or plain numbers, as [n, width]; None if they do not contain numbers."""
+    kind = column.type.value_type if _is_list(column.type) else column.type
+    if not _is_number(kind):
+        return None
+    if _is_list(column.type):
         if column.null_count:
-            column = pa.array([row or [None] * width for row in column.to_pylist()], pa.list_(kind.value_type))
+            column = pa.array([row or [None] * width for row in column.to_pylist()], pa.list_(kind))
         column = column.flatten()
+    return column.to_numpy(zero_copy_only=False).reshape(-1, width)
+
+
+def _as_float32(values: npt.NDArray[Any]) -> FloatArray:
     # A number beyond the range of float32 becomes infinite, and is reported like other non-finite numbers.
     with np.errstate(over="ignore"):
-        return column.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, max(1, width))
+        return values.astype(np.float32)
+
+
+def _lossy(values: npt.NDArray[Any]) -> set[int]:
+    """Return the columns of [n, width] whose differences are mostly lost in float32."""
+    if not len(values) or values.dtype.itemsize < 4 or values.dtype.kind not in "iuf":
+        return set()
+    exact = values.astype(np.float64)
+    if not np.isfinite(exact).all():
+        return set()
+    spread, step = np.ptp(exact, axis=0), np.spacing(_as_float32(np.abs(exact).max(axis=0)))
+    return set(np.flatnonzero((spread > 0) & (step > _RESOLUTION * spread)).tolist())
 
 
 def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) -> tuple[str, npt.NDArray[np.float64]]:

@@ -147,7 +147,7 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
         model = with_statistics(cfg.model, source, folder, key, entry)
     # An environment of this package may have a gripper that a task does not need.
     foreign = not is_ours(resolve_asset(str(cfg.data.path)))
-    doubts = gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()
+    doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
     return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts)
 
 

@@ -143,7 +143,7 @@ def read_tasks(root: Path) -> dict[int, str]:
     """
     if not is_ours(root) and read_info(root)["codebase_version"] in ONE_FILE_PER_EPISODE:
         lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
-        return {line["task_index"]: line["task"] for line in lines}
+        return _numbered(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
     try:
         table = pq.read_table(path)
@@ -154,8 +154,23 @@ def read_tasks(root: Path) -> dict[int, str]:
     text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
         raise EmbodyError(f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task.")
-    rows = zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)
-    return {int(number): str(task or "") for number, task in sorted(rows)}
+    return _numbered(path, list(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)))
+
+
+def _numbered(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
+    """Return the instructions by number, in the order of the numbers.
+
+    Raises:
+        EmbodyError: an instruction has no number, or a number has two instructions.
+    """
+    found: dict[int, str] = {}
+    for number, task in rows:
+        if not isinstance(number, int | float) or number != int(number):
+            raise EmbodyError(f"{path}: task_index of '{task}' is {number}, expected a number. {_FETCH}")
+        text = str(task or "")
+        if (other := found.setdefault(int(number), text)) != text:
+            raise EmbodyError(f"{path}: task_index {number} has two instructions, '{other}' and '{text}'. {_FETCH}")
+    return dict(sorted(found.items()))
 
 
 def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def describe(found: DataSet) -> dict[str, Any]:
         "mean_return": sum(earned) / len(earned) if earned else None,
         "actions": dict(counts),
         "versions": dict(sorted(Counter(row.get(f"{OWN}version", -1) for row in rows).items())),
-        "tasks": dict(Counter(row["tasks"][0] for row in rows)),
+        "tasks": dict(Counter(task for row in rows for task in row.get("tasks") or ())),
     }
 
 

@@ -198,7 +198,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda r: drop_column(r, "observation.images.wrist"), "has no column 'observation.images.wrist'"),
         (lambda r: drop_column(r, "action"), "has no column 'action', which the data set declares"),
         (lambda r: drop_column(r, "task_index"), "has no column 'task_index'"),
-        (lambda r: edit_info(r, lambda i: i.pop("fps")), "info.json has no field 'fps'"),
+        (lambda r: edit_info(r, lambda i: i.pop("fps")), "info.json: fps is None"),
         (lambda r: edit_info(r, lambda i: i.update(codebase_version="v2.1")), "tasks.jsonl is missing"),
         (lambda r: edit_info(r, lambda i: i["features"]["action"].update(shape=[5])), "vectors of 3 numbers, .* 5"),
         (lambda r: edit_info(r, lambda i: i["features"]["action"].update(shape=[1, 3])), "expected one vector"),
