@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from embodyrl.envs.delayed import without_committed
+from embodyrl.extensions.delay.env import without_committed
 from embodyrl.extensions.demonstrations.collect import write_environment
 from embodyrl.extensions.demonstrations.layout import Actor, Card, Demonstration, Source
 from embodyrl.extensions.demonstrations.writer import DatasetWriter

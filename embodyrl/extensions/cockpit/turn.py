@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.envs.delayed import committed_columns, timing_of
+from embodyrl.extensions.delay.env import committed_columns, delay_of
 from embodyrl.extensions.own_loop.acting import LoadedPolicy
 from embodyrl.types import FloatArray
 
 
 class Turn:
-    """Chooses each action of a policy, with the delay and the overlap of its run (see `embodyrl.envs.delayed`)."""
+    """Chooses each action of a policy, with the delay and the overlap of its run (see `extensions.delay.env`)."""
 
     def __init__(self, policy: LoadedPolicy) -> None:
         self._policy = policy
-        self._timing = timing_of(policy.run_plan.cfg.env, policy.run_plan.context)
+        cfg, context = policy.run_plan.cfg.env, policy.run_plan.context
+        self._timing = delay_of(cfg, context) if context.overlap or cfg.delay[1] else None
         overlap = 0 if self._timing is None else self._timing.overlap
         self._period = policy.policy.spec.num_action_chunks - overlap
         self._chunk: FloatArray | None = None

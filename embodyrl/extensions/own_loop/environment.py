@@ -11,8 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.delayed import DelayedEnv
-from embodyrl.envs.protocol import SavesState
+from embodyrl.envs.protocol import Env, SavesState
 from embodyrl.envs.settings import EnvSettings, EnvSplit
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.plan.checks import check_components
@@ -57,7 +56,8 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
                 "`load_policy`."
             )
         made = ENVS.get(cfg.env.env_type).make(settings, context)
-        self.env = made.inner if isinstance(made, DelayedEnv) else made
+        # A delayed environment executes whole chunks of the environment in it.
+        self.env: Env = getattr(made, "inner", made)
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""
         self._split = split or cfg.env.eval
