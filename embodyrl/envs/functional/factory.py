@@ -31,7 +31,9 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
     settings = FunctionalSettings
 
     def problems(self, cfg: FunctionalSettings) -> Iterator[str]:
-        """Yield an error for splits that continue after the end of an episode."""
+        """Yield errors for an unusable id, and for splits that continue after the end of an episode."""
+        if ":" not in (cfg.id or ""):
+            yield f"env.id={cfg.id}: expected gymnax:NAME, brax:NAME, playground:NAME or package.module:attr."
         for split, values in cfg.splits.items():
             if values.ignore_terminations:
                 yield f"env.{split}.ignore_terminations=true: an episode ends with its task; set it to false."

@@ -1,6 +1,5 @@
 """Config keys for functional environments."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -25,9 +24,3 @@ class FunctionalSettings(EnvSettings, RewardSettings):
     def title(self) -> str:
         """Name of the environment in evaluation protocols."""
         return self.id or self.env_type
-
-    def problems(self) -> Iterator[str]:
-        """Yield an error for a missing id."""
-        yield from super().problems()
-        if ":" not in (self.id or ""):
-            yield f"env.id={self.id}: expected gymnax:NAME, brax:NAME, playground:NAME or package.module:attr."

@@ -64,7 +64,7 @@ def test_missing_jax_error_names_the_install_command():
 
 
 def test_an_id_without_a_library_is_refused():
-    assert "gymnax:NAME" in next(cfg_of("CartPole-v1").problems())
+    assert "gymnax:NAME" in FACTORY.validate(cfg_of("CartPole-v1"))[0]
 
 
 @needs_jax
