@@ -7,7 +7,7 @@ The settings are those of experiment=smollm2_arithmetic. The second command need
 for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and the tokens
 of the replies, the peak of the resident memory, and the greedy replies to the held-out rows before and after.
 `--tokens 64 --fixed` gives each reply exactly 64 tokens, which compares speed at equal tokens; the greedy evaluation is
-then left out.
+then left out. With `--keep FOLDER` the same command resumes an interrupted TRL run at its last step.
 
 embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is given (a tiny
 entropy bonus); TRL trains them. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in
@@ -46,6 +46,8 @@ def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     ]
     if args.fixed:
         words += [f"algorithm.sampling_params.min_new_tokens={args.tokens}", "runner.val_check_interval=-1"]
+    else:
+        words.append(f"runner.val_check_interval={args.steps}")
     if args.train_all:
         words.append("algorithm.entropy_bonus=1e-9")
     if args.checkpointing:
@@ -109,6 +111,9 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
             steps.append({"cpu_s": cpu_seconds() - self.began})
             print(f"step {len(steps)}: {steps[-1]['cpu_s']:.2f} CPU-s", flush=True)
 
+        def on_save(self, *_: Any, **__: Any) -> None:
+            (out / "steps.json").write_text(json.dumps(steps))
+
     fixed = {"min_new_tokens": args.tokens} if args.fixed else {}
     cfg = trl.GRPOConfig(
         output_dir=str(out),
@@ -130,7 +135,9 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         bf16=False,
         gradient_checkpointing=args.checkpointing,
         report_to=[],
-        save_strategy="no",
+        save_strategy="steps" if args.keep else "no",
+        save_steps=1,
+        save_total_limit=1,
         logging_steps=1,
         disable_tqdm=True,
     )
@@ -171,8 +178,13 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         print(f"greedy: {sum(r['right'] for r in found)} of {len(found)} right", flush=True)
         return found
 
-    replies = {} if args.fixed else {"0": greedy()}
-    trainer.train()
+    resumes = (out / "steps.json").is_file()
+    if not resumes and not args.fixed:
+        (out / "before.json").write_text(json.dumps(greedy()))
+    if resumes:
+        steps += json.loads((out / "steps.json").read_text())
+    trainer.train(resume_from_checkpoint=resumes)
+    replies = {} if args.fixed else {"0": json.loads((out / "before.json").read_text())}
     if not args.fixed:
         replies[str(args.steps)] = greedy()
     logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
@@ -194,13 +206,16 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="each reply has exactly --tokens tokens")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--train-all", action="store_true", help="embodyrl: also train groups with equal rewards")
+    parser.add_argument("--keep", type=Path, help="TRL: folder of its checkpoints; an interrupted run is resumed")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     import torch
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
-        found = (run_embodyrl if args.side == "embodyrl" else run_trl)(args, Path(folder))
+        out = args.keep or Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        found = (run_embodyrl if args.side == "embodyrl" else run_trl)(args, out)
     found |= {
         "command": sys.argv,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,

@@ -351,11 +351,15 @@ class EnvCosts:
 class PolicyCosts:
     """Estimated size, memory and work of a policy; zeros where unknown."""
 
+    SHARED_FRACTION = 0.5
+    """Largest fraction of remaining tokens for which equal prompts are computed once: a second pass takes time."""
     num_parameters: int = 0
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""
     activation_bytes: int = 0
     """Number of bytes that the forward pass of a sample stores for the backward pass."""
+    shared_bytes: tuple[int, int] = (0, 0)
+    """Bytes stored for a sample and for a distinct prompt, if equal prompts are computed once; (0, 0): they are not."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
@@ -370,12 +374,21 @@ class PolicyCosts:
     """Number of bytes per sample of an inference batch: the widest layer, or keys and values of replies."""
     sample_tokens: int = 1
     """Number of tokens of the longest sample, as in `Record.cost`."""
+    reply_tokens: int = 1
+    """Number of tokens after the prompt."""
     forward_flops: float = 0.0
     """FLOPs of the forward pass of a sample."""
     act_passes: int = 1
     """Number of forward passes per batch of chunks; each pass reads all weights."""
     steering_features: int = 0
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
+
+    def stored(self, samples: float, prompts: float) -> int:
+        """Return the bytes that samples with a number of distinct prompts store for the backward pass."""
+        one, prompt = self.shared_bytes
+        left = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
+        shares = one and left <= self.SHARED_FRACTION * samples * self.sample_tokens
+        return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
 
     def scoring(self, samples: float) -> tuple[int, int]:
         """Return the bytes of the log-probabilities of n samples; the same with recomputed layers.

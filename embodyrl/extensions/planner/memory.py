@@ -1,6 +1,7 @@
 """Memory estimate of a run, computed before it starts."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.files import available_bytes
+from embodyrl.plan.episodes import groups_per_step
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import policy_costs
@@ -144,10 +146,12 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
     single = sharded and _micro_batches(run_plan) == 1
     whole_gradients = not sharded or (gradient_sync == "step" and not single)
-    activations = _activations(cfg, costs, trained, copies=half and not adapters and not sharded, whole=whole_gradients)
+    prompts = math.inf if sharded else _prompts(run_plan)
+    copies = half and not adapters and not sharded
+    activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole=whole_gradients)
     if critic:
         alone = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
-        activations += _activations(cfg, alone, critic.num_parameters, copies=half, whole=True)
+        activations += _activations(cfg, alone, critic.num_parameters, prompts=math.inf, copies=half, whole=True)
     gradients = 4 * trained // (1 if whole_gradients else shards)
     if single:  # shards appear as kept activations go
         gradients = max(0, gradients - (activations - _whole_at_a_time(costs)))
@@ -187,6 +191,12 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         + (whole if run_plan.policy.steering else 0)  # frozen weights are saved with the steering weights
         + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )
+
+
+def _prompts(run_plan: RunPlan) -> float:
+    """Return the number of distinct prompts in a training step; infinity if episodes have several chunks."""
+    groups, size = groups_per_step(run_plan.cfg), run_plan.cfg.algorithm.group_size
+    return groups if run_plan.max_samples == groups * size else math.inf
 
 
 def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
@@ -261,10 +271,10 @@ def _micro_batches(run_plan: RunPlan) -> int:
     return -(-samples // size)
 
 
-def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, copies: bool, whole: bool) -> int:
-    """Return the activation bytes of a micro-batch; `copies`: autocast keeps bfloat16 copies of the weights for
-    backward.
+def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole: bool) -> int:
+    """Return the activation bytes of a micro-batch, for the distinct prompts of a step.
 
+    `copies`: autocast keeps bfloat16 copies of the weights for the backward pass.
     `whole` gradients remain from an earlier micro-batch and are replaced by shards; otherwise gradients of one layer
     and of the output matrix are needed in addition to the shards. Embedding gradients come last.
     """
@@ -277,7 +287,7 @@ def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, copies: bool,
     if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
         return int(samples * costs.recomputed_bytes) + max(int(samples * costs.largest_layer[1]) + apart, again)
     return (
-        int(samples * costs.activation_bytes)
+        costs.stored(samples, min(samples, prompts))
         + max(scoring, apart)
         + (2 * (trained - costs.outside_layers) if copies else 0)
     )

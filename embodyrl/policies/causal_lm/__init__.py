@@ -103,6 +103,11 @@ class CausalLMFactory:
             num_parameters=total,
             num_trained=adapters + _whole(cfg, size) if cfg.is_lora else None,
             activation_bytes=tokens * size.layers * per_token + tower,
+            shared_bytes=(0, 0)
+            if self.sees
+            else size.shared_bytes(
+                tokens - cfg.num_action_chunks, cfg.num_action_chunks, half=cfg.half, adapters=cfg.is_lora
+            ),
             recomputed_bytes=tokens * size.layers * stream * size.width + tower,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
@@ -110,6 +115,7 @@ class CausalLMFactory:
             scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
             acting_bytes=tokens * size.layers * 6 * size.keys + 12 * size.vocabulary,
             sample_tokens=tokens,
+            reply_tokens=cfg.num_action_chunks,
             forward_flops=2.0 * total * tokens,
             act_passes=cfg.num_action_chunks,
         )

@@ -25,7 +25,6 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
-from embodyrl.policies.tensors import categorical_scores
 from embodyrl.policies.weights import check_weights
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -249,13 +248,13 @@ class LanguageModel(nn.Module):
         """
         head = self.lm.get_output_embeddings()
         if said.numel() * self.vocabulary <= CHUNK_LOGITS:
-            scored = scores_of(head(hidden).float(), said, temperature)
+            scored = scores_of(head(hidden), said, temperature)
             return *scored, self._values(hidden, scored[0])
         rows, chosen = hidden.flatten(0, 1), said.flatten()
         size = max(1, CHUNK_LOGITS // self.vocabulary)
 
         def scores(rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return _Scores.apply(head(rows), chosen, temperature)
+            return scores_of(head(rows), chosen, temperature)
 
         parts = [
             checkpoint(scores, rows[i : i + size], chosen[i : i + size], use_reentrant=False)
@@ -272,7 +271,7 @@ class LanguageModel(nn.Module):
 
 
 class _Scores(torch.autograd.Function):
-    """`scores_of` logits [n, V] as one autograd node: separate nodes would keep tensors of an unused entropy."""
+    """`scores_of` logits [..., V] as one autograd node: separate nodes would keep tensors of an unused entropy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,24 +279,23 @@ class _Scores(torch.autograd.Function):
         best, log_probs = scaled.argmax(-1) == said, scaled.log_softmax(-1)
         del scaled
         entropy = -log_probs.exp().mul_(log_probs).sum(-1)
-        ctx.save_for_backward(log_probs, said[:, None], entropy[:, None])
+        ctx.save_for_backward(log_probs, said[..., None], entropy[..., None])
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.mark_non_differentiable(best)
-        return log_probs.gather(-1, said[:, None])[:, 0], entropy, best
+        return log_probs.gather(-1, said[..., None])[..., 0], entropy, best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         log_probs, said, entropy = ctx.saved_tensors
-        of_said, of_entropy = (grad[:, None] for grad in grads[:2])
+        of_said, of_entropy = (grad[..., None] for grad in grads[:2])
         # Gradient of log p(token): one-hot minus p. Gradient of the entropy H: -p (log p + H).
         out = torch.add(log_probs, entropy).mul_(of_entropy).add_(of_said).mul_(log_probs.exp()).neg_()
         return out.scatter_add_(-1, said, of_said).div_(ctx.temperature).to(ctx.dtype), None, None
 
 
 def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and greedy match of tokens [...] for float32 logits [..., V]."""
-    scaled = logits / temperature
-    return *categorical_scores(scaled, said), scaled.argmax(-1) == said
+    """Return log-probability, entropy and greedy match of tokens [...] for logits [..., V], in float32."""
+    return _Scores.apply(logits, said, temperature)
 
 
 def untie(lm: Any, like: Any) -> None:

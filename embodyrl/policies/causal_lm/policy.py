@@ -20,7 +20,7 @@ from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import on_device, unmap_large_tensors
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class CausalLMPolicy:
         net = LanguageModel(model, spec.value_dim).to(self._device)
         if not request.trainable:
             net.requires_grad_(False)
+        elif self._device.type == "cpu":
+            unmap_large_tensors()
         self.module: nn.Module = net.eval()
         self._net = net
         ends = model.generation_config.eos_token_id

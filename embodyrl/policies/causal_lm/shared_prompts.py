@@ -10,9 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from embodyrl.policies.causal_lm.model import LanguageModel
 from embodyrl.policies.causal_lm.prompts import Prompt, pad_left
 from embodyrl.policies.tensors import on_device
-
-_PAYS = 0.5
-"""Largest fraction of remaining tokens for which sharing is used, because the second forward pass takes time."""
+from embodyrl.specs import PolicyCosts
 
 
 def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
@@ -25,7 +23,7 @@ def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
     """
     width, unique = max(map(len, prompts)), len({id(p) for p in prompts})
     left = unique * width + len(prompts) * (longest - 1)
-    if left > _PAYS * len(prompts) * (width + longest) or any(p.image_inputs for p in prompts):
+    if left > PolicyCosts.SHARED_FRACTION * len(prompts) * (width + longest) or any(p.image_inputs for p in prompts):
         return False
     # A recurrent layer overwrites its state, which a backward pass needs.
     kept = DynamicCache(config=net.lm.config).layers

@@ -23,6 +23,8 @@ class TextSizes:
     keys: int
     """Width of keys and values."""
     tied: bool
+    shares: bool
+    """True if all layers store keys and values of each position, so that replies can share those of a prompt."""
 
     @property
     def layer_parameters(self) -> int:
@@ -43,13 +45,25 @@ class TextSizes:
         """Return the bytes that a layer stores per token for its backward pass, counted tensor by tensor.
 
         bfloat16 with float32 masters: residual stream and norms in float32, a bfloat16 copy of a norm's output for each
-        linear layer; keys and values are repeated for all heads.
+        linear layer; keys and values are repeated for all heads. Trained norms store their normalized inputs.
         """
         w, m = self.width, self.hidden
         if not half:
-            return 4 * (12 * w + 4 * m)
+            return 4 * ((8 if adapters else 10) * w + 4 * m)
         # The adapter library casts the inputs of all seven linear layers to float32.
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
+
+    def shared_bytes(self, prompt: int, reply: int, *, half: bool, adapters: bool) -> tuple[int, int]:
+        """Return the bytes that a reply and a distinct prompt store if replies share prompts; (0, 0) if they cannot.
+
+        Each reply has repeated keys and values of its prompt; a prompt also has those before repetition.
+        """
+        if not self.shares:
+            return 0, 0
+        number = 2 if half else 4
+        own, repeated = self.per_token(half=half, adapters=adapters), 2 * number * self.width
+        one_reply = reply * (own - repeated) + (prompt + reply) * repeated
+        return self.layers * one_reply, self.layers * prompt * (own + 2 * number * self.keys)
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
         """Return the bytes of three float32 copies of the logits of a reply with n tokens and of a chunk of replies."""
@@ -123,4 +137,5 @@ def _transformer(config: Any) -> TextSizes:
         layers=int(config.get("num_hidden_layers", config.get("n_layer", config.get("depth", 0)))),
         keys=int(config.get("num_key_value_heads") or heads) * head,
         tied=bool(config.get("tie_word_embeddings", False)),
+        shares={*(config.get("layer_types") or ())} <= {"full_attention", "sliding_attention"},
     )

@@ -15,9 +15,11 @@ from processes import workers_of
 from settings import model_of
 from text_runs import ASKING, text_config
 from toy_runs import TOY_OFT, running_crew, toy_config
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from embodyrl import devices
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
+from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import Card, info_of
@@ -54,15 +56,41 @@ def peak(pid: int) -> int:
     ids=["default", "large batch", "adapters, recomputed"],
 )
 def test_memory_estimate_is_close_to_the_measured_peak(tmp_path, words):
-    with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
+    planned, measured = planned_and_measured(
+        tmp_path, toy_config(tmp_path, "launcher=local", "env.kwargs.echo=true", *words)
+    )
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("lora", "reply"), [(False, 24), (True, 6)], ids=["full", "lora, prompts shared"])
+def test_memory_estimate_of_a_language_model_is_close_to_the_measured_peak(tmp_path, lora, reply):
+    """Activations are a third of the peak or more; without reuse of freed blocks they take twice their size."""
+    folder = tmp_path / "model"
+    AutoTokenizer.from_pretrained(assets_dir() / "causal_lm_tiny").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = ("launcher=local", "model=causal_lm", f"model.path={folder}", f"model.is_lora={lora}")
+    words += ("model.precision=fp32", "env.train.total_num_envs=64", "algorithm.group_size=8")
+    words += ("actor.micro_batch_size=64", "actor.global_batch_size=64", "algorithm.entropy_bonus=1e-3")
+    words += (f"algorithm.sampling_params.max_new_tokens={reply}", f"algorithm.sampling_params.min_new_tokens={reply}")
+    planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words))
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+def planned_and_measured(folder, cfg):
+    """Return the planned peak of the policy process, and that of one training step, in bytes."""
+    with running_crew(folder, cfg=cfg) as stage:
         run_plan, workers = stage.run_plan, stage.workers
         actors = Actors(workers, run_plan.algorithm, run_plan)
         plan = train_episodes(run_plan.cfg, run_plan.env, 0, counts_chunk_steps=False)
         rollout = workers.scheduler.collect(Rollout(plan))
         actors.update(0, rollout, run_plan.algorithm.prepare(rollout.episodes, actors.score(rollout)))
         workers.scheduler.release(rollout)
-        measured = peak(workers_of(os.getpid())["policy"])
-    assert plan_memory(run_plan).policy == pytest.approx(measured, rel=0.15)
+        return plan_memory(run_plan).policy, peak(workers_of(os.getpid())["policy"])
 
 
 def test_sharding_divides_weights_and_moments(tmp_path):
@@ -124,7 +152,7 @@ def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
 
 def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     """Three float32 copies of the logits of all replies, at most those of a chunk; and the gradients of the matrix."""
-    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True)
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
     reply, chunk = size.logit_bytes(10)
     assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
     adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=False, adapters=True))
@@ -133,6 +161,22 @@ def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     whole = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=True, adapters=False))
     assert whole.scoring(0) == (64_000, 96_000), "the gradients are added after the logits"
     assert whole.scoring(4) == (512_000, 528_000)
+
+
+def test_equal_prompts_are_stored_once_where_that_halves_the_tokens():
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
+    assert size.per_token(half=False, adapters=True) == 512
+    assert size.per_token(half=False, adapters=False) == 576, "inputs of trained norms"
+    reply, prompt = size.shared_bytes(20, 4, half=False, adapters=True)
+    assert (reply, prompt) == (2 * (4 * 448 + 24 * 64), 2 * 20 * (512 + 64)), "keys and values of the prompt repeat"
+    whole = 2 * 24 * 512
+    costs = PolicyCosts(
+        activation_bytes=whole, shared_bytes=(reply, prompt), sample_tokens=24, reply_tokens=4, num_trained=1
+    )
+    assert costs.stored(8, 1) == 8 * reply + prompt
+    assert costs.stored(8, 8) == 8 * whole, "all prompts are different"
+    assert replace(costs, reply_tokens=16).stored(8, 1) == 8 * whole, "most tokens are those of replies"
+    assert replace(size, shares=False).shared_bytes(20, 4, half=False, adapters=True) == (0, 0)
 
 
 def test_replay_buffer_counts_as_host_memory(tmp_path, monkeypatch):
