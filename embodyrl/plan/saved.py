@@ -12,7 +12,7 @@ import yaml
 
 from embodyrl.config.compose import Setting, parse_word, read_saved
 from embodyrl.config.paths import resolve_run
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import flat, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
@@ -67,6 +67,27 @@ def _masked(node: Any) -> Any:
     if isinstance(node, list):
         return [_masked(item) for item in node]
     return masked(node) if isinstance(node, str) else node
+
+
+def check_unchanged(
+    cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
+) -> None:
+    """Reject a run that was made with other values of the keys below `keys`, except those below `free`.
+
+    Raises:
+        ConfigError: names the values of the run; `instead` is what to choose for other values.
+    """
+    if not (file := run / "config.yaml").is_file():
+        return
+    keys, free = list(keys), list(free)
+    old = {setting.key: setting.value for setting in read_saved(file)}
+    new = flat(yaml.safe_load(dump_config(cfg)))
+    named = [name for name in {**old, **new} if _lies_below(name, keys) and not _lies_below(name, free)]
+    if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
+        raise ConfigError(
+            f"{run} was made with {', '.join(differs)}, and is not repeated with other values. Use the same settings, "
+            f"or choose another {instead}."
+        )
 
 
 def command_of(saved: Sequence[Setting]) -> str:

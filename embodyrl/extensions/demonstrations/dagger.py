@@ -1,7 +1,7 @@
 """DAgger (arXiv 1011.0686): the policy acts, an expert labels or corrects, in rounds of collection and training."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,9 +11,10 @@ from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.collect import collect, collection_facts
 from embodyrl.extensions.demonstrations.experts import EXPERTS, Expert
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, Labels
-from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.extensions.demonstrations.sft import DECIDES, FREE, sft
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.plan.config import overridden
+from embodyrl.plan.saved import check_unchanged
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
@@ -65,42 +66,49 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
     name = cfg.runner.experiment_name or out.resolve().name
     runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
     data = [out / f"round_{number + 1}" for number in range(cfg.dagger.rounds)]
-    open_rounds = [n for n, run in enumerate(runs) if not _is_over(run, cfg.runner.max_steps)]
-    if open_rounds:
-        with closing(EXPERTS.get(cfg.dagger.expert)(cfg)) as expert:
-            for number in open_rounds:
-                before = runs[number - 1] if number else None
-                common = _continued(cfg, before) | {"runner.on_existing": OnExisting.resume}
-                try:
-                    _run_round(overridden(cfg, common), expert, runs[number], data[: number + 1], overrides)
-                except Interrupted as error:
-                    error.args = (f"{error}; to continue all rounds, run the same command again",)
-                    raise
+    with ExitStack() as stack:
+        expert: Expert | None = None
+        for number, run in enumerate(runs):
+            before = runs[number - 1] if number else None
+            learning = _training(cfg, before, run, data[: number + 1])
+            check_unchanged(learning, run, keys=DECIDES, free=FREE, instead="runner.experiment_name and collect.out")
+            if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
+                continue
+            if expert is None:
+                expert = stack.enter_context(closing(EXPERTS.get(cfg.dagger.expert)(cfg)))
+            try:
+                _run_round(cfg, expert, before, run, data[: number + 1], overrides)
+            except Interrupted as error:
+                error.args = (f"{error}; to continue all rounds, run the same command again",)
+                raise
     return DaggerResult(run=runs[-1], data=tuple(data))
 
 
-def _run_round(cfg: Config, expert: Expert, run: Path, data: Sequence[Path], overrides: Sequence[str]) -> None:
+def _run_round(
+    cfg: Config, expert: Expert, before: Path | None, run: Path, data: Sequence[Path], overrides: Sequence[str]
+) -> None:
     """Collect the episodes of this round in the last folder of `data`, and train on all folders."""
     named = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
-    expert.collect(overridden(cfg, {"collect.out": str(data[-1]), **named}))
+    expert.collect(overridden(cfg, _continued(cfg, before) | {"collect.out": str(data[-1]), **named}))
+    resume = run if run.exists() else None
+    sft(_training(cfg, before, run, data), overrides=overrides, resume=resume, on_step=expert.on_step)
+
+
+def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path]) -> Config:
+    """Return the config of the training of a round, from the weights of the run before it."""
     # A round in which no episode was corrected has no data.
     more = [*cfg.data.more, *(str(folder) for folder in data if read_episodes(folder))]
-    actors = cfg.data.actors or list(expert.authors)
+    actors = cfg.data.actors or list(EXPERTS.get(cfg.dagger.expert).authors)
     learned = {"data.more": more, "data.actors": actors, "runner.experiment_name": run.name}
-    resume = run if run.exists() else None
-    sft(overridden(cfg, learned), overrides=overrides, resume=resume, on_step=expert.on_step)
+    return overridden(cfg, _continued(cfg, before) | learned)
 
 
 def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
     """Return the keys of a round's initial weights: the weights of the previous round, or of the config."""
-    ckpt = cfg.ckpt if before is None else str(before)
-    return {} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))}
+    ckpt, resumed = cfg.ckpt if before is None else str(before), {"runner.on_existing": OnExisting.resume}
+    return resumed | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
 
 
 def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines of the rounds."""
     return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]
-
-
-def _is_over(run: Path, steps: int) -> bool:
-    return steps in CheckpointStore(run / "checkpoints").folders()

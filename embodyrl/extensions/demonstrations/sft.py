@@ -38,6 +38,15 @@ VALIDATION_SAMPLES = 512
 START_FOLDER = "start"
 
 
+DECIDES = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
+"""Keys that determine the weights of a run, except those in `FREE`."""
+FREE = (
+    *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
+    *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
+)
+"""Keys for memory and speed, which change results by rounding only."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftResult:
     """Result of a finished SFT run."""

@@ -16,14 +16,18 @@ from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import locked
 from embodyrl.config.compose import write_word
 from embodyrl.errors import Interrupted
+from embodyrl.extensions.demonstrations.sft import DECIDES, FREE
 from embodyrl.extensions.recap.arguments import Arguments, read_arguments
 from embodyrl.extensions.recap.labelling import Stage, label_in_process
 from embodyrl.extensions.recap.report import REPORT_TEXT, Round, read_score, write_report
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.saved import check_unchanged, config_of_ckpt
 from embodyrl.plan.schema import Config
 from embodyrl.policies.settings import ModelSettings
+
+_SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params", "rollout.chunk_overlap")
+"""Keys that determine the success of an evaluation."""
 
 
 def recap(args: argparse.Namespace) -> int:
@@ -68,6 +72,7 @@ class Rounds:
             self._collect(number, data, acting)
             learning, run = self._learning(number), out / f"round_{number}"
             values = self._label(number, learning.model)
+            check_unchanged(learning, run, keys=DECIDES, free=FREE, instead="recap.out")
             if learning.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
                 COMMANDS.get("sft")(learning, resume=run if run.exists() else None)
             score = self._evaluate(run.name, [write_word("ckpt", str(run))])
@@ -115,6 +120,7 @@ class Rounds:
             return {}
         run = self._arguments.out / f"{name}_eval"
         cfg = self._compose("eval", [*acting, *self._words("eval"), *self._run_words(run.name)])
+        check_unchanged(cfg, run, keys=_SCORED, free=("env.train", "env.eval.total_num_envs"), instead="recap.out")
         if (found := read_score(run)) is None:
             COMMANDS.get("eval")(cfg, resume=run if run.exists() else None)
             found = read_score(run)
