@@ -137,7 +137,7 @@ class LockStep(RolloutScheduler):
             super()._dispatch_inference()
 
 
-def start(workers: int, sim: float) -> tuple[Workers, RunPlan]:
+def start(workers: int, sim: float, logs: Path) -> tuple[Workers, RunPlan]:
     """Start the real launcher, workers and policy process."""
     os.environ["OVERLAP_POLICY"] = str(sim / workers)
     slots = workers * SLOTS
@@ -148,7 +148,7 @@ def start(workers: int, sim: float) -> tuple[Workers, RunPlan]:
         f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
     run_plan = build_run_plan(load_config("eval", words), training=False)
-    return start_workers(run_plan, Path(tempfile.mkdtemp()), print), run_plan
+    return start_workers(run_plan, logs, print), run_plan
 
 
 def scheduler(running: Workers, run_plan: RunPlan, stages: int, *, lock_step: bool) -> RolloutScheduler:
@@ -197,10 +197,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--sim", type=float, default=0.1, help="seconds of a chunk")
-    parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot")
+    parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot, at least three episodes")
     args = parser.parse_args()
+    if args.workers < 1 or args.sim <= 0 or args.chunks < 3 * EPISODE:
+        parser.error(f"expected --workers of at least 1, --sim above 0 and --chunks of at least {3 * EPISODE}")
     rows: list[dict[str, object]] = []
-    running, run_plan = start(args.workers, args.sim)
+    logs = tempfile.TemporaryDirectory()
+    running, run_plan = start(args.workers, args.sim, Path(logs.name))
 
     def run(what: str, stages: int, straggle: str = "none", *, lock_step: bool = False) -> float:
         speed = chunks_per_second(scheduler(running, run_plan, stages, lock_step=lock_step), straggle, args.chunks)
@@ -228,6 +231,7 @@ def main() -> None:
             row(f"lock-step, {name}", slow_lock, "lock-step without", lock, None)
     finally:
         running.close()
+        logs.cleanup()
     if args.json:
         machine = {"platform": platform.platform(), "cores": available_cores(), "load": os.getloadavg()[0]}
         args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")

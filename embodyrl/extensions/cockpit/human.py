@@ -32,6 +32,8 @@ _SAMPLES = 4
 """Number of sampled chunks per observation whose spread is the uncertainty of the policy."""
 _POLL_S = 0.2
 """Interval of checks for signals while a person corrects, seconds."""
+_CLOSING_S = 30.0
+"""Deadline for the current request at the end, seconds; a simulator may hang in it."""
 
 
 class HumanExpert:
@@ -80,7 +82,7 @@ class HumanExpert:
         """Stop the server of the page; idempotent."""
         self.desk.note = "all rounds are done"
         self.server.stop()
-        self._thread.join()
+        self._thread.join(_CLOSING_S)
         self.server.server_close()
 
     def _note(self, text: str) -> None:

@@ -78,7 +78,7 @@ class Session:
         try:
             said = json.loads(text)
             kind, data = said["type"], said["data"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise _error(self._cfg, f"unexpected message {text[:200]!r}; expected OpenEnv's JSON.") from error
         if kind == "error":
             raise _error(self._cfg, _reported(data))
@@ -135,7 +135,7 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
             if left <= 0:
                 raise _no_server(cfg) from error
             time.sleep(_RETRY_S)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise _error(cfg, f"{address} does not return the schema of an OpenEnv server.") from error
 
 

@@ -1,7 +1,8 @@
 """Small server with OpenEnv's wire format, for errors that a real server does not produce on request.
 
 The reply of an episode controls the server: `wait` is never answered, `die` closes the connection, `fail` is an error,
-`odd` a malformed message, `win` ends the episode with reward 2; every other reply is echoed with reward 0.5.
+`odd` a malformed message, `deep` JSON nested 100,000 times, `win` ends the episode with reward 2; every other reply is
+echoed with reward 0.5.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class OpenEnvServer:
         reply = asked["data"]["message"]
         if reply == "odd":
             connection.send("<html>")
+        elif reply == "deep":
+            connection.send("[" * 100_000)
         elif reply == "fail":
             errors = [{"loc": ["message"], "msg": "too loud"}]
             self._say(connection, "error", {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors})

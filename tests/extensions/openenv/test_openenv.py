@@ -90,6 +90,7 @@ def test_observation_without_key_is_json_without_metadata(place: OpenEnvServer) 
         ("die", "the connection was closed"),
         ("fail", "the server reports: Invalid message message: too loud"),
         ("odd", "unexpected message '<html>'"),
+        ("deep", r"unexpected message '\[\["),
     ],
 )
 def test_openenv_error_names_the_address_of_the_server(place: OpenEnvServer, text: str, said: str) -> None:
