@@ -101,7 +101,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("case", LIMITS)
-def test_available_memory_follows_all_control_groups(case: str, tmp_path: Path, monkeypatch) -> None:
+def test_available_memory_respects_own_cgroup_limits(case: str, tmp_path: Path, monkeypatch) -> None:
     membership, folder, mib, expected = LIMITS[case]
     monkeypatch.setattr(files, "CGROUP", tmp_path)
     monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")

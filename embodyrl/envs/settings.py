@@ -74,7 +74,7 @@ class EnvSettings(Settings):
     eval: EnvSplit = EnvSplit()
 
     program_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys whose value `owner/name@revision` is a repository of the hub with a program that the environment runs."""
+    """Keys that accept a Hugging Face repository (`owner/name@revision`) whose code the environment executes."""
 
     # Private: derived from the command, not a key.
     _played: tuple[str, ...] = PrivateAttr(("train", "eval"))

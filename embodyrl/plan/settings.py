@@ -35,7 +35,8 @@ class LoggerSettings(Settings):
     project_name: Name = "embodyrl"
     """Project name for hosted loggers."""
     offline: bool = False
-    """Hosted loggers write local files and do not contact a server (wandb, swanlab, mlflow; trackio always does)."""
+    """Hosted loggers (wandb, swanlab, mlflow) write local files and contact no server. trackio always writes local
+    files."""
 
 
 class RunnerSettings(Settings):

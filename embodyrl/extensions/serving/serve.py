@@ -90,9 +90,8 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     """
     if cfg.reads_rows:
         raise ConfigError(
-            f"env.env_type={cfg.env.env_type} verifies text, but model '{cfg.model.model_type}' generates no "
-            f"text: choose "
-            "another env, or the model of a run with text."
+            f"env.env_type={cfg.env.env_type} needs a language model, but model '{cfg.model.model_type}' generates no "
+            "text. Choose another env or a text model, for example model=causal_lm."
         )
     chunk, observed = cfg.model.num_action_chunks, cfg.model.reads_committed
     # The client decides how much of its previous chunk is left.

@@ -76,7 +76,9 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     if strange:
-        raise CheckpointError(f"{where}: {strange} is not supported; use a plain LoRA adapter with one rank.")
+        raise CheckpointError(
+            f"{where}: {strange} is not supported. Use a plain LoRA adapter with the same rank in all modules."
+        )
     return spec
 
 

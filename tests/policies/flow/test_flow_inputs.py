@@ -49,7 +49,7 @@ def test_image_padding_is_left_and_top():
     assert (pad_left_top(frames(40, 20), 32)[..., :16] == -1).all()
 
 
-def test_left_top_frames_match_bilinear_interpolation():
+def test_left_top_padding_resizes_bilinearly():
     """Scaled by two: the second output pixel is a quarter of the distance between the first two input pixels."""
     given = frames(4, 4, 1)
     row = (pad_left_top(given, 8)[0, 0, 0] + 1) * 127.5

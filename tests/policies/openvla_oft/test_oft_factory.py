@@ -81,7 +81,7 @@ def test_each_invalid_openvla_setting_gives_one_error_line(checkpoint, config, p
     ("word", "meant"),
     [("action_normalization=bound", "bounds"), ("action_head=L1", "l1"), ("image_pipeline=oficial", "official")],
 )
-def test_schema_lists_the_choices(word, meant):
+def test_misspelled_option_value_suggests_a_valid_value(word, meant):
     with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
         load_config("train", ["model=openvla_oft_tiny", f"model.{word}"])
 

@@ -262,7 +262,9 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
         parts = {part: {name: entry[part][name] for name in _TOLD} for part in _OWN_PARTS if part in entry}
         return {_OWN_PARTS[part]: to_statistics(row, f"{path}: {_OWN_PARTS[part]}") for part, row in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({reason_of(error)}); `embodyrl sft` writes it.") from error
+        raise CheckpointError(
+            f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
+        ) from error
 
 
 def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
