@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Reject requests with an Origin header: a web page could send requests on behalf of the user."""
         if self.headers.get("Origin") is None:
             return False
-        self._fail(ApiError(403, "Requests of browser pages are rejected."))
+        self._fail(ApiError(403, "Requests from web pages are rejected."))
         return True
 
     def _body(self) -> bytes:

@@ -99,7 +99,9 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
         (entry,) = read_json(path).values()
         low, high = (np.array(entry[part][name], np.float32) for name in ("q01", "q99"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: {part} is malformed ({reason_of(error)}); `embodyrl sft` writes it.") from error
+        raise CheckpointError(
+            f"{path}: {part} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
+        ) from error
     ends = {name: entry[part][name] for name in ("min", "max") if name in entry[part]}
     check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
     if low.shape != (size,):
