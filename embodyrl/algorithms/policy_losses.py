@@ -99,7 +99,7 @@ def action_weights(
         episode: [B] episode of each sample.
         valid: [B, K] executed actions; at least one per sample.
         level: unit of the probability ratio.
-        longest_episode: chunks of an episode at its time limit, for seq-mean-token-sum-norm.
+        longest_episode: number of chunks of an episode at its time limit, for seq-mean-token-sum-norm.
 
     Returns:
         [B, K] float32, 0 where not valid.

@@ -35,7 +35,7 @@ class Scores:
 class LossWeights:
     """Weights of n samples over one whole optimizer step of all ranks.
 
-    Micro-batch losses add up to the global aggregate for every split.
+    Losses of micro-batches add up to the same total loss for every split into micro-batches.
     """
 
     policy: FloatArray
@@ -150,7 +150,7 @@ class Units:
     """Tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1], each with one probability ratio (`logprob_type`)."""
 
     logprob: torch.Tensor
-    """0 where not valid, like `old_logprob`."""
+    """Log-probabilities of the units under the trained policy; 0 where not valid."""
     old_logprob: torch.Tensor
     advantage: torch.Tensor
     """[B, K, 1] or [B, 1, 1]; broadcasts over the last axis."""

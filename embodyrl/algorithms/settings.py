@@ -139,7 +139,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return True if terminated episodes need a final observation, as a relabelled goal may not end the episode."""
+        """Return True if terminated episodes need a final observation: with a relabelled goal they may continue."""
         return False
 
     def problems(self) -> Iterator[str]:

@@ -89,7 +89,7 @@ class ReturnScale:
         self._gamma = gamma
         self._count, self._mean, self._spread = 0.0, 0.0, 0.0
         self._cut: dict[EpisodeSpec, float] = {}
-        """Partial sums of episodes that continue in the next step, by the spec of their start."""
+        """Partial returns of cut episodes that continue in the next training step, by episode spec."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Update the statistics with these episodes and return the episodes with divided rewards."""
@@ -155,13 +155,13 @@ def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
 
 
 Outcomes = dict[str, list[float]]
-"""Discounted numbers of successes and of episodes, by name of a task or reset id."""
+"""Decayed counts [successes, episodes] by task id or reset id."""
 _MEMORY = 0.5
-"""Decay of a task's outcomes each time the task is sampled again."""
+"""Factor on the earlier counts of a task (or reset id) in each step that samples it."""
 
 
 def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
-    """Add the outcomes of a step's episodes to `seen`."""
+    """Add the successes and episodes of a training step to the counts `seen`, after decaying earlier counts."""
     now: Outcomes = {}
     for episode in (e for e in episodes if not e.cut):  # the outcome of a cut episode is unknown
         found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
@@ -174,7 +174,7 @@ def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool)
 
 
 def openness(seen: Outcomes, name: int) -> float:
-    """Return 4 p (1 - p), p = (successes + 1) / (episodes + 2): the expected signal of a group."""
+    """Return 4 p (1 - p) for the success rate p = (successes + 1) / (episodes + 2): normalized success variance."""
     won, played = seen.get(str(name), (0.0, 0.0))
     p = (won + 1) / (played + 2)
     return 4 * p * (1 - p)

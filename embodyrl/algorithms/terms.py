@@ -44,17 +44,17 @@ def value_loss(
 
 
 def k1(gap: Any) -> Any:
-    """Return d: unbiased, with a large variance; its expected gradient is 0."""
+    """Return `gap` d: an unbiased estimate with a large variance, whose expected gradient is 0."""
     return gap
 
 
 def absolute(gap: Any) -> Any:
-    """Return |d|."""
+    """Return the absolute value |d| of `gap` d: a biased estimate."""
     return abs(gap)
 
 
 def k2(gap: Any) -> Any:
-    """Return d^2 / 2: biased, but its gradient equals the gradient of the true KL."""
+    """Return d^2 / 2 of `gap` d: a biased estimate whose expected gradient equals that of the true KL."""
     return 0.5 * gap**2
 
 

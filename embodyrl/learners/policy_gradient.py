@@ -27,7 +27,7 @@ _Taken = tuple[dict[str, float], list[Measured]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proximal:
-    """Denominator of the ratio and correction factors, aligned with a batch."""
+    """Log-probabilities in the denominator of the ratio, and correction factors, for each sample of a batch."""
 
     logprob: torch.Tensor
     """[B, L] log-probabilities of the old policy."""
@@ -40,7 +40,7 @@ class _Part:
     """A micro-batch of B samples."""
 
     seen: IntArray | Observation
-    """Observations, or their records [B]; images are read on demand."""
+    """Observations, or indices [B] of the records from which observations are read on demand."""
     tokens: IntArray
     """[B, L] sampled tokens."""
     inputs: LossInputs
@@ -48,7 +48,7 @@ class _Part:
 
 
 class PolicyGradientLearner(Learner):
-    """Learner of a training rank whose policy the rollout worker shares."""
+    """Learner of policy-gradient algorithms in one training rank."""
 
     def __init__(self, context: LearnerContext) -> None:
         self._trainer = trainer = context.trainer
@@ -102,7 +102,7 @@ class PolicyGradientLearner(Learner):
         return result | {"memory_gib": peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
-        """Save a moving reference policy below a checkpoint's folder."""
+        """Save the reference policy below a checkpoint's folder if it changes during training."""
         if self._reference is not None and self._rules.reference_interval:
             (folder / _REFERENCE).mkdir()
             self._reference.save(folder / _REFERENCE)
@@ -158,7 +158,7 @@ class PolicyGradientLearner(Learner):
         return result
 
     def _measured(self, taken: list[_Taken]) -> list[dict[str, float]]:
-        """Return the metrics of optimizer steps."""
+        """Return the metrics of each optimizer step, merged over micro-batches and ranks."""
         parts = iter(metrics_of([one for _, said in taken for one in said]))
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 

@@ -38,7 +38,7 @@ class Learner(Protocol):
     """Base class of the update of a policy in one actor rank.
 
     `AdvantageEstimator.learner` or `learner` of an objective is the name of a class that is called with a
-    `LearnerContext`. Subclasses inherit methods without effect.
+    `LearnerContext`. Methods that a subclass does not override do nothing.
     """
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:

@@ -28,7 +28,7 @@ class Ranks(Protocol):
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return the parts of all ranks; collective."""
+        """Gather the metrics of all ranks: return the concatenated lists on every rank; collective."""
         ...
 
     def total(self, own: torch.Tensor) -> torch.Tensor:

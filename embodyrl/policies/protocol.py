@@ -158,7 +158,7 @@ class SoftActor(Policy, Protocol):
     """Interface of a policy for soft actor-critic: reparameterised samples with gradients, and critics."""
 
     encoder: Sequence[nn.Parameter]
-    """Weights below `features` that the critics train; empty: no weights."""
+    """Weights of the encoder in `features` that the critic loss trains; empty: no weights."""
     width: int
     """L: number of sampled values per chunk."""
     frozen: bool
@@ -173,13 +173,13 @@ class SoftActor(Policy, Protocol):
         ...
 
     def chosen(self, tokens: IntArray) -> torch.Tensor:
-        """Return chunks [B, L], within -1..1, of tokens of `act`; repeated corrections are expanded."""
+        """Convert tokens from `act` to chunks [B, L] within -1..1; a correction for a whole chunk is repeated."""
         ...
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
         """Convert actions [B, K, A] in the units of `act` to normalised chunks [B, L], as returned by `chosen`.
 
-        `obs` are the observations, for a `frozen` policy, whose corrections of distant actions exceed -1..1.
+        `obs`: the observations, required by a `frozen` policy; its corrections towards distant actions exceed -1..1.
         """
         ...
 
@@ -219,7 +219,7 @@ class PolicyFactory(Protocol):
         ...
 
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate size, memory and work of the policy that `spec` describes, without importing torch. Optional."""
+        """Estimate parameters, memory and FLOPs of the policy without importing torch or building it. Optional."""
         ...
 
 

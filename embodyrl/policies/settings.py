@@ -8,8 +8,8 @@ from embodyrl.config.settings import Count, Path, Settings
 from embodyrl.config.shared import Precision
 
 WARMUP_STEPS = 10
-"""Default warm-up of RL: Adam's first steps have the size of the learning rate for any gradient, which changes the
-log-probability of a chunk, a sum over all its numbers and steps, far beyond any clip."""
+"""Default number of warm-up steps in RL. Adam's first steps have the size of the learning rate for any gradient.
+Without warm-up they change a chunk's log-probability, a sum over all elements and steps, far beyond the clip range."""
 
 
 class ModelSettings(Settings):

@@ -31,7 +31,9 @@ class ActFactory(LeRobotFactory):
         return []
 
     def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the policy's config (see `LeRobotFactory`); for temporal ensembling, an action is a whole chunk.
+        """Return the policy's config and the keys of config.json (see `LeRobotFactory.plan`).
+
+        With temporal ensembling, one action of the environment is a whole chunk of H actions.
 
         Raises:
             ConfigError: the environment's actions are not chunks of this policy.
@@ -61,7 +63,7 @@ class ActFactory(LeRobotFactory):
         return replace(spec, doubts=(*spec.doubts, doubt))
 
     def features(self, config: ActConfig) -> int:
-        """Return the number of features: the width of the mean encoder output."""
+        """Return F, the width of the encoder output averaged over its tokens."""
         return config.dim_model
 
     def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
@@ -69,7 +71,7 @@ class ActFactory(LeRobotFactory):
         return config.latent_dim
 
     def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
-        """Return the record of a chunk, which contains the executed actions."""
+        """Return the token layout of a sampled chunk: the executed actions."""
         return ChunkRecord.chain(chunk_shape(config), 0)
 
     def passes(self, cfg: ActSettings, config: ActConfig) -> int:

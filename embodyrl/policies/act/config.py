@@ -43,7 +43,7 @@ class ActConfig(LeRobotConfig):
         return self.chunk_size
 
     def wrong(self) -> str | None:
-        """Return an error of the config, or None."""
+        """Return a description of the first config error, or None."""
         if self.n_obs_steps != 1:
             return f"n_obs_steps={self.n_obs_steps}, and ACT reads one observation"
         if self.temporal_ensemble_coeff is not None and self.n_action_steps > 1:

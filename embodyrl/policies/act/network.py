@@ -1,4 +1,4 @@
-"""The action chunking transformer (ACT, arXiv 2304.13705), with LeRobot's names of weights."""
+"""The action chunking transformer (ACT, arXiv 2304.13705), with LeRobot's weight names."""
 
 import math
 from collections.abc import Callable
@@ -21,25 +21,25 @@ PLACE_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Encoder tokens of B observations, without the latent's token."""
+    """Encoder inputs of B observations: N tokens, the first of which is the latent (added later)."""
 
     content: Tensor
-    """[N - 1, B, D] token contents."""
+    """[N - 1, B, D] token embeddings, without the latent token."""
     places: Tensor
-    """[N, 1, D] positions, beginning with the position of the latent."""
+    """[N, 1, D] position embeddings, including the latent token."""
 
 
 class Decoded(NamedTuple):
-    """Output of the decoder."""
+    """Outputs of the decoder for one chunk per observation."""
 
     hidden: Tensor
-    """[H, B, D] output of the decoder."""
+    """[H, B, D] hidden states of the action queries."""
     actions: Tensor
     """[B, H, A] normalized actions."""
 
 
 class Posterior(NamedTuple):
-    """Gaussian of the latent, given the actions."""
+    """Gaussian posterior of the VAE latent, given the actions."""
 
     mean: Tensor
     """[B, Z] mean."""
@@ -132,7 +132,7 @@ class DecoderLayer(_FeedForward):
 
 
 class Decoder(nn.Module):
-    """Decoder layers and a norm."""
+    """Decoder layers and a final norm."""
 
     def __init__(self, config: ActConfig) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Act(nn.Module):
         return Decoded(hidden, self.action_head(hidden.transpose(0, 1)))
 
     def posterior(self, inputs: Inputs, actions: Tensor, padding: Tensor) -> Posterior:
-        """Return the latent's distribution for normalized actions [B, H, A]; `padding` [B, H] marks repetitions."""
+        """Return the latent's posterior for normalized actions [B, H, A]; `padding` [B, H] marks padded actions."""
         parts = [self.vae_encoder_cls_embed.weight[None].expand(len(actions), -1, -1)]
         if inputs.state is not None:
             parts.append(self.vae_encoder_robot_state_input_proj(inputs.state[:, :1]))
@@ -221,14 +221,17 @@ class Act(nn.Module):
 
 
 def place_table(count: int, width: int) -> Tensor:
-    """Return sinusoidal positions [count, D] (arXiv 1706.03762): sines at even, cosines at odd indices."""
+    """Return sinusoidal position embeddings [count, D] (arXiv 1706.03762): sines at even, cosines at odd indices."""
     index = torch.arange(width, dtype=torch.float64)
     angle = torch.arange(count, dtype=torch.float64)[:, None] / TEMPERATURE ** (2 * (index // 2) / width)
     return torch.where(index % 2 == 0, angle.sin(), angle.cos()).float()
 
 
 def grid_places(grid: Tensor, half: int) -> Tensor:
-    """Return positions [1, 2 half, H, W] of a feature map [B, C, H, W], rows first (DETR, arXiv 2005.12872)."""
+    """Return position embeddings [1, 2 half, H, W] of a feature map [B, C, H, W] (DETR, arXiv 2005.12872).
+
+    The first half of the channels encodes rows, the second half columns.
+    """
     height, width = grid.shape[2:]
     device = grid.device
     rows, columns = (

@@ -32,7 +32,7 @@ class ActPolicy(LeRobotPolicy):
         return replace(out, actions=out.actions.reshape(len(obs), 1, -1))
 
     def _executed(self, chunk: Tensor) -> Tensor:
-        """Return the executed actions of chunks [B, H, A]; with temporal ensembling all rows."""
+        """Return the executed actions of chunks [B, H, A]; with temporal ensembling, all H actions."""
         return chunk if self._cfg.temporal_ensemble else super()._executed(chunk)
 
     @property
@@ -49,7 +49,7 @@ class ActPolicy(LeRobotPolicy):
         return torch.zeros(count, self._config.latent_dim, device=self._device)
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Return the executed actions of the chunk."""
+        """Return the executed actions of the chunk decoded from a zero latent."""
         return self._executed(self._network.decode(*read.model).actions)
 
     def _around(self, read: Read, temperature: float) -> Transition:
@@ -64,18 +64,18 @@ class ActPolicy(LeRobotPolicy):
         return Chosen(state=rows, tokens=tokens, logprob=spread.log_prob(rows))
 
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of sampled rows."""
+        """Return log-probability and entropy of sampled actions, both [B, K, A]."""
         spread = self._around(read, self._temperature)
         rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(spread.mean)
         return spread.log_prob(rows), spread.entropy()
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H, A]: mean distance, and `kl_weight` times the latent's KL divergence.
+        """Return the loss of actions [B, H, A]: mean absolute error, and `kl_weight` times the latent's KL.
 
-        Rows with `padding` [B, H] are ignored.
+        Actions marked in `padding` [B, H] are ignored.
 
-        Without gradients the latent is zero as in acting, there is no KL, and `error` is the mean distance of the
-        executed rows in the environment's units.
+        Without gradients the latent is zero as in acting, there is no KL, and `error` is the mean absolute
+        error of the executed actions in the environment's units.
         """
         target, padded = self._from_actions(actions), on_device(padding, self._device)
         if not (torch.is_grad_enabled() and self._config.use_vae):
@@ -90,9 +90,9 @@ class ActPolicy(LeRobotPolicy):
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
 
     def loss(self, obs: Observation, target: Tensor, padding: Tensor) -> Tensor:
-        """Return the training loss [B] of normalized chunks [B, H, A]; rows with `padding` [B, H] are ignored.
+        """Return the training loss [B] of normalized chunks [B, H, A]; actions marked in `padding` [B, H] are ignored.
 
-        The mean is over all numbers of a chunk, padding included (LeRobot 0.4).
+        The sum is divided by H A, padding included (LeRobot 0.4).
         """
         network, inputs = self._network, self._inputs(obs)
         tokens, latent = network.read(inputs), self._no_latent(len(obs))

@@ -1,4 +1,4 @@
-"""Critics of features and actions, evaluated with one matrix product per layer."""
+"""Ensemble of critics Q(features, actions), evaluated with one batched matrix product per layer."""
 
 from itertools import pairwise
 
@@ -8,13 +8,13 @@ from torch.nn import functional
 
 
 class Critics(nn.Module):
-    """`count` independent critics: features [B, F] and chunks [B, L] to values [count, B]."""
+    """Ensemble of `count` critics: map features [B, F] and action chunks [B, L] to Q values [count, B]."""
 
     def __init__(self, count: int, widths: tuple[int, ...], generator: torch.Generator, *, layer_norm: bool) -> None:
         """Initialise the critics.
 
-        `widths`: inputs F + L, then those of the hidden layers. Layer normalisation as in arXiv 2302.02948, without a
-        learned scale and shift.
+        `widths`: input width F + L, then widths of the hidden layers. Layer normalisation follows arXiv 2302.02948,
+        without a learned scale and shift.
         """
         super().__init__()
         self._normalised = layer_norm
@@ -25,7 +25,7 @@ class Critics(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(count, 1, b) for _, _, b in shapes)
 
     def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """Return the values [count, B]."""
+        """Return the Q values [count, B]."""
         x = torch.cat([features, actions], 1).expand(len(self.weights[0]), -1, -1)
         last = len(self.weights) - 1
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):

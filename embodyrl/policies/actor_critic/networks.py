@@ -1,6 +1,7 @@
 """Networks of the policy: linear layers, and action distributions (categorical per action dimension, or Gaussian).
 
-Both heads use choices [B, K, A]: category ids (int64), or real numbers x where -1..1 spans a bounded dimension.
+Raw samples of a head, the `choice` [B, K, A], are category ids (int64), or real numbers where -1..1 spans the range
+of a bounded action dimension.
 """
 
 import math
@@ -20,7 +21,7 @@ from embodyrl.types import FloatArray, IntArray
 
 _WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
-"""Logit of padding, whose probability is exactly 0 while 0 * -1e9 is finite."""
+"""Logit of padded categories: their probability is exactly 0, and 0 * -1e9 is finite."""
 
 
 class Stack(nn.Sequential):
@@ -37,7 +38,7 @@ class Stack(nn.Sequential):
 
 
 def stacked(x: Tensor, *stacks: Stack) -> Sequence[Tensor]:
-    """Return the outputs [B, out] of stacks of one depth and activation for x [B, in]."""
+    """Return the output [B, out] of each `Stack` for the same x [B, in]; all have the same depth and activation."""
     weights = [weight for stack in stacks for weight in stack.parameters()]
     activation, depth = stacks[0].activation, len(stacks[0])
     plain = x.device.type == "cpu" and x.dtype == weights[0].dtype == torch.float32
@@ -61,7 +62,7 @@ def _activate(x: Tensor, activation: str) -> Tensor:
 
 
 class _Stacks(torch.autograd.Function):
-    """Several `Stack`s of one depth on the same input; `weights`: weight and bias of each layer of each stack."""
+    """Autograd function of `stacked`; `weights`: weight and bias of each layer of each stack."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, depth: int, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -107,7 +108,7 @@ class CategoricalHead(nn.Module):
         super().__init__()
         widest = max(sizes)
         self._even = (len(sizes), widest) if min(sizes) == widest else None
-        """Dimensions and number of categories, if all dimensions have the same number."""
+        """(number of dimensions, categories per dimension) if all dimensions have the same number of categories."""
         starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
         column = torch.arange(widest)
         padding = column[None] >= torch.tensor(sizes)[:, None]
@@ -115,7 +116,7 @@ class CategoricalHead(nn.Module):
         self.register_buffer("_padding", padding, persistent=False)
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample by the inverse CDF of uniforms [B, K, A], or take the most probable; outputs [B, K, O]."""
+        """Sample category ids [B, K, A] from outputs [B, K, O] with uniform noise [B, K, A]; None: greedy."""
         logits = self._logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
@@ -124,27 +125,27 @@ class CategoricalHead(nn.Module):
         return drawn if self._even else drawn.minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probability (density) and entropy of choices, all [B, K, A]."""
+        """Return log-probability and entropy of category ids, all [B, K, A]."""
         return categorical_scores(self._logits(outputs, temperature), choice)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
-        """Store choices [B, K, A] as tokens [B, L]."""
+        """Flatten category ids [B, K, A] to tokens [B, L], L = K A."""
         return choice.flatten(1).cpu().numpy()
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Convert tokens [B, L] back to choices [B, L], bit by bit."""
+        """Return category ids [B, L]; tokens are the ids."""
         return tokens
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Convert choices to actions, both [B, K, A]."""
+        """Convert category ids to actions, both [B, K, A]."""
         return choice.astype(np.float32)
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to choices, both [B, K, A]."""
+        """Convert actions to category ids, both [B, K, A]."""
         return np.rint(actions).astype(np.int64)
 
     def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
-        """Return logits [B, K, A, widest]."""
+        """Return logits [B, K, A, C]; C: largest number of categories of a dimension."""
         outputs = outputs if temperature == 1.0 else outputs / temperature
         if self._even:  # no padding needed
             return outputs.view(*outputs.shape[:-1], *self._even)
@@ -152,15 +153,15 @@ class CategoricalHead(nn.Module):
 
 
 class GaussianHead(nn.Module):
-    """Independent Gaussians whose standard deviation per dimension is independent of the observation.
+    """Diagonal Gaussian over actions; its standard deviation [A] does not depend on the observation.
 
-    Same interface as `CategoricalHead`. Temperature multiplies the standard deviation. Choices are unbounded: the
-    environment clips the action. A token is the bit pattern of a float32, so that scores are those of the exact
-    samples.
+    Same interface as `CategoricalHead`. Temperature multiplies the standard deviation. Samples are unbounded: the
+    environment clips the action. A token is the bit pattern of a float32 sample, so that log-probabilities are those
+    of the exact samples.
 
     With a correlation r the noise of a chunk is autoregressive, e_k = r e_(k-1) + sqrt(1 - r^2) n_k (Korenkevych et
     al., arXiv 1903.11524, order 1): it has the same deviation as n, but its sum over K actions does not average out.
-    The score of an action is conditioned on the previous action, so that the chunk's log-probability is the sum.
+    An action's log-probability is conditioned on the previous action; the chunk's log-probability is the sum.
     """
 
     def __init__(
@@ -175,11 +176,11 @@ class GaussianHead(nn.Module):
         self._centre, self._half = np.asarray(spans, np.float32).T
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean [B, K, A] (the outputs) and the logarithm of the deviation, which broadcasts."""
+        """Return the mean [B, K, A], equal to the outputs, and the log standard deviation [A]."""
         return outputs, self.log_std
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample by the inverse CDF of uniforms [B, K, A], or take the mean."""
+        """Sample raw actions [B, K, A] by the inverse CDF of uniform noise [B, K, A]; None: the mean."""
         mean, log_std = self.spread(outputs)
         if noise is None:
             return mean
@@ -187,7 +188,7 @@ class GaussianHead(nn.Module):
         return mean + deviation * self._linked(standard_normal(noise))
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log density and the entropy of actions, all [B, K, A]."""
+        """Return the log density and the entropy of raw samples, all [B, K, A]."""
         mean, log_std = self.spread(outputs)
         log_std = log_std if temperature == 1.0 else log_std + math.log(temperature)
         if not self._correlation and not choice.requires_grad and torch.is_grad_enabled():
@@ -200,7 +201,7 @@ class GaussianHead(nn.Module):
         return _density(distance, log_std)
 
     def _linked(self, noise: Tensor) -> Tensor:
-        """Return normal noise [B, K, A] whose actions are correlated within each chunk."""
+        """Return autoregressive noise from normal noise [B, K, A]: consecutive actions of a chunk are correlated."""
         if not self._correlation:
             return noise
         steps = [noise[:, 0]]
@@ -209,15 +210,15 @@ class GaussianHead(nn.Module):
         return torch.stack(steps, 1)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
-        """Store choices [B, K, A] as tokens [B, L], the bit patterns of float32."""
+        """Convert raw samples [B, K, A] to tokens [B, L], the bit patterns of float32."""
         return choice.flatten(1).cpu().numpy().astype(np.float32, copy=False).view(np.int32).astype(np.int64)
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Convert tokens [B, L] back to choices [B, L], bit by bit."""
+        """Convert tokens [B, L] back to raw samples [B, L] without rounding."""
         return tokens.astype(np.int32).view(np.float32)
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Convert choices to actions, both [B, K, A]: -1..1 spans the bounds."""
+        """Scale raw samples to actions, both [B, K, A]: -1..1 spans the bounds."""
         return self._centre + self._half * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
@@ -226,7 +227,7 @@ class GaussianHead(nn.Module):
 
 
 def _density(distance: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log density and entropy [B, K, A] at `distance` deviations from the mean; `log_std` broadcasts."""
+    """Return log density and entropy [B, K, A] at `distance` standard deviations from the mean."""
     logprob = torch.addcmul(-log_std - _LOG_ROOT, distance, distance, value=-0.5)
     return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
 
@@ -257,8 +258,9 @@ class _Density(torch.autograd.Function):
 class SquashedHead(GaussianHead):
     """Tanh of independent Gaussians whose mean and deviation depend on the observation.
 
-    Outputs are [B, K, 2A], means and logarithms of deviations. A choice is the Gaussian's sample; its tanh is scored
-    (arXiv 1812.05905, appendix C). Actions stay within their bounds; unbounded dimensions within -1..1.
+    Outputs [B, K, 2A] are means and log standard deviations. The raw sample is the Gaussian's, before tanh;
+    log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, or within
+    -1..1 for unbounded dimensions.
     """
 
     def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
@@ -267,12 +269,12 @@ class SquashedHead(GaussianHead):
         del self.log_std
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and logarithm of the deviation, both [B, K, A]."""
+        """Return mean and log standard deviation, both [B, K, A]."""
         mean, log_std = outputs.chunk(2, -1)
         return mean, log_std.clamp(-20.0, 2.0)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log density of tanh(choices) and a single-sample estimate of the entropy [B, K, A]."""
+        """Return the log density of tanh(choice) and a single-sample estimate of the entropy [B, K, A]."""
         logprob, _ = super().score(outputs, choice, temperature)
         # log(1 - tanh(u)^2) in a form that does not round to log(0).
         logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
@@ -290,11 +292,11 @@ class SquashedHead(GaussianHead):
         return super().to_actions(np.tanh(choice))
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to choices, both [B, K, A]; actions at the bounds are moved inside, where atanh is finite."""
+        """Convert actions to raw samples, both [B, K, A]; actions at the bounds are moved inside (finite atanh)."""
         return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
 
     def normalise(self, actions: FloatArray) -> FloatArray:
-        """Scale actions [B, K, A] to -1..1 of their bounds."""
+        """Scale actions [B, K, A] from their bounds to -1..1."""
         return super().from_actions(actions).clip(-1.0, 1.0)
 
 

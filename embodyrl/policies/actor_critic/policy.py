@@ -63,15 +63,15 @@ class ActorCritic(nn.Module):
         return torch.cat([self.encoder(pixels.contiguous(memory_format=torch.channels_last)), state], dim=1)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Return outputs [B, K, O] for the head."""
+        """Return the inputs [B, K, O] of the action head."""
         return self.policy(features).view(-1, self.shape.num_actions, self.shape.outputs)
 
     def value(self, features: Tensor) -> Tensor:
-        """Return values [B, V]."""
+        """Return value estimates [B, V]."""
         return features[:, :0] if self.value_head is None else self.value_head(features)
 
     def both(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `outputs` and `value`."""
+        """Return the results of `outputs` and `value`, computed together."""
         if self.value_head is None:
             return self.outputs(features), self.value(features)
         outputs, value = stacked(features, self.policy, self.value_head)
@@ -131,7 +131,7 @@ class ActorCriticPolicy:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Sample a chunk for each observation (see `Policy.act`).
 
-        Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `heads.GaussianHead`).
+        Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `networks.GaussianHead`).
         """
         outputs, value = self._net.both(self.features(obs))
         scale = temperature or self._temperature
@@ -213,7 +213,7 @@ class ActorCriticPolicy:
         fill_weights(self._net.state_dict(), folder / WEIGHTS_FILE, optional=(f"{VALUE_HEAD}.",), fix=fix)
 
     def features(self, obs: Observation) -> Tensor:
-        """Return the inputs of the networks [B, F], with gradients."""
+        """Return features [B, F] of observations, the inputs of policy and value network, with gradients."""
         shape, state = self._shape, on_device(np.ascontiguousarray(obs.state), self._device)
         if not shape.num_images:
             return self._net.features(None, state)

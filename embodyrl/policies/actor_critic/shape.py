@@ -34,12 +34,12 @@ class NetShape:
     """Number of categories of each action dimension; empty for `box`."""
     low: tuple[float | None, ...]
     high: tuple[float | None, ...]
-    """Bounds of each action dimension; None: unbounded. Empty for discrete actions."""
+    """Upper bound of each action dimension (`low`: lower bound); None: unbounded. Empty for discrete actions."""
     num_actions: int
-    """K: number of actions."""
+    """K: number of actions per chunk."""
     hidden: tuple[int, ...]
     value_dim: int
-    """V: number of values."""
+    """V: number of value outputs."""
     activation: str = "tanh"
     """Activation of the hidden layers: tanh or relu."""
     normalized: bool = False

@@ -85,7 +85,7 @@ class CausalLMFactory:
         )
 
     def costs(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate size, memory and work from config.json and the headers of the weight files."""
+        """Estimate parameters, memory and FLOPs from config.json and the headers of the weight files."""
         folder = self._folder(cfg)
         size, shown = read_sizes(folder), len(env.cameras.names) if self.sees else 0
         tokens = cfg.num_action_chunks
@@ -151,7 +151,7 @@ class CausalLMFactory:
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
-    """Return the number of fully trained parameters next to adapters, for embeddings and output matrix."""
+    """Return the number of parameters of embeddings and output matrix that are fully trained next to adapters."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 

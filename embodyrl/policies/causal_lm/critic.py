@@ -21,7 +21,7 @@ class WithCritic:
     """
 
     def __init__(self, policy: Policy, critic: Policy, path: str) -> None:
-        """Combine both models.
+        """Combine a policy with a critic loaded from `path`.
 
         Raises:
             ConfigError: the critic of `path` has another tokenizer.

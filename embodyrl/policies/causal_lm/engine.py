@@ -21,7 +21,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
-"""Cache size of the CPU build; on a GPU the run plan sets vLLM's share of memory."""
+"""Size of the KV cache in vLLM's CPU build; on a GPU the run plan sets vLLM's share of memory."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
 
 
 class VllmEngine:
-    """One vLLM engine with the weights of a module."""
+    """vLLM engine in this process, with the weights of the policy's module."""
 
     tempered = True
     """True if log-probabilities include the temperature."""
@@ -138,10 +138,10 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Return tokens (-1 after the end) and log-probabilities [B, limit], and filled `no_best`.
+        """Return tokens (-1 after the end) and log-probabilities, both [B, limit], and the top tokens (see `no_best`).
 
-        Each reply's seed is derived from its noise; on a GPU only in deterministic mode, because vLLM samples them
-        one by one.
+        Each reply's seed is derived from its noise; on a GPU only in deterministic mode, because vLLM samples
+        seeded replies one by one.
         """
         seeds: list[int | None] = [None] * len(prompts)
         if noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()):

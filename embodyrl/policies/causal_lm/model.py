@@ -56,7 +56,7 @@ def _without_warnings() -> Iterator[None]:
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), or (model, processor) of a vision-language model, without running code of the folder.
 
-    With a `seed` the folder has no weights; they are initialised randomly.
+    With a `seed`, weights are initialised randomly: the folder contains none.
 
     Raises:
         CheckpointError: the folder has no such model, or a file is damaged.
@@ -209,7 +209,7 @@ class LanguageModel(nn.Module):
     def hidden(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
     ) -> Tensor:
-        """Return the last hidden states [B, T, D] of a model whose head is last."""
+        """Return the last hidden states [B, T, D]; only for models with `head_is_last`."""
         out = self._whole.base_model(
             input_ids=ids,
             attention_mask=mask,
@@ -231,7 +231,10 @@ class LanguageModel(nn.Module):
         plain: bool,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return scores (see `scores_of`) and values of the last `count` tokens; `plain`: see `head_is_last`."""
+        """Return log-probability, entropy, greedy match (see `scores_of`) and value of the last `count` tokens.
+
+        `plain`: True if `head_is_last`; the logits of long replies are then computed in chunks.
+        """
         said = ids[:, -count:]
         if plain and said.numel() * self.vocabulary > CHUNK_LOGITS:
             hidden = self.hidden(ids, mask, positions, None, **image_inputs)[:, -count - 1 : -1]
@@ -242,9 +245,10 @@ class LanguageModel(nn.Module):
     def scores_of_hidden(
         self, hidden: Tensor, said: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return `scores_of` tokens [B, n], and their values, from the hidden states [B, n, D] that predict them.
+        """Return log-probability, entropy, greedy match (see `scores_of`) and value of tokens `said` [B, n].
 
-        At most `CHUNK_LOGITS` logits are stored; in several chunks they are computed again in the backward pass.
+        `hidden` [B, n, D] are the states that predict the tokens. At most `CHUNK_LOGITS` logits are stored; with
+        several chunks, logits are recomputed in the backward pass.
         """
         head = self.lm.get_output_embeddings()
         if said.numel() * self.vocabulary <= CHUNK_LOGITS:
@@ -271,7 +275,7 @@ class LanguageModel(nn.Module):
 
 
 class _Scores(torch.autograd.Function):
-    """`scores_of` logits [..., V] as one autograd node: separate nodes would keep tensors of an unused entropy."""
+    """Autograd function of `scores_of`: separate operations would store tensors even for an unused entropy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,7 +298,7 @@ class _Scores(torch.autograd.Function):
 
 
 def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and greedy match of tokens [...] for logits [..., V], in float32."""
+    """Return log-probability, entropy and greedy match (token is the argmax) of tokens [...] for logits [..., V]."""
     return _Scores.apply(logits, said, temperature)
 
 

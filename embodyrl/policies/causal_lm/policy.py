@@ -135,7 +135,7 @@ class CausalLMPolicy:
     def _ask_engine(
         self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, log-probabilities, values [B, K] and `best` from the engine, or from the module."""
+        """Generate with the engine, or the module; return tokens, log-probabilities, values [B, K] and top tokens."""
         if self._engine is None:
             self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
@@ -188,7 +188,7 @@ class CausalLMPolicy:
     def _generate(
         self, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, log-probabilities and values, all [B, K], and `best` (`no_best`)."""
+        """Return tokens, log-probabilities and values, all [B, K], and the top tokens (see `no_best`)."""
         # In deterministic mode every row is computed in the shape of the whole batch: kernels may sum in another order
         # for other shapes.
         exact = torch.are_deterministic_algorithms_enabled()

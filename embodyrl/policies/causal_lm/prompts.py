@@ -21,12 +21,12 @@ _REPLY = "0x0"
 
 
 class Prompt(list[int]):
-    """Token ids, with additional tensors of the processor."""
+    """Token ids of one prompt, with the processor's additional tensors, such as images."""
 
     def __init__(self, ids: Sequence[int], image_inputs: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)
         self.image_inputs = image_inputs or {}
-        """Tensors of images, and [1, T] types of the tokens (`..._type_ids`)."""
+        """Image tensors by argument name of the model, and token types [1, T] (`..._type_ids`)."""
 
 
 class Reader:
@@ -35,7 +35,8 @@ class Reader:
     def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
         """Set up the reader from a tokenizer, or the processor of a vision-language model.
 
-        `first` is the only token of an otherwise empty prompt; `pixels`: image tensors of one observation.
+        `first`: the only token of an otherwise empty prompt. `pixels`: number of image values per observation, which
+        limits the cache.
         """
         self._processor, self._chat = processor, processor.chat_template is not None if chat is None else chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
@@ -46,7 +47,7 @@ class Reader:
         self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 
     def __call__(self, obs: Observation) -> list[Prompt]:
-        """Convert each conversation; equal conversations share one object."""
+        """Convert each conversation to a prompt; equal conversations share one `Prompt` object."""
         # Bytes and shape, because cache keys must be hashable.
         shapes = [image.shape if self._sees else () for image in obs.images]
         bits = [image.tobytes() if self._sees else b"" for image in obs.images]
@@ -132,7 +133,7 @@ def _plain(message: Message) -> str:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [B, longest]."""
+    """Pad token id lists on the left; return ids and attention mask, both [B, longest]."""
     width = max(map(len, rows))
     ids = on_device([[pad] * (width - len(r)) + list(r) for r in rows], device)
     mask = on_device([[0] * (width - len(r)) + [1] * len(r) for r in rows], device)
@@ -142,7 +143,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return the additional tensors of a batch of prompts followed by replies of these lengths.
 
-    Images are concatenated along the first dimension; all others are padded with zeros, which models treat as padding.
+    Images are concatenated along the first dimension; token types are padded with zeros.
     """
     names = dict.fromkeys(name for prompt in prompts for name in prompt.image_inputs)
     joined = {}
@@ -170,6 +171,6 @@ def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device:
 
 
 def in_parts(obs: Observation) -> list[tuple[slice, Observation]]:
-    """Split into parts of at most `ROWS_AT_A_TIME` rows; return their slices and observations."""
+    """Split observations into parts of at most `ROWS_AT_A_TIME` rows; return slice and observations of each part."""
     cuts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(obs), ROWS_AT_A_TIME)]
     return [(r, Observation(images=obs.images[r], state=obs.state[r], instructions=obs.instructions[r])) for r in cuts]

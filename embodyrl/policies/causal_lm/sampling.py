@@ -85,21 +85,25 @@ def seeds_of(noise: FloatArray) -> list[int]:
 
 
 def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Allocate tokens (-1 after the end) and log-probabilities, both [B, limit], and `no_best` for replies."""
+    """Allocate the outputs of `count` replies: tokens (-1) and log-probabilities (0) [B, limit], and `no_best`."""
     return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
 
 
 def no_best(count: int, length: int, top: int) -> FloatArray:
-    """Allocate `rollout.logprobs` [B, K, 1 + top, 2]: ids and log-probabilities before temperature and truncation.
+    """Allocate an array [B, K, 1 + top, 2] for ids and log-probabilities of top tokens, filled with -1.
 
-    First the sampled token, then the most probable tokens; ids below 0 are padding, empty without `top`.
+    Entry 0 is the sampled token, then the `top` most probable tokens; [B, K, 0, 2] if `top` is 0. Log-probabilities
+    are those before temperature and truncation.
     """
     # float32 represents ids up to 2^24 exactly
     return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)
 
 
 def tell_best(tokens: IntArray, best: FloatArray, decode: Callable[[int], str]) -> str:
-    """Format one row of `no_best` as `PolicyOutput.top`; texts are cut to fit into `channels.layout.TOP_BYTES`."""
+    """Format the top tokens of one reply (see `no_best`) as JSON for `PolicyOutput.top`.
+
+    Token texts are cut to fit into `channels.layout.TOP_BYTES`.
+    """
 
     def shown(token: int) -> str:
         text = "".join(c if c.isprintable() or c == "\n" else "?" for c in decode(token))

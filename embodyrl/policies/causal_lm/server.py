@@ -128,7 +128,10 @@ class ServerEngine(_Server):
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Return tokens (-1 after the end), log-probabilities without temperature [B, limit], and filled `no_best`."""
+        """Return tokens (-1 after the end), log-probabilities at temperature 1 [B, limit], and the top tokens.
+
+        Top tokens have the layout of `no_best`.
+        """
         more = in_words_of_vllm(self._sampling, top) | {"return_tokens_as_token_ids": top > 0}
         seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in seeds_of(noise)]
         scale = 0.0 if noise is None else temperature
@@ -193,7 +196,7 @@ class ServedReference(_Server):
 
 
 def _reply(answer: Any) -> tuple[list[int], list[float]]:
-    """Return token ids and log-probabilities of the only choice."""
+    """Return token ids and log-probabilities of a response's only completion."""
     choice = answer["choices"][0]
     tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
@@ -205,7 +208,7 @@ def _reply(answer: Any) -> tuple[list[int], list[float]]:
 
 
 def _most_probable(answer: Any, top: int) -> list[list[tuple[int, float]]]:
-    """Return the most probable tokens for each token of the only choice, from `return_tokens_as_token_ids`."""
+    """Return (id, log-probability) of the most probable tokens at each position of a response's only completion."""
     steps = answer["choices"][0]["logprobs"].get("top_logprobs")
     try:
         found = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]

@@ -14,7 +14,7 @@ from embodyrl.specs import PolicyCosts
 
 
 def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
-    """Return True if sharing at least halves the tokens and the model supports it.
+    """Return True if shared prompts at least halve the number of computed tokens and the model supports them.
 
     Args:
         net: unsharded model, because the ranks of a sharded model need equal numbers of forward passes.

@@ -9,7 +9,7 @@ from embodyrl.files import read_json
 CHUNK_LOGITS = 2**26
 """Number of logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
 _MOST_PIXELS = 14 * 14 * 4 * 1280
-"""Default maximum for images at native resolution, if the processor's config has none."""
+"""Default maximum number of pixels of an image at native resolution, if the processor's config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,10 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def shared_bytes(self, prompt: int, reply: int, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the bytes that a reply and a distinct prompt store if replies share prompts; (0, 0) if they cannot.
+        """Return the activation bytes of a reply and of a distinct prompt with shared prompts; (0, 0): unsupported.
 
-        Each reply has repeated keys and values of its prompt; a prompt also has those before repetition.
+        Each reply stores its prompt's keys and values repeated for all heads; each distinct prompt also stores its
+        keys and values before the repetition.
         """
         if not self.shares:
             return 0, 0
@@ -66,15 +67,15 @@ class TextSizes:
         return self.layers * one_reply, self.layers * prompt * (own + 2 * number * self.keys)
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
-        """Return the bytes of three float32 copies of the logits of a reply with n tokens and of a chunk of replies."""
+        """Return the bytes of three float32 copies of one reply's logits, and of `CHUNK_LOGITS` logits."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the bytes of the output matrix next to a chunk of logits, without and with recomputed layers.
+        """Return the temporary bytes for gradients of the output matrix, without and with recomputed layers.
 
-        The matrix has its gradient of the chunks so far, that of earlier micro-batches, and that of this chunk; in
-        bfloat16 also a cast, of which autocast keeps one, with a bfloat16 sum, unless layers are recomputed: then each
-        chunk's gradient is cast and summed in float32.
+        Gradients of earlier micro-batches, of earlier chunks of logits and of this chunk exist at the same time. In
+        bfloat16, autocast keeps one cast of the matrix and gradients are summed in bfloat16. With recomputed layers,
+        each chunk's gradient is cast and summed in float32 instead.
         """
         matrix = self.vocabulary * self.width
         if adapters:
@@ -100,7 +101,7 @@ class PictureSizes:
 
 
 def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:
-    """Read the sizes for images of a resolution from the folder's JSON files; processors are approximated."""
+    """Estimate patches and tokens of an image of `height` x `width` from the folder's JSON files."""
     config = _json(folder / "config.json")
     rules = _json(folder / "preprocessor_config.json")
     rules = rules or _json(folder / "processor_config.json").get("image_processor", {})

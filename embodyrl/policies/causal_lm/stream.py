@@ -38,7 +38,7 @@ class Piece:
     top: tuple[tuple[int, float], ...]
     """The most probable tokens with their log-probabilities."""
     text: str
-    """Text that is final with this token; together the text of the reply."""
+    """Text completed by this token; the texts of all tokens join to the reply."""
     is_end: bool
     """True for an end token, which has no text."""
     finish: str | None

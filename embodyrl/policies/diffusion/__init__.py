@@ -22,15 +22,15 @@ class DiffusionFactory(LeRobotFactory):
         return cfg.applied(config), raw
 
     def features(self, config: DiffusionConfig) -> int:
-        """Return the number of features: the width of a condition."""
+        """Return F, the width of the condition of the U-Net."""
         return config.condition_width
 
     def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
-        """Return the number of noise values per chunk, or per row if one row is repeated."""
+        """Return the number of noise values chosen by the DSRL actor: for a chunk, or for one repeated action."""
         return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
-        """Return the record of a chunk: the states around its stochastic steps."""
+        """Return the token layout of a sampled chunk: the states around its stochastic denoising steps."""
         return record_of(cfg, config)
 
     def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:

@@ -82,12 +82,12 @@ class DiffusionConfig(LeRobotConfig):
 
     @property
     def condition_width(self) -> int:
-        """Width of a condition: state, image features and environment state of each observed step."""
+        """Width of the U-Net's condition: state, image features and environment state of each observed step."""
         seen = 2 * self.spatial_softmax_num_keypoints * len(self.cameras)
         return self.n_obs_steps * (self.state_dim + seen + self.environment_dim)
 
     def wrong(self) -> str | None:
-        """Return the error of contradictory sizes, or None."""
+        """Return a description of contradictory sizes, or None."""
         if STATE not in self.input_features:
             return f"input_features has no '{STATE}'"
         if self.cameras and self.crop and any(a > b for a, b in zip(self.crop, self._before_crop, strict=True)):

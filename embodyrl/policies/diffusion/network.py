@@ -1,4 +1,4 @@
-"""Image encoder and U-Net of a diffusion policy (arXiv 2303.04137), with LeRobot's names of weights."""
+"""Image encoder and U-Net of a diffusion policy (arXiv 2303.04137), with LeRobot's weight names."""
 
 import math
 from itertools import pairwise

@@ -24,7 +24,7 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 
 
 class DenoisingChain(GaussianChain):
-    """Denoising steps as a policy (DPPO, arXiv 2409.00588), with a lower bound of the standard deviations.
+    """Denoising steps as a policy (DPPO, arXiv 2409.00588), with a lower bound on the standard deviations.
 
     If one step is stochastic, the other steps are DDIM steps without noise.
     """
@@ -45,7 +45,7 @@ class DenoisingChain(GaussianChain):
         return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), certain
 
     def _part(self, x: Tensor) -> Tensor:
-        """Return the executed actions [B, K, A] of a state; rows of past steps come first."""
+        """Return the executed actions [B, K, A] of a chunk x [B, H, A], which begins with actions of past steps."""
         return x[:, self._first : self._first + self._shape.executed]
 
 
@@ -72,7 +72,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Denoise from initial noise that the observation seeds, or from zeros."""
+        """Denoise from noise seeded by the observation, or from zeros; return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
         seeds = seeds_of_observations(obs)
@@ -108,9 +108,10 @@ class DiffusionPolicy(LeRobotPolicy):
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
 
-        Rows with `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the mean is over all numbers. Missing
-        rows before the present step repeat the first action and are ignored. Without gradients, noise and step are the
-        same in every call, and `error` is the mean distance of the executed rows in the environment's units.
+        Actions marked in `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the sum is divided by H A.
+        Missing actions before the current step repeat the first action and are ignored. Without gradients, noise and
+        step are the same in every call, and `error` is the mean absolute error of the executed actions in the
+        environment's units.
         """
         past = self._shape.horizon - actions.shape[1]
         actions = np.concatenate([actions[:, :1].repeat(past, 1), actions], 1)
@@ -137,7 +138,7 @@ class DiffusionPolicy(LeRobotPolicy):
 
 
 class SteeredDiffusion(Started, DiffusionPolicy):
-    """A frozen diffusion policy with an actor that chooses the initial noise of DDIM steps without noise."""
+    """A frozen diffusion policy with an actor that chooses the initial noise of deterministic DDIM steps."""
 
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
         plain = Schedule(self._config, self._config.steps, Sampler.DDIM)

@@ -44,15 +44,15 @@ class Step:
 
     @property
     def certain(self) -> Transition:
-        """Return the step without its noise."""
+        """Deterministic transition to the mean of the next state."""
         return Transition(mean=self.mean, std=torch.zeros_like(self.std))
 
 
 class Schedule:
-    """Denoising steps from noise to a chunk; `levels` are their training steps, noisiest first."""
+    """Denoising steps from noise to a chunk; `levels`: training step of each denoising step, noisiest first."""
 
     def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
-        """Build `steps` steps of `sampler`: DDPM, or DDIM with `eta` times the noise of DDPM."""
+        """Build a schedule of `steps` denoising steps: DDPM, or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
         self.shares = torch.cumprod(1.0 - betas(config), 0)
         """[T] fraction of the variance that is signal after each training step."""
@@ -65,7 +65,7 @@ class Schedule:
         return share.sqrt() * chunk + (1 - share).sqrt() * noise
 
     def step(self, x: Tensor, predicted: Tensor, level: Tensor) -> Step:
-        """Take one step.
+        """Compute one denoising step.
 
         Args:
             x: [B, H, A] states.

@@ -58,5 +58,5 @@ class DiffusionSettings(LeRobotSettings):
 
 
 def record_of(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
-    """Return the record of a chunk of the chain."""
+    """Return the token layout of a chunk sampled by the denoising chain."""
     return ChunkRecord.chain(chunk_shape(config), config.steps - 1 if cfg.every_step else 1)

@@ -1,7 +1,7 @@
 """Real-time chunking of a flow: chunks that continue the previous chunk.
 
-The guidance is inpainting by a pseudo-inverse (arXiv 2506.07339), and the trained form has committed actions without
-noise as inputs (arXiv 2512.05964). t = 1 is noise, t = 0 is data, v has the target noise - data.
+Guidance is pseudo-inverse inpainting (arXiv 2506.07339). In the trained form, the network receives the committed
+actions without noise (arXiv 2512.05964). t = 1 is noise, t = 0 is data, v has the target noise - data.
 """
 
 import math
@@ -30,7 +30,7 @@ class Committed:
 
     @classmethod
     def of(cls, rows: Tensor, counts: Tensor, mask: RtcMask) -> Self:
-        """Return committed actions of rows [B, H, D] and counts [B, 2]: the delay, and the number of actions left."""
+        """Build from remaining actions `rows` [B, H, D] and `counts` [B, 2]: delay, number of remaining actions."""
         delay, end = torch.minimum(counts[:, 0], counts[:, 1]), counts[:, 1]
         place = torch.arange(rows.shape[1], device=rows.device)
         return cls(
@@ -40,14 +40,14 @@ class Committed:
         )
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Return the states [B, H, D] with the frozen actions."""
+        """Replace the frozen actions in x [B, H, D] by the committed actions."""
         return torch.where(self.frozen, self.rows, x)
 
 
 def guidance_weights(delay: Tensor, end: Tensor, horizon: int, mask: RtcMask) -> Tensor:
     """Return weights [B, H] for delays [B] and ends [B] of the previous chunk: 1 before the delay, 0 from the end on.
 
-    Between them c (e^c - 1) / (e - 1) with c = (end - i) / (end - delay + 1), c itself, 1 or 0.
+    From delay to end, action i has weight c (e^c - 1) / (e - 1), c, 1 or 0 (`mask`), c = (end - i) / (end - delay + 1).
     """
     place = torch.arange(horizon, device=delay.device)
     delay, end = delay[:, None], end[:, None]
@@ -68,8 +68,8 @@ def guided(
     """Return the velocity [B, H, D] guided towards the committed actions, and the hidden states.
 
     v' = v - min(limit, ((1-t)^2 + t^2) / (t (1-t))) g. g is the vector-Jacobian product of the data estimate x - t v
-    with the weighted difference between committed actions and estimate, or this difference (`through_network` False).
-    The gradient of the network's weights treats g as a constant.
+    with the weighted difference between committed actions and estimate. With `through_network` False, g is the
+    weighted difference. The gradient of the network's weights treats g as a constant.
     """
     at, trains = t[:, None, None], torch.is_grad_enabled()
     if through_network:
@@ -88,7 +88,7 @@ def guided(
 
 
 def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the velocity and hidden states with the frozen actions as inputs, at time 0."""
+    """Return velocity [B, H, D] and hidden states for x with the frozen actions as noise-free inputs (time 0)."""
     times = t[:, None].expand(x.shape[:2]).masked_fill(committed.frozen[..., 0], 0.0)
     return velocity(committed.fixed(x), times)
 
@@ -104,7 +104,7 @@ def simulated_delays(u: FloatArray, longest: int) -> IntArray:
 
 
 def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor) -> Tensor:
-    """Return the flow-matching loss [B] of chunks x [B, H, D] whose first actions are inputs, without these actions.
+    """Return the flow-matching loss [B] of the actions after the committed ones, which are noise-free inputs.
 
     Args:
         velocity: velocity of states [B, H, D] at times [B, H].

@@ -27,7 +27,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Return additive scores [B, 1, 1 or Q, T] that mask the keys where `valid` [B, T] is false.
+    """Return an additive attention mask [B, 1, 1 or Q, T] that excludes keys where `valid` [B, T] is false.
 
     A query for which `queries` [B, Q] is false attends to nothing.
     """
@@ -38,7 +38,7 @@ def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
 
 
 def block_mask(blocks: Tensor) -> Tensor:
-    """Return additive scores [1, 1, T, T]: token i attends to j if the block [T] of j is not later."""
+    """Return an additive attention mask [1, 1, T, T]: token i attends to j if blocks[j] <= blocks[i]."""
     hidden = blocks[None, :] > blocks[:, None]
     return torch.zeros(hidden.shape, device=blocks.device).masked_fill_(hidden, UNSEEN)[None, None]
 
@@ -141,7 +141,7 @@ class GatedMlp(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Attention inputs of one pass in a layer."""
+    """Attention inputs of one forward pass through a layer: positions, mask and earlier keys and values."""
 
     rope: Rope
     """Rotary tables at the tokens' positions."""
@@ -169,7 +169,7 @@ class DecoderLayer(nn.Module):
         """Map tokens [B, T, width] to the same shape, and return their own keys and values, if any.
 
         Without `output`, return only the keys and values. Without tokens, `view` contains another stack's keys and
-        values, and this layer returns its projection of them.
+        values, and this layer returns projections of those keys and values.
         """
         if not isinstance(view, View):
             return None, self.self_attn.translate(view)
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
     ) -> tuple[tuple[KeysValues, ...], Tensor | None]:
         """Return keys and values of each layer for tokens [B, T, width], and hidden states or None.
 
-        Only the hidden states [B, T, width] (`output`) need the last layer's attention and MLP and the final norm.
+        Hidden states [B, T, width] are returned with `output`, which adds the last layer's attention and MLP.
         """
         kept: list[KeysValues] = []
         for number, (layer, view) in enumerate(zip(self.layers, views, strict=True), 1):

@@ -19,7 +19,7 @@ _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A naming scheme of weights."""
+    """Naming scheme of the weights of a public checkpoint format."""
 
     name: str
     renames: tuple[tuple[str, str], ...]
@@ -30,16 +30,16 @@ class Layout:
     """(public name, stack) of unused matrices [vocab, width of that stack] required by the public loader."""
 
     def likeness(self, keys: Iterable[str]) -> int:
-        """Return the number of characteristic names of this layout among the keys."""
+        """Return the number of characteristic prefixes of this layout that occur among the keys."""
         present = tuple(keys)
         return sum(any(key.startswith(self.theirs(part)) for key in present) for part in _TELLING)
 
     def ours(self, key: str) -> str:
-        """Return the name of a public weight in embodyrl; unknown names are unchanged."""
+        """Rename a weight from this layout's name to embodyrl's name; unknown names are unchanged."""
         return _rename(key, ((theirs, ours) for ours, theirs in self.renames))
 
     def theirs(self, key: str) -> str:
-        """Return the public name of a weight; unknown names are unchanged."""
+        """Rename a weight from embodyrl's name to this layout's name; unknown names are unchanged."""
         return _rename(key, self.renames)
 
 
@@ -118,7 +118,7 @@ _TRANSFORMERS_SAVED = (
     _transformers("transformers (saved again)", head="model."),
     _transformers("transformers (older, saved again)", "vision_model.", head="model."),
 )
-"""Layout of `save_pretrained` (5.23) with reverted renamings; openpi's and LeRobot's names are unchanged."""
+"""Layouts that `save_pretrained` of transformers 5.23 writes: it partly reverts the renaming done while loading."""
 _SMOL = "model.vlm_with_expert."
 SMOLVLA_LEROBOT = Layout(
     name="lerobot (SmolVLA)",
@@ -167,7 +167,7 @@ class Source:
 
 
 def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
-    """Return the storage format of a layout for the public loader; unused weights are zeros."""
+    """Return the storage format for new weights in a layout; unused weights required by its loader are zeros."""
     vocab, width = weights[EMBEDDING].shape
     widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
     aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}

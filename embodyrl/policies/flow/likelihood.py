@@ -20,11 +20,11 @@ from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, Chosen, normals,
 from embodyrl.types import IntArray
 
 NoiseStd = Callable[[Tensor], Tensor]
-"""Function from hidden states [B, H, width] to standard deviations [B, H, D]."""
+"""Function from the expert's hidden states [B, H, width] to standard deviations [B, H, D]."""
 
 
 def times(index: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Return start (1 - index/steps) and end times of steps [B] of a flow of `steps`; float32 [B, 1, 1]."""
+    """Return the start time 1 - index/steps and the end time of Euler steps `index` [B], both float32 [B, 1, 1]."""
     begin, end = (1.0 - i.float() / steps for i in (index, index + 1))
     return begin[:, None, None], end[:, None, None]
 
@@ -81,7 +81,7 @@ def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
 
 
 class ChainLikelihood(GaussianChain):
-    """Likelihood of a chain of flow steps; `joint_logprob` may divide the sum over all steps by their number."""
+    """Likelihood of a chain of flow steps; `joint_logprob=mean` averages over all steps and the initial noise."""
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
         mean = cfg.every_step and cfg.joint_logprob is JointLogprob.mean
@@ -107,16 +107,16 @@ class ChainLikelihood(GaussianChain):
 
 
 MAX_LOSS_CHANGE = 3.0
-"""Bound of the change of one pair's loss before exp, as in the public code."""
+"""Maximum change of one pair's loss since sampling, applied before exp, as in the public code."""
 
 
 class FpoLikelihood:
     """ODE samples with FPO's ratio estimate; implementation of `ChunkLikelihood`.
 
-    The "log-probability" of an executed action is minus its flow-matching loss (mean over its numbers) at N pairs of
-    noise and time in (0, 1) of the chunk: averaged over the pairs, or one per pair, then clipped to +-3 around its
-    value at sampling time. The record contains the chunk and the seed of the pairs; losses are needed only for the
-    clipping. A difference of two values estimates a log-ratio; single values are not densities, and the entropy is 0.
+    The "log-probability" of an executed action is minus its flow-matching loss (mean over its dimensions) at N pairs
+    of noise and time in (0, 1). It is the mean over the pairs, or one value per pair, clipped to +-3 around the value
+    at sampling time. Tokens contain the chunk, the seed of the pairs, and for one value per pair the losses at
+    sampling time. A difference of two values estimates a log-ratio. Single values are not densities; the entropy is 0.
     """
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape) -> None:
@@ -147,7 +147,7 @@ class FpoLikelihood:
         return logprob, torch.zeros_like(logprob)
 
     def _minus_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
-        """Return the negative losses [B, K, P] of chunks [B, H, D]."""
+        """Return negative flow-matching losses [B, K, P] of chunks [B, H, D]; P: number of pairs, or 1 (mean)."""
         shape, count = self._shape, self._cfg.fpo_pairs
         noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
         t = on_device(uniforms(seeds, TIMES, count).astype(np.float32), x.device)

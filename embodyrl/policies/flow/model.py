@@ -170,7 +170,7 @@ class Memory:
     """Inputs of the expert from a prefix, computed once for all denoising steps."""
 
     views: tuple[View, ...]
-    """Key-value pairs, one per expert layer."""
+    """Attention inputs of each expert layer, with keys and values of the prefix as memory."""
     state: Tensor
     """[B, S] normalised state."""
 
@@ -187,8 +187,8 @@ class Denoised(NamedTuple):
 def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
     """Return sine and cosine [..., D] of 2 pi t / period for times [...], D/2 geometric periods from 4e-3 to 4.
 
-    `double` computes the angles in float64 (lerobot). They reach 1571 rad, where float32 (openpi's JAX code, and
-    transformers) has an error of 1e-4 rad.
+    `double` computes the angles in float64 (lerobot). Angles reach 1571 rad, where float32 (openpi's JAX code
+    and transformers) has an error of 1e-4 rad.
     """
     kind = torch.float64 if double else torch.float32
     share = torch.linspace(0.0, 1.0, width // 2, dtype=kind, device=time.device)
@@ -198,7 +198,7 @@ def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
 
 
 class FlowModel(nn.Module, ABC):
-    """Vision-language backbone, action expert and flow head. Prefix and memory are computed once, `denoise` K times."""
+    """Vision-language backbone, action expert and flow head. Only `denoise` runs once per Euler step."""
 
     vision: SiglipTower
     projector: nn.Linear
@@ -206,7 +206,7 @@ class FlowModel(nn.Module, ABC):
     expert: Decoder
 
     def __init__(self, spec: FlowSpec, *, state_width: int, time_mlp: tuple[str, int]) -> None:
-        """Build the common parts; `state_width`: 0 or the width of the state's token.
+        """Build the common parts; `state_width`: width of the state's token; 0: no such token.
 
         `time_mlp`: common prefix of the names of the two layers that embed time, and the input width of the first.
         """
@@ -232,10 +232,13 @@ class FlowModel(nn.Module, ABC):
 
     @abstractmethod
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens [B, T, D] of noisy actions x [B, H, A] at times [B] (the last H), and the condition."""
+        """Return suffix tokens [B, T, D], and the condition of the norms or None.
+
+        The last H tokens are the noisy actions x [B, H, A] at times [B].
+        """
 
     def embed_prefix(self, inputs: FlowInputs) -> tuple[Tensor, Tensor]:
-        """Return embeddings [B, P, D] of all cameras and the text, and their mask [B, P] without padding."""
+        """Return embeddings [B, P, D] of all cameras and the text, and a mask [B, P], False for padding."""
         batch, cameras = inputs.image_mask.shape
         images = self.embed_images(inputs.images.flatten(0, 1)).unflatten(0, (batch, cameras))
         # Text only: `embed_images` scales images.
@@ -244,7 +247,7 @@ class FlowModel(nn.Module, ABC):
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
 
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
-        """Run the backbone; `output` adds its hidden states, which cost one more layer."""
+        """Run the backbone; with `output`, also return hidden states, which need one more layer."""
         x, valid = self.embed_prefix(inputs)
         view = View(rotary(positions_of(valid), self.spec.language), key_mask(valid, valid if output else None))
         layers, hidden = self.language.remember(x, [view] * self.spec.language.depth, output=output)
@@ -300,11 +303,11 @@ class FlowModel(nn.Module, ABC):
         return second(F.silu(first(x)))
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
-        """Return the MLP's output [B, H, D] for noisy actions [B, H, D] and embedded times [B or 1, D] or [B, H, D]."""
+        """Apply the time MLP to noisy actions [B, H, D] and embedded times [B or 1, D] or [B, H, D]: [B, H, D]."""
         beside = per_token(time).to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, beside], dim=-1))
 
 
 def with_memory(view: View, layers: tuple[KeysValues, ...]) -> tuple[View, ...]:
-    """Return the same view with each layer's keys and values."""
+    """Return one copy of the view per layer, with the layer's keys and values as memory."""
     return tuple(replace(view, memory=pair) for pair in layers)

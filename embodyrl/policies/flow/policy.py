@@ -67,7 +67,7 @@ class _Layers(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """Head for the standard deviation of the noise of each number of a chunk, from the expert's hidden states.
+    """Head that predicts the noise's standard deviation for each element of a chunk from the expert's hidden states.
 
     The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
     the layers are those of piRL's public code. A new head returns the geometric mean of the range everywhere.
@@ -79,7 +79,7 @@ class NoiseHead(nn.Module):
         self._low, self._high = 2.0 * math.log(low), 2.0 * math.log(high)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return deviations [B, H, D] of hidden states [B, H, width]."""
+        """Return standard deviations [B, H, D] for hidden states [B, H, width]."""
         share = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
         return (0.5 * (self._low + (self._high - self._low) * share)).exp()
 
@@ -96,11 +96,11 @@ class ActionScale(Protocol):
     and its log-probability would add noise to every gradient."""
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Return actions [B, K, A] of the executed part x [B, K, D] of the chunks."""
+        """Convert the executed part x [B, K, D] of chunks to environment actions [B, K, A]."""
         ...
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Return rows [B, H, D] of actions [B, H, A]; padding is 0."""
+        """Convert environment actions [B, H, A] to chunks [B, H, D] in the units of the flow; padding is 0."""
         ...
 
 
@@ -201,7 +201,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
-        """Return [B, F]: the expert's mean hidden state and the velocity at zero noise, for instructions as given."""
+        """Return [B, F]: the expert's mean hidden state and velocity at zero noise, for unchanged instructions."""
         obs, _ = self._committed(obs)
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))
@@ -220,8 +220,8 @@ class FlowPolicy:
         """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity of a chunk.
 
         Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) uses 1.5. Without gradients (validation)
-        noise and time are the same in every call, and `accuracy` is the share of numbers whose greedy prediction is
-        within 0.1 of the target, in a range of 2; training does not compute it.
+        noise and time are the same in every call, and `accuracy` is the fraction of action elements whose greedy
+        prediction is within 0.1 of the target, both in -1..1; training does not compute the accuracy.
         """
         obs, _ = self._committed(obs)
         target = on_device(self._scale.from_actions(actions, obs), self._device)
@@ -237,7 +237,7 @@ class FlowPolicy:
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
     def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
-        """Return losses [B], each for one pair of noise and time of a chunk [B, H, D]."""
+        """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time."""
         rows = np.arange(len(target))
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
@@ -302,7 +302,7 @@ class FlowPolicy:
         return normals(seeds_of_observations(obs), START, self._size, self._device)
 
     def _acting(self, obs: Observation) -> tuple[Any, Velocity]:
-        """Return the prefix of the policy's own prompt, and the velocity with guidance (see `Conditioning`)."""
+        """Return the prefix and the velocity function for acting, with the suffix and guidance of `Conditioning`."""
         rule = self.conditioning
         if rule is None:
             prefix = self._prefix(obs)
@@ -330,10 +330,9 @@ class FlowPolicy:
         return v.float(), hidden.float()
 
     def _value(self, prefix: Any, count: int) -> Tensor:
-        """Return values [B, V] of detached features, so that the critic does not change the policy's features (as in
-        piRL).
+        """Return value estimates [B, V] from detached features: the critic does not train the policy's features (piRL).
 
-        The expert's features are those of zero noise, x = 0 at t = 1, which depend on the observation only.
+        The expert's features are computed for x = 0 at t = 1, so they depend on the observation only.
         """
         head = self._module.value_head
         if head is None:
@@ -346,6 +345,6 @@ class FlowPolicy:
         return head(hidden.mean(1))
 
     def _counted(self, per_action: Tensor) -> Tensor:
-        """Mask [B, K, P] by `varies`, if each number of an action has a separate log-probability."""
+        """Set values [B, K, P] of constant action dimensions to 0, if P is the number of action dimensions."""
         per_number = self._cfg.likelihood is not Likelihood.fpo and per_action.shape[2] == len(self._scale.varies)
         return per_action * on_device(self._scale.varies, self._device) if per_number else per_action

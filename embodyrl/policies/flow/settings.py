@@ -161,7 +161,7 @@ def flow_gripper(env: EnvSpec) -> GripperConvention | None:
 
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
-    """Return inputs and outputs of the actor for a frozen flow with `hidden` expert features."""
+    """Return the input and output sizes of the actor for a frozen flow with `hidden` expert features."""
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, shape.action_dim)
     return SteeringShape(
@@ -177,7 +177,7 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
 def described(
     spec: PolicySpec, cfg: FlowSettings, env: EnvSpec, shape: ChunkShape, hidden: int, folder: Path | None
 ) -> PolicySpec:
-    """Return the spec of a flow policy in a folder, adapted if its flow is frozen.
+    """Return the spec of a flow policy in a folder; if the flow is frozen, with the tokens of the actor.
 
     Raises:
         CheckpointError: the folder has an actor with other outputs.
@@ -211,11 +211,12 @@ def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Pa
 
 
 def record_of(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
-    """Return the record of a chunk.
+    """Return the token layout of a sampled chunk, which depends on the likelihood.
 
-    One stochastic step: its index; the state before it; the executed part of the state after it. All steps: the seed of
-    the first state; all states between; the executed part of the last state. FPO: the seed of the pairs; the chunk; for
-    ratios of single pairs the loss of each. A frozen flow: the seed; the sampled noise or correction.
+    * One stochastic step: index of the step, state before the step, executed part of the state after the step.
+    * All steps stochastic: seed of the first state, all intermediate states, executed part of the last state.
+    * FPO: seed of the (noise, time) pairs, chunk, and for fpo_ratio=sample the loss of each pair.
+    * Frozen flow: seed, and the sampled noise or correction.
     """
     state = shape.horizon * shape.width
     if cfg.likelihood is Likelihood.fpo:

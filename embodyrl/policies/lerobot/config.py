@@ -96,7 +96,7 @@ class LeRobotConfig(BaseModel):
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:
-        """Return an error of the config, or None."""
+        """Return a description of the first config error, or None."""
         if ACTION not in self.output_features:
             return f"output_features has no '{ACTION}'"
         if not self.cameras and not self.environment_dim:
@@ -156,7 +156,7 @@ class LeRobotConfig(BaseModel):
         return problems
 
     def to_json(self, kind: str, raw: Mapping[str, Any]) -> bytes:
-        """Return config.json with the values of `raw` first, as LeRobot writes it."""
+        """Return config.json for LeRobot: this config's values, and the other keys of `raw`."""
         mine = json.loads(self.model_dump_json())
         kept = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
         common = {"device": "cpu"} | dict.fromkeys(_UNSET, False)

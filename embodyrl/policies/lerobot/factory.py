@@ -42,11 +42,11 @@ class LeRobotFactory(ABC):
 
     @abstractmethod
     def chosen(self, cfg: Any, config: Any) -> int:
-        """Return the number of values chosen by the DSRL actor."""
+        """Return the number of noise or latent values that the DSRL actor outputs per chunk."""
 
     @abstractmethod
     def record(self, cfg: Any, config: Any) -> ChunkRecord:
-        """Return the record of a chunk."""
+        """Return the token layout of a sampled chunk."""
 
     @abstractmethod
     def passes(self, cfg: Any, config: Any) -> int:

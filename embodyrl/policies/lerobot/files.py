@@ -57,16 +57,16 @@ class LeRobotFiles:
     prefix: str
     """Prefix of the names of all weights: `model.` or `diffusion.`."""
     small: dict[str, bytes]
-    """Files that are copied unchanged."""
+    """Contents of files that are copied unchanged, by file name."""
     statistics: Statistics
-    """Statistics by feature and name."""
+    """Normalization statistics by feature and name (mean, std, min, max)."""
     eps: float = 1e-8
     """Minimum denominator of the normalizer."""
     aside: dict[str, Tensor] = field(default_factory=dict)
     """Statistics that an older folder stores among the weights."""
     metadata: dict[str, str] | None = None
     compiled: Mapping[str, str] = field(default_factory=dict)
-    """Stored names of weights that were saved from a compiled module, by their plain names."""
+    """Stored name of each weight by plain name, if the weights were saved from a compiled module."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write weights, heads, config and processors into a folder."""

@@ -52,14 +52,14 @@ class Read(NamedTuple):
     pooled: Tensor
     """[B, F] input of value heads and actors."""
     model: Any
-    """Input of the policy's other methods."""
+    """Encoded observations of the subclass, passed to `_greedy` and `_sample`."""
 
 
 class LeRobotPolicy(ABC):
     """Implementation of `Policy` for a network that encodes observations once and outputs chunks.
 
-    Rows of chunks are normalized; executed rows begin with `LeRobotConfig.first_executed`. The layout of tokens is that
-    of a `ChunkRecord`; log-probabilities of an action are at the start of its tokens.
+    Chunks [B, H, A] are normalized; the executed actions begin at index `LeRobotConfig.first_executed`. Tokens have the
+    layout of `ChunkRecord`; the log-probabilities of an action are stored at its first tokens.
     """
 
     prefix: ClassVar[str]
@@ -101,7 +101,7 @@ class LeRobotPolicy(ABC):
 
     @abstractmethod
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies [B, K, A] of the results of `_sample`, with gradients."""
+        """Return log-probabilities and entropies [B, K, A] of tokens from `_sample`, with gradients."""
 
     @abstractmethod
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
@@ -135,7 +135,7 @@ class LeRobotPolicy(ABC):
         return self._value(self._read(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities and entropies [B, L] of the results of `act`, and values [B, V], with gradients."""
+        """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         read = self._read(obs)
         logprob, entropy = (spread(self._counted(part), self.spec) for part in self._score(read, tokens))
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))
@@ -152,7 +152,7 @@ class LeRobotPolicy(ABC):
             self._module.units.fill(self._files.statistics, folder)
 
     def _value(self, read: Read) -> Tensor:
-        """Return [B, V] from detached features, so that the critic does not change the policy's features."""
+        """Return value estimates [B, V] from detached features: the critic does not train the policy's features."""
         head = self._module.value_head
         pooled = read.pooled.detach()
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
@@ -188,7 +188,7 @@ class LeRobotPolicy(ABC):
         return self._module.units.normalize(ACTION, rows)
 
     def _counted(self, per_number: Tensor) -> Tensor:
-        """Return [B, K, A] with zeros in dimensions that are constant in the data, whose noise has no effect."""
+        """Set values [B, K, A] of action dimensions that are constant in the data to 0: noise has no effect there."""
         varies = self._module.units.varies()
         return per_number if varies is None or per_number.shape[2] != len(varies) else per_number * varies
 

@@ -44,7 +44,7 @@ def chunk_shape(config: LeRobotConfig) -> ChunkShape:
 
 
 def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, chosen: int) -> SteeringShape:
-    """Return inputs and outputs of the actor on a frozen model with `features` inputs.
+    """Return the input and output sizes of the actor on a frozen model with `features` inputs.
 
     `chosen`: number of values that the DSRL actor chooses per chunk.
     """

@@ -20,7 +20,7 @@ STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
 
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
-"""Statistics by feature and name."""
+"""Normalization statistics by feature and name (mean, std, min, max)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

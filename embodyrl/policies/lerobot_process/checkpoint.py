@@ -61,7 +61,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json of a LeRobot folder.
 
     Raises:
-        CheckpointError: the file is missing or malformed, or a processor names code.
+        CheckpointError: the file is missing or malformed, or a processor refers to Python code.
     """
     file = folder / CONFIG_FILE
     try:
@@ -82,7 +82,7 @@ def _check_steps(file: Path) -> None:
     """Check the steps of a processor, because LeRobot imports and calls a step without a registered name.
 
     Raises:
-        CheckpointError: a step names code, or the file is malformed.
+        CheckpointError: a step refers to Python code, or the file is malformed.
     """
     if not file.is_file():
         return

@@ -27,7 +27,7 @@ def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Server:
-    """A policy with its processors."""
+    """LeRobot policy with its preprocessor and postprocessor."""
 
     def __init__(self, path: str, device: str, seed: int) -> None:
         """Load the policy as LeRobot's evaluation does."""

@@ -90,7 +90,7 @@ class OpenVlaOftFactory:
         return steered(spec, shape, cfg.likelihood)
 
     def costs(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate size, memory and work from the checkpoint's JSON files."""
+        """Estimate parameters, memory and FLOPs from the checkpoint's JSON files."""
         cfg = as_oft(cfg)
         config, options = read_config(_folder(cfg)), self._options(cfg, env, value_dim)
         costs = oft_costs(config, options)

@@ -24,7 +24,7 @@ OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
 """Components that SFT may initialise randomly."""
 COMPONENTS = (*OF_RL, *FRESH, "vision_backbone")
-"""Attribute of the model, key prefix and file stem of each component."""
+"""Components that may have separate files; a name is model attribute, key prefix and file stem."""
 
 
 SHARD_BYTES = 5 * 10**9
@@ -104,7 +104,7 @@ _FIXES = {
     VALUE_HEAD: "The value head is from a run with another reward_type; use that reward_type, or remove the head.",
     RESIDUAL_ACTOR: "Use the model.num_action_chunks and model.residual_repeated of its training.",
 }
-"""Fixes of shape mismatches by component."""
+"""Suggested fix of a shape mismatch by component, for error messages."""
 
 Change = Callable[[str, Tensor], Tensor]
 """Function of key and weight that returns the weight to load; merges adapters."""

@@ -36,7 +36,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Data sets of `dataset_statistics.json` (or config.json's `norm_stats`) by name."""
+    """Normalization statistics of `dataset_statistics.json` (or config.json's `norm_stats`) by data set."""
 
     sets: Mapping[str, Any]
     folder: Path

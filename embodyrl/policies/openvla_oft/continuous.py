@@ -21,7 +21,7 @@ class L1Gaussian:
     """Gaussian whose mean is the head's output, with a learned standard deviation per action dimension.
 
     The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded: the
-    environment clips them. A token is the bit pattern of a float32, so that scores are those of the exact samples.
+    environment clips them. A token is the bit pattern of a float32, so log-probabilities are of the exact samples.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class L1Gaussian:
         self._model, self._forward, self._tokenizer = model, forward, tokenizer
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """Return the mean, or sample by the inverse CDF."""
+        """Sample chunks [B, K, A] by the inverse CDF of `noise` [B, L] (None: the mean); also return values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         if noise is None:
             return Chosen.greedily(spread.mean), value
@@ -40,7 +40,7 @@ class L1Gaussian:
         return Chosen(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities, entropies and values."""
+        """Return log-probabilities and entropies [B, K, A] of tokens [B, L], and values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(spread.mean)
         return spread.log_prob(actions), spread.entropy(), value
@@ -50,12 +50,12 @@ class L1Gaussian:
         return self._forward(inputs)[1]
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the means."""
+        """Return the hidden states [B, L, D] of the action predictions, and the mean actions [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         return hidden, self._model.regress(hidden)
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the mean distance, as in the official training."""
+        """Return the mean absolute error (L1 loss) of normalised actions [B, K, A], as in the official training."""
         mean, _ = self._forward(inputs)
         loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
         return ImitationScores(loss=loss, accuracy=agreement(mean.detach(), target, self._tokenizer))

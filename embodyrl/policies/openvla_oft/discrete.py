@@ -15,7 +15,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-    """Return the logits null + w (conditioned - null) and values of `GuidedInputs`; other inputs need one pass."""
+    """Run the forward pass; for `GuidedInputs`, return logits null + w (conditioned - null), and values."""
     if not isinstance(inputs, GuidedInputs):
         return forward(inputs)
     # Copied: the outputs of a CUDA graph are valid until its next call.

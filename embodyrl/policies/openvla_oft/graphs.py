@@ -18,7 +18,7 @@ Forward = Callable[[ModelInputs], tuple[Tensor, Tensor]]
 
 
 def bucket(count: int) -> int:
-    """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most 1.5 times the rows.
+    """Round a batch size up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most 1.5 times the size.
 
     >>> [bucket(count) for count in (1, 3, 5, 9, 17, 64, 65)]
     [1, 3, 6, 12, 24, 64, 96]

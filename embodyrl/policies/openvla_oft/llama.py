@@ -21,7 +21,10 @@ from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
 def linears(layers: Sequence[nn.Module], x: Tensor, onto: Tensor | None = None) -> list[Tensor]:
-    """Return outputs [..., out] of linear layers with one input x [..., in]; `onto` [..., out] is added to one."""
+    """Return the output [..., out] of each linear layer for the same input x [..., in].
+
+    `onto` [..., out] is added to the output of a single layer.
+    """
     half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or not all(hasattr(layer, "lora_A") for layer in layers):
         out = [layer(x) for layer in layers]
@@ -119,7 +122,7 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Compute the products of `_rotate` in three kernels without copies."""
+    """Rotate x as `_rotate` does, in three kernels without copies; `sign` -1 rotates back."""
     out = x * cos
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -143,7 +146,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Select rows [B, R] of x [B, T, ...] (B = 1 in x broadcasts): [B, R, ...]."""
+    """Return the elements x[b, rows[b]], [B, R, ...], of x [B or 1, T, ...] for indices `rows` [B, R]."""
     if len(x) == 1:
         return x[0][rows]
     begin = torch.arange(len(rows), device=rows.device)[:, None]
@@ -211,7 +214,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention mask of all layers."""
+    """Rotary tables, attention mask and optional key-value cache, shared by all layers."""
 
     rope: Rope
     mask: Tensor
@@ -221,7 +224,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """S of T tokens: one token of each set of identical inputs of the first layer.
+    """Deduplicated inputs of the first layer: S of T tokens, one for each set of identical tokens.
 
     Zero tokens are identical at all positions: their queries and keys are zero, also after the rotation.
     """
@@ -328,7 +331,7 @@ class LlamaModel(nn.Module):
         Args:
             embeddings: [B, T, D]; [B, S, D] of `repeated`.
             mask: [B, 1, 1 or T, keys] bool, False for masked keys.
-            rows: [B, R] the required rows; the last layer then skips the queries and the MLP of all others.
+            rows: [B, R] indices of the required tokens; the last layer skips the queries and the MLP of other tokens.
             positions: [B, T]; default 0..T-1.
             cache: keys and values of earlier tokens, extended by this call.
             repeated: identical tokens, computed once in the first of several layers; without a cache.

@@ -106,7 +106,7 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
 
 
 def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:
-    """Add adapters to the selected linear layers (and patch embeddings) and freeze all weights `within` these parts.
+    """Add adapters to the selected linear layers and patch embeddings; freeze all other weights `within` the parts.
 
     Adapters of layers without influence on the output are frozen too; public adapters contain them.
 

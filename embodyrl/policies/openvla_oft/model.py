@@ -132,16 +132,16 @@ class OpenVlaOft(nn.Module):
         return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
     def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Map rows [B, n, D] to float32 logits [B, n, columns] and the value [B, V] of the first row."""
+        """Map hidden states [B, n, D] to float32 logits [B, n, columns], and the first state to values [B, V]."""
         return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
 
     def regress(self, hidden: Tensor) -> Tensor:
-        """Return the L1 head's normalised actions [B, K, A] of rows [B, L, D]."""
+        """Return the L1 head's normalised actions [B, K, A] for hidden states [B, L, D]."""
         assert self.action_head is not None
         return self.action_head(hidden).float()
 
     def value(self, hidden: Tensor) -> Tensor:
-        """Return the value [B, V] of the first of rows [B, n, D]."""
+        """Return value estimates [B, V] from the first of the hidden states [B, n, D] of each sample."""
         if self.value_head is None:
             return hidden.new_zeros(len(hidden), 0, dtype=torch.float32)
         return self.value_head(hidden[:, 0])
@@ -158,9 +158,9 @@ class OpenVlaOft(nn.Module):
     def action_hidden(
         self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None, *, more_rows: int = 0
     ) -> Tensor:
-        """Run the language model and return the rows [B, L + more_rows, D] that predict the action tokens.
+        """Run the language model; return the hidden states [B, L + more_rows, D] that predict the action tokens.
 
-        Row j predicts token j: the last prompt token predicts the first token, placeholder j-1 the j-th token.
+        State j predicts token j: the last prompt token predicts the first token, placeholder j-1 the j-th token.
         """
         body, repeated = self.language_model.model, None
         if slots is None and self._gives_slots_once(prefix):

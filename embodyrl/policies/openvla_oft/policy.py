@@ -84,8 +84,8 @@ class OpenVlaOftPolicy:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`).
 
-        Tokens of the discrete head are ids, also for greedy actions. Those of continuous heads are bit patterns; greedy
-        actions have neither tokens nor log-probabilities (both zero).
+        Tokens of the discrete head are ids, also for greedy actions. Tokens of continuous heads are bit patterns of
+        float32 values; greedy actions have zero tokens and zero log-probabilities.
         """
         with self._autocast:
             chosen, value = self._head.act(self._acting(obs), noise, temperature or self._temperature)
@@ -189,7 +189,7 @@ class OpenVlaOftPolicy:
 
     @property
     def conditioning(self) -> Conditioning | None:
-        """Suffix and guidance of acting.
+        """Instruction suffix and guidance weight for acting; None: no suffix.
 
         Raises:
             ConfigError: the head has no logits of a whole chunk, which guidance combines.
@@ -219,7 +219,7 @@ class OpenVlaOftPolicy:
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:
-        """Meaning of action tokens: the first id, and the statistics of the bins."""
+        """Meaning of action tokens: the lowest token id, and the bounds of the binned actions."""
         return self._config.action_vocab_start, self._bounds
 
     def _build_head(self) -> DiscreteTokens | L1Gaussian | Diffusion:

@@ -101,7 +101,7 @@ def as_oft(cfg: OpenVlaSettings) -> OftSettings:
 
 
 def record_of(cfg: OftSettings) -> ChunkRecord:
-    """Return the record of a chunk: the states around stochastic steps of the diffusion head, or the correction."""
+    """Return the token layout of a sampled chunk: states around stochastic denoising steps, or the correction."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
     if cfg.corrects:
@@ -110,5 +110,5 @@ def record_of(cfg: OftSettings) -> ChunkRecord:
 
 
 def correction_of(cfg: OftSettings, hidden: int) -> SteeringShape:
-    """Return inputs and outputs of the actor on the frozen model, with a mean hidden state of `hidden` numbers."""
+    """Return the input and output sizes of the actor on a frozen model; `hidden`: width of the hidden states."""
     return SteeringShape.correcting(cfg, hidden, cfg.action_dim)

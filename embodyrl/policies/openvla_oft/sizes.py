@@ -1,4 +1,4 @@
-"""Parameters, memory and work of OpenVLA-OFT. Does not import torch."""
+"""Parameters, memory and FLOPs of OpenVLA-OFT. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -62,7 +62,7 @@ def _sample_costs(
 
 
 def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
-    """Estimate size, memory and work of a model with the heads of `options`."""
+    """Estimate parameters, memory and FLOPs of a model with the heads of `options`."""
     cfg, images, tokens = options.cfg, options.cfg.num_images_in_input, options.num_action_tokens
     repeated = cfg.action_head == ActionHead.diffusion and (cfg.every_step or cfg.corrects)
     passes = cfg.num_diffusion_steps_inference if repeated else 1

@@ -1,4 +1,4 @@
-"""Wire formats of the two protocols: names of an observation's fields, encoding and decoding."""
+"""Wire formats of the openpi and vla-eval protocols: keys of observation fields, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class _Reader:
         self._parts = self._pixels = 0
 
     def list(self, found: list[Any]) -> list[Any]:
-        """Count a list."""
+        """Return a decoded list after counting its entries towards the limit of a message."""
         self._count(found)
         return found
 
     def mapping(self, found: dict[Any, Any]) -> Any:
-        """Count a mapping and return its value."""
+        """Count the entries of a decoded mapping; return it, or the image, array or number that it encodes."""
         self._count(found)
         if "__image__" in found and found.get("format") != "raw":
             return self._picture(found)
@@ -163,7 +163,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names of an observation's fields."""
+    """Keys of an observation's fields in messages."""
 
     images: tuple[str, ...]
     state: tuple[str, ...]

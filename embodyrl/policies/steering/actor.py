@@ -22,11 +22,11 @@ VALUE_WIDTHS = (256, 128)
 
 
 class SteeringActor(nn.Module):
-    """A squashed Gaussian over rows of numbers, computed from features of the frozen model.
+    """Squashed Gaussian over outputs [B, rows, n], computed from features of the frozen model.
 
     Its initial mean is near 0 (`gain` 0: exactly 0), where greedy actions equal those of the frozen model. The
-    log-probability of a chunk is that of the actor's sample; a sample for a whole chunk is stored at its first action.
-    The record contains the seed, and the Gaussian's sample before it is squashed to -1..1.
+    log-probability of a chunk is that of the actor's sample; if one row applies to the whole chunk, it is stored at the
+    first action. Tokens contain the seed, and the Gaussian's sample before it is squashed to -1..1.
     """
 
     def __init__(self, shape: SteeringShape, gain: float) -> None:
@@ -134,7 +134,7 @@ class Seen(NamedTuple):
     value: Tensor
     """[B, V] values, with gradients."""
     model: Any
-    """Input of `Steered._execute`."""
+    """Encoded observations, passed to `Steered._execute`."""
 
 
 class Steered(ABC):
@@ -160,7 +160,7 @@ class Steered(ABC):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Return actions [B, K, A] of actor samples [B, rows, n] before squashing; greedy without seeds."""
+        """Convert actor samples [B, rows, n] before squashing to actions [B, K, A]; without seeds: no noise."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -196,7 +196,7 @@ class Steered(ABC):
 
     @property
     def _key(self) -> str:
-        """Return the key and value that freeze the model."""
+        """Return the config key and value that freeze the model, for error messages."""
         assert self.spec.steering is not None
         return self.spec.steering.key
 

@@ -1,4 +1,4 @@
-"""Keys and sizes of an actor on a frozen model, and its record. Does not import torch."""
+"""Config keys, sizes and token layout of an actor on a frozen model. Does not import torch."""
 
 import json
 from collections.abc import Iterator
@@ -58,12 +58,12 @@ class ResidualSettings(WeightSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteeringShape:
-    """Inputs and outputs of the actor on a frozen model."""
+    """Input and output sizes of the actor on a frozen model."""
 
     features: int
     """F: number of features."""
     rows: int
-    """Number of output rows; their log-probabilities are stored at the first actions of a chunk, one per row."""
+    """Number of output rows: K, or 1 for the whole chunk; row i's log-probability is stored at action i."""
     numbers: int
     """Number of outputs per row."""
     actions: int
@@ -115,7 +115,7 @@ class SteeringShape:
 
     @property
     def layout(self) -> TokenLayout:
-        """Layout of a chunk's record: a seed, and the actor's sample before squashing."""
+        """Token layout of a sampled chunk: a seed, and the actor's sample before squashing."""
         return TokenLayout(whole=1, floats=self.width)
 
 

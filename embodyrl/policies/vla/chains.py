@@ -28,14 +28,14 @@ class Transition:
     """Standard deviation, which broadcasts to `mean`."""
 
     def log_prob(self, after: Tensor) -> Tensor:
-        """Return the log-density of each number of `after` [B, H, D]; 0 for a deterministic step."""
+        """Return the log-density of each element of `after` [B, H, D]; 0 for a deterministic step."""
         certain = self.std == 0
         std = self.std.masked_fill(certain, 1.0)
         density = -0.5 * ((after - self.mean) / std).square() - std.log() - HALF_LOG_TWO_PI
         return density.masked_fill(certain, 0.0)
 
     def entropy(self) -> Tensor:
-        """Return the differential entropy 0.5 ln(2 pi e std^2) of each number [B, H, D]; 0 for a deterministic step."""
+        """Return the differential entropy 0.5 ln(2 pi e std^2) of each element [B, H, D]; 0 if deterministic."""
         certain = self.std == 0
         entropy = self.std.masked_fill(certain, 1.0).log() + HALF_LOG_TWO_PI + 0.5
         return entropy.masked_fill(certain, 0.0).expand_as(self.mean)
@@ -67,11 +67,11 @@ class ChunkLikelihood(Protocol):
 class GaussianChain(ABC):
     """Chain of Gaussian steps, one or all of them stochastic; implementation of `ChunkLikelihood`.
 
-    One step: the others are deterministic and only the two states around it are stored (the mixed form of piRL, arXiv
-    2510.25889, which uses one index per batch; here each chunk samples its own). All steps: the states after each step
-    are stored, and the first state is regenerated from its seed. Log-probabilities are those of executed numbers: of
-    one step, or summed over all steps and the first state and divided by `terms`. Temperature multiplies the
-    deviations, except the first state's.
+    One stochastic step: only the states before and after this step are stored (the mixed form of piRL, arXiv
+    2510.25889, which uses one index per batch; here each chunk samples its own index). All steps: the states after each
+    step are stored, and the first state is regenerated from its seed. Log-probabilities are those of the executed
+    actions: of one step, or summed over all steps and the first state and divided by `terms`. Temperature multiplies
+    the standard deviations, except that of the first state.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GaussianChain(ABC):
         return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight
 
     def _part(self, x: Tensor) -> Tensor:
-        """Return the executed numbers [B, K, A] of a state."""
+        """Return the executed actions [B, K, A] of a state [B, H, D]."""
         return x[:, : self._shape.executed, : self._shape.action_dim]
 
     def _executed(self, step: Transition) -> Transition:

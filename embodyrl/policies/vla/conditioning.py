@@ -31,9 +31,10 @@ def tagged(instruction: str, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """Rule for acting: null + guidance * (conditioned - null), for outputs with the suffix and outputs without.
+    """Classifier-free guidance for acting: output = null + guidance * (conditioned - null).
 
-    Guidance 0 is the policy without the suffix; 1 is the policy with the suffix, in one pass.
+    `conditioned` is the output for instructions with the suffix, `null` without. Guidance 0 is the policy without the
+    suffix; 1 is the policy with the suffix, in one pass.
     """
 
     suffix: str
@@ -48,7 +49,7 @@ class Conditioning:
         return _with(obs, "")
 
     def save(self, folder: Path) -> None:
-        """Write the file of a policy's folder."""
+        """Write suffix and guidance into `CONDITIONING_FILE` of a policy's folder."""
         (folder / CONDITIONING_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 

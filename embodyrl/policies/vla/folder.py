@@ -39,7 +39,7 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
 
     Args:
         folder: checkpoint folder.
-        tokenizer: source of the tokenizer, the end of a sentence of the message.
+        tokenizer: phrase for the error message that names the source of the tokenizer.
         adapted: True if adapters are trained or merged.
     """
     if not (folder / TOKENIZER_FILE).exists():
@@ -81,7 +81,7 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     Args:
         numbers: statistics read from the file.
         where: file and part, for the message.
-        varies: require that at least one dimension varies, as actions do, unless min and max are equal.
+        varies: require that at least one dimension varies (for actions); not checked if all min equal max.
 
     Raises:
         CheckpointError: a number is not finite, lengths differ, a spread is negative, or no dimension varies.

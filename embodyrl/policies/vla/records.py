@@ -12,7 +12,7 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLayout:
-    """Integers followed by float32 numbers, two per token, as bit patterns without rounding."""
+    """Layout of tokens: integers, then float32 numbers as exact bit patterns, two per token."""
 
     whole: int
     floats: int
@@ -30,14 +30,14 @@ class TokenLayout:
         return np.concatenate([whole, padded.view(np.int64)], axis=1)
 
     def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Return integers and floats of tokens [B, at least `tokens`]."""
+        """Unpack tokens [B, T] with T >= `tokens` into integers [B, whole] and floats [B, floats]."""
         bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
         return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkShape:
-    """Sizes of a chunk inside the flow and after it."""
+    """Sizes of an action chunk: as predicted by the network, and as executed."""
 
     horizon: int
     """H: number of actions that the network predicts per chunk."""
@@ -51,7 +51,7 @@ class ChunkShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRecord:
-    """Layout of the tokens of a chunk's record, and its number of log-probabilities."""
+    """Token layout of a sampled chunk, and the number of log-probabilities per action."""
 
     shape: ChunkShape
     layout: TokenLayout
@@ -60,7 +60,7 @@ class ChunkRecord:
 
     @classmethod
     def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
-        """Return the record of a chain of Gaussian steps that stores `states` full states."""
+        """Return the token layout of a chain of Gaussian steps that stores `states` full states."""
         floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
 

@@ -56,18 +56,18 @@ def normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One chunk per row, and the record of its sampling."""
+    """Sampled chunks of B observations, with the tokens from which their log-probabilities are recomputed."""
 
     state: Tensor
     """[B, H, D] state at t = 0; or the sample of an actor on a frozen model (see `SteeringActor`)."""
     tokens: IntArray
-    """[B, T] tokens of the record."""
+    """[B, T] tokens in the layout of `ChunkRecord`, or of the head."""
     logprob: Tensor
     """[B, K, P] log-probabilities."""
 
     @classmethod
     def greedily(cls, state: Tensor) -> Self:
-        """Return a chunk without record and log-probability."""
+        """Build from greedy chunks, with empty tokens and log-probabilities."""
         nothing = torch.zeros(len(state), 1, 0, device=state.device)
         return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
 

@@ -33,7 +33,7 @@ class SmallConfig:
 
     @classmethod
     def read(cls, folder: Path | None) -> tuple[Self, bool]:
-        """Read `config.json`, and whether the folder has no weights; without a folder, return the defaults.
+        """Return the config of a folder, and True if the folder has no weights; without a folder, the defaults.
 
         Raises:
             CheckpointError: the file is missing or malformed.
@@ -70,10 +70,10 @@ class Units:
 
 
 def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
-    """Return the bounds q01 and q99 of the folder's only statistics, or the action space's bounds, or -1 and 1.
+    """Return the bounds that map to -1..1: q01 and q99 of the folder's statistics, else the action space, else -1, 1.
 
     Args:
-        env: spec with the numbers of dimensions.
+        env: environment spec, with the dimensions of actions and states.
         gripper: gripper convention of the policy; its two values are the bounds of the gripper dimension.
         folder: folder that may contain statistics.
 

@@ -92,7 +92,7 @@ class EncoderBlock(nn.Module):
         self.attention, self.mlp = _Attention(width, heads), _mlp(width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return rows [B, N, width] after the block."""
+        """Map tokens [B, N, width] to the same shape."""
         x = x + self.attention.attend(*self.attention.project(self.norm1(x)), mask)
         return x + self.mlp(self.norm2(x))
 
@@ -101,7 +101,7 @@ class ExpertBlock(nn.Module):
     """Transformer block of the action tokens, which attend to each other and to the whole prefix in one attention.
 
     Unlike in pi0, every layer attends to the last layer of the prefix, because there are only two or three layers. Time
-    enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer is initially 0.
+    sets scale, shift and gate of attention and MLP (adaptive norm, arXiv 2212.09748); initially all three are 0.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -113,7 +113,7 @@ class ExpertBlock(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, time: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Return rows [B, H, width]; `time` [B, (H,) width], prefix `keys` and `values` [B, heads, N, d]."""
+        """Map action tokens x [B, H, width], given `time` [B, (H,) width] and the prefix's keys [B, heads, N, d]."""
         scale1, shift1, gate1, scale2, shift2, gate2 = per_token(self.modulation(time)).chunk(6, dim=2)
         q, k, v = self.attention.project(self.norm(x) * (1 + scale1) + shift1)
         seen = torch.cat([keys, k], 2), torch.cat([values, v], 2)
@@ -235,18 +235,18 @@ class SmallFlow(nn.Module):
         return self.action_out(hidden), hidden
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Return actions [B, K, A] of rows [B, K, A]; dimensions that are constant in the data stay constant."""
+        """Convert flow outputs to environment actions, both [B, K, A]; constant dimensions keep their value."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
         return low + 0.5 * (x + 1.0) * (high - low)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Return rows [B, K, A] of actions [B, K, A], clipped to -1..1; 0 for constant dimensions."""
+        """Convert environment actions to flow targets in -1..1 (clipped), both [B, K, A]; 0 for constant dimensions."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
         rows = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
         return np.where(high > low, np.clip(rows, -1.0, 1.0), 0.0).astype(np.float32)
 
     def _state(self, state: Tensor) -> Tensor:
-        """Normalise to -1..1, clipped to twice the range; dimensions that are constant in the data become 0."""
+        """Normalise states [B, S] to -1..1, clipped to twice the range; dimensions that are constant become 0."""
         span = self.state_high - self.state_low
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))

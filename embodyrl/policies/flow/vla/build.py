@@ -44,14 +44,14 @@ from embodyrl.types import PolicySpec
 
 
 def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
-    """Copy the weights of a folder into the weights of a model, in place, with its dtypes; return their format.
+    """Copy a folder's weights into a model's weights in place, cast to the model's dtypes; return the storage format.
 
     All checks run before the first weight is changed. RL heads are optional in the model and in the folder.
 
     Args:
         target: weights by our names, without adapters.
         folder: safetensors shards in any known layout.
-        change: function applied to each weight by our name (merges adapters).
+        change: function of name and weight, applied to each weight; merges adapters.
 
     Raises:
         CheckpointError: a file is unreadable or truncated; weights are missing, unexpected, misshaped or untied.
@@ -176,7 +176,7 @@ class VlaFiles:
 
 
 def _plain(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a `FlowModule` by the names of its model; heads keep their names."""
+    """Return the weights of a `FlowModule` by name, without the prefix `MODEL`; heads keep their names."""
     return {key.removeprefix(MODEL): tensor for key, tensor in base_state(module).items()}
 
 

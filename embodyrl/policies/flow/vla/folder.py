@@ -178,8 +178,8 @@ def reads_state(cfg: VlaSettings) -> bool:
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
     """Read the statistics of a folder for the config, cut to the environment's dimensions.
 
-    They come from `dataset_statistics.json` (ours), or openpi's `norm_stats.json` (also below `assets`), or
-    LeRobot's preprocessor or older weights. A folder without weights may lack statistics: numbers are then unchanged.
+    Sources are `dataset_statistics.json` (ours), or openpi's `norm_stats.json` (also below `assets`), or
+    LeRobot's preprocessor or older weights. A folder without weights may lack statistics: values are then unchanged.
 
     Raises:
         CheckpointError: the statistics are missing, ambiguous, or have too few dimensions.
@@ -219,7 +219,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
 
 
 def _find_statistics(folder: Path, key: str | None) -> tuple[Mapping[str, FlowStatistics], float]:
-    """Return statistics by part, and the constant added to their denominators."""
+    """Return statistics by part (state, actions), and the epsilon of the denominators."""
     if (folder / STATISTICS_FILE).exists():
         return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
     if (openpi := _openpi_file(folder, key)) is not None:

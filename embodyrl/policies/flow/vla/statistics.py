@@ -140,7 +140,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    """Return checked statistics of the part at the end of `where`.
+    """Check statistics read from a file and return them; `where`: file and part, ending in the part's name.
 
     Raises:
         CheckpointError: see `check_statistics`.
