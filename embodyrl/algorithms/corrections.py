@@ -39,9 +39,9 @@ def importance_weights(
 
 
 def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, threshold: float) -> torch.Tensor:
-    """Drop the units with the largest (log w)^2 until the mean of all others is below the threshold (arXiv 2510.01161).
+    """Drop the units with the largest (log w)^2 until the mean of the remaining units is below the threshold.
 
-    At least one unit stays.
+    At least one unit stays (M2PO, arXiv 2510.01161).
 
     Returns:
         bool, same shape.

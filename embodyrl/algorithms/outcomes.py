@@ -110,7 +110,7 @@ def outcome_estimator(
 
 
 def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
-    """Assign an advantage (a number, [T, 1] or [T, K]) to all executed actions of an episode, without value targets."""
+    """Assign an advantage (scalar, [T, 1] or [T, K]) to all executed actions of an episode, without value targets."""
     given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
     return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
 

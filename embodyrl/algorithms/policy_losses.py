@@ -1,11 +1,12 @@
 """Policy losses (`loss_type`) of units, and the weight of each unit (`loss_agg_func`).
 
 A unit has one probability ratio: a token, an action or a chunk (`logprob_type`). A sequence is an episode, or its part
-within the optimizer step. Only executed actions count. The weights are linear and over the whole optimizer step, so
-that the losses of micro-batches add up exactly.
+within the optimizer step. Only executed actions count. Weights are computed over the whole optimizer step, so
+that the losses of micro-batches add up to the loss of the step.
 
-A advantage, r = pi / pi_old, d = log r; all losses are minimised. For sequence-level methods (gspo, gmpo), one sample
-(a chunk of actions or a text response) is the sequence. Tensor methods only, so that declaring a loss needs no torch.
+A is the advantage, r = pi / pi_old, d = log r; all losses are minimised. For sequence-level methods (gspo, gmpo), one
+sample (a chunk of actions or a text response) is the sequence. Losses call tensor methods only, so that a module with
+a loss does not import torch.
 """
 
 from __future__ import annotations

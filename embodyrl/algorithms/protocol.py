@@ -67,11 +67,11 @@ class LossInputs:
     valid: torch.Tensor
     """[B, K] bool; the action was executed."""
     weight: torch.Tensor
-    """[B, K] `LossWeights.policy`."""
+    """[B, K] weight of each action in the policy loss (`LossWeights.policy`)."""
     value_weight: torch.Tensor
-    """[B, V] `LossWeights.value`."""
+    """[B, V] weight of each value target (`LossWeights.value`)."""
     positive_weight: torch.Tensor
-    """[B, K] `LossWeights.positive`."""
+    """[B, K] weight of each action with a positive advantage (`LossWeights.positive`)."""
     behaviour_logprob: torch.Tensor | None = None
     """[B, L] log-probabilities of the behaviour policy; None: `old_logprob`."""
     correction: torch.Tensor | None = None
@@ -120,9 +120,9 @@ class AdvantageEstimator:
     counts_chunk_steps: bool = False
     """Collect a fixed number of chunk steps per slot (episodes are cut and bootstrapped) instead of whole episodes."""
     needs_states: bool = False
-    """Requires `Scores.states`."""
+    """True if `compute` needs observation hashes (`Scores.states`)."""
     needs_greedy: bool = False
-    """Requires `Scores.greedy`."""
+    """True if `compute` needs a greedy episode per group (`Scores.greedy`)."""
     learner: str = "embodyrl.learners.policy_gradient:PolicyGradientLearner"
     """package.module:class of the learner (`learners/protocol.py`). Settings of a learner without a `loss_type` are
     subclasses of `BufferSettings`."""

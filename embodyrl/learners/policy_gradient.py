@@ -194,8 +194,8 @@ class PolicyGradientLearner(Learner):
     ) -> Iterator[list[tuple[_Part, bool]]]:
         """Yield the micro-batches of each optimizer step of an epoch; none for steps without a gradient.
 
-        Samples without a gradient are skipped in the forward pass, but count in the weights of the others. Inputs of
-        small networks are gathered once per epoch, because gathering each micro-batch would dominate.
+        Samples without a gradient are skipped in the forward pass, but count in the weights of all samples. Inputs of
+        small networks are gathered once per epoch, because gathering each micro-batch would dominate the run time.
         """
         inert, same = self._algorithm.inert(batch), self._algorithm.weighs_evenly(batch)
         weights: list[LossWeights] = []

@@ -22,7 +22,7 @@ class LearnerContext:
     """Trainer of the policy; the policy acts in this process or in other processes."""
     arena: Arena
     algorithm: Algorithm | None
-    """Algorithm; None: SFT."""
+    """Policy-gradient or off-policy algorithm; None for SFT."""
     actor: ActorSettings
     objective: Any = None
     """Settings of the SFT objective."""

@@ -49,5 +49,5 @@ class Schedule:
         return 1.0
 
     def count(self) -> None:
-        """Count an optimizer step."""
+        """Count an optimizer step; called after each step."""
         self.taken += 1

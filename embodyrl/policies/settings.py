@@ -37,7 +37,7 @@ class ModelSettings(Settings):
 
     @property
     def precision_name(self) -> str:
-        """Description of `precision`."""
+        """Name of the compute precision; fp32 for policies without the key `precision`."""
         return str(getattr(self, "precision", Precision.fp32))
 
     @property

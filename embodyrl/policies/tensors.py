@@ -39,7 +39,7 @@ def peak_memory() -> int:
 
 
 def unmap_large_tensors() -> None:
-    """Return each freed block of at least 128 KiB to the system, for passes that store many large tensors.
+    """Configure malloc to return freed blocks of at least 128 KiB to the system: for passes with many large tensors.
 
     glibc (2.36) does not reuse a freed aligned block for a block of the same size, so a forward and backward pass of a
     language model would need up to twice the memory of its tensors.
@@ -78,7 +78,8 @@ def cuda_problem() -> str:
 def cumulative(probability: Tensor) -> Tensor:
     """Return cumulative sums of probabilities along the last dimension.
 
-    CUDA adds floats in varying order, and raises an error in deterministic mode.
+    In deterministic mode on a GPU, the sums are those of `integer_sums`: torch's sum of floats is not deterministic
+    there and raises an error.
     """
     exact = probability.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
     return integer_sums(probability) if exact else probability.cumsum(-1)

@@ -52,7 +52,7 @@ class Posterior(NamedTuple):
 
 
 class _FeedForward(nn.Module):
-    """Shared parts of encoder and decoder layers: two linear layers, dropout, and the order of norms."""
+    """Shared parts of encoder and decoder layers: two linear layers, dropout, and pre-norm or post-norm."""
 
     def __init__(self, config: ActConfig, norms: int) -> None:
         super().__init__()
@@ -246,5 +246,5 @@ def grid_places(grid: Tensor, half: int) -> Tensor:
 
 
 def _waves(angle: Tensor) -> Tensor:
-    """Return sines of even and cosines of odd columns, interleaved."""
+    """Return the sine of even and the cosine of odd columns of `angle`, interleaved."""
     return torch.stack([angle[:, 0::2].sin(), angle[:, 1::2].cos()], 2).flatten(1)

@@ -256,7 +256,7 @@ class _Density(torch.autograd.Function):
 
 
 class SquashedHead(GaussianHead):
-    """Tanh of independent Gaussians whose mean and deviation depend on the observation.
+    """Tanh of a diagonal Gaussian whose mean and standard deviation depend on the observation.
 
     Outputs [B, K, 2A] are means and log standard deviations. The raw sample is the Gaussian's, before tanh;
     log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, or within

@@ -58,7 +58,7 @@ class NetShape:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of the policy network per action: logits, or means and possibly deviations."""
+        """Number of outputs of the policy network per action: logits, or means; if squashed, also log deviations."""
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property

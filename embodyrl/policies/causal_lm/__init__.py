@@ -36,7 +36,7 @@ class CausalLMFactory:
     the seed."""
     start_parameters: int = 0
     sees: bool = False
-    """True for a vision-language model (`AutoModelForImageTextToText`), which processes the images of rows."""
+    """True for a vision-language model (`AutoModelForImageTextToText`), which processes the images of a prompt."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:

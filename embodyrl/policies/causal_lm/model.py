@@ -174,7 +174,7 @@ class LanguageModel(nn.Module):
         return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
 
     def positions(self, ids: Tensor, mask: Tensor, image_inputs: dict[str, Tensor]) -> Tensor:
-        """Return positions [B, T], or [n, B, T] for models that count positions within images, as in `generate`."""
+        """Return positions [B, T], or [n, B, T] for models with n position axes for images, as in `generate`."""
         in_text = (mask.cumsum(1) - 1).clamp(min=0)
         owner = next((m for m in (self._whole.base_model, self._whole) if hasattr(m, "get_rope_index")), None)
         if owner is None or "image_grid_thw" not in image_inputs:

@@ -101,7 +101,7 @@ class CausalLMPolicy:
         """Generate a reply to each conversation (see `Policy.act`).
 
         `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch have one
-        length, so that a row's result is independent of the others.
+        length, so that a reply is independent of the other prompts.
         """
         prompts = self.read(obs)
         count, length = len(prompts), self.spec.num_action_chunks

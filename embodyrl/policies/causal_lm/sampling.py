@@ -80,7 +80,7 @@ def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
 
 
 def seeds_of(noise: FloatArray) -> list[int]:
-    """Return a seed for each reply, derived from the first of its uniform numbers [B, K]."""
+    """Return a seed [B] for each reply, derived from the first column of uniform noise [B, K]."""
     return [int(float(first) * 2**31) for first in noise[:, 0]]
 
 

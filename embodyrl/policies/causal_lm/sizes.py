@@ -24,7 +24,7 @@ class TextSizes:
     """Width of keys and values."""
     tied: bool
     shares: bool
-    """True if all layers store keys and values of each position, so that replies can share those of a prompt."""
+    """True if all layers store keys and values of each position, so that replies can share the prompt's."""
 
     @property
     def layer_parameters(self) -> int:

@@ -113,7 +113,7 @@ class Stage(nn.Sequential):
     """Two residual blocks, and a layer that changes the number of time steps."""
 
     def forward(self, input: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-        """Map [B, C, H] to the output of the blocks, and of the last layer."""
+        """Map [B, C, H] to the output of the blocks (for the skip connection), and the output of the last layer."""
         first, second, resize = self
         kept = second(first(input, condition), condition)
         return kept, resize(kept)

@@ -97,7 +97,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return self._shape.horizon, self._shape.width
 
     def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
-        """Run the denoising chain."""
+        """Sample executed actions [B, K, A] with the denoising chain."""
         chosen = self._chain.sample(partial(self._predict, read.model), seeds, self._device, temperature)
         return Chosen(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
 

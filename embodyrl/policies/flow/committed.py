@@ -22,7 +22,7 @@ class Committed:
     """Remaining actions of the previous chunk, in the units of the flow, for B observations."""
 
     rows: Tensor
-    """[B, H, D] actions; rows after the end of the previous chunk are padding."""
+    """[B, H, D] actions by their index in the new chunk; padding after the end of the previous chunk."""
     weight: Tensor
     """[B, H, 1] guidance weights."""
     frozen: Tensor
@@ -96,8 +96,8 @@ def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) 
 def simulated_delays(u: FloatArray, longest: int) -> IntArray:
     """Return delays [B] for uniform numbers [B] in [0, 1): 0 in half of the samples, else uniform in 1..longest.
 
-    The first chunk of an episode has no delay. With delays uniform in 0..D, its first action would be trained in one of
-    D + 1 samples only.
+    The first chunk of an episode has no delay. With delays uniform in 0..D, only one of D + 1 samples would train the
+    first action of a chunk.
     """
     delayed = 1 + np.floor((2.0 * u - 1.0) * longest).astype(np.int64)
     return np.where(u < 0.5, 0, np.minimum(delayed, longest))

@@ -64,7 +64,7 @@ def _paligemma(
 ) -> Layout:
     """Build a layout of pi0 and pi0.5.
 
-    `head` is the prefix of all projections of the flow head, and `actions` a further prefix of those of its inputs.
+    `head`: prefix of all projections of the flow head. `actions`: further prefix of its input projections.
     """
     inputs = ("action_in_proj.", "state_proj.", "action_time_mlp_in.", "action_time_mlp_out.")
     others = ("action_out_proj.", "time_mlp_in.", "time_mlp_out.", *HEADS)
@@ -111,14 +111,14 @@ OPENPI = _openpi("openpi")
 """openpi's PyTorch models, and RLinf's with RL heads."""
 LEROBOT = _openpi("lerobot", "model.")
 TRANSFORMERS = _transformers("transformers")
-"""`PI0ForConditionalGeneration` since about 5.2x."""
+"""`PI0ForConditionalGeneration` of recent versions of transformers (about 5.2x)."""
 TRANSFORMERS_OLD = _transformers("transformers (older)", "vision_model.")
 _TRANSFORMERS_SAVED = (
     _openpi("transformers (saved fresh)", vision_level="", language_level="model."),
     _transformers("transformers (saved again)", head="model."),
     _transformers("transformers (older, saved again)", "vision_model.", head="model."),
 )
-"""Layouts that `save_pretrained` of transformers 5.23 writes: it partly reverts the renaming done while loading."""
+"""Layouts that `save_pretrained` of transformers 5.23 writes: it reverts the renaming done while loading."""
 _SMOL = "model.vlm_with_expert."
 SMOLVLA_LEROBOT = Layout(
     name="lerobot (SmolVLA)",

@@ -45,7 +45,8 @@ def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Tra
     """Return an Euler-Maruyama step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470).
 
     With s = a sqrt(t / (1 - t)), where the first step uses the second's time in the denominator: mean x - d (v + s^2 /
-    (2 t) (x + (1 - t) v)), deviation s sqrt(d). `level` is a, broadcasts to `x`; the other arguments are as in `ode`.
+    (2 t) (x + (1 - t) v)), standard deviation s sqrt(d). `level` is a and broadcasts to `x`; the other arguments are as
+    in `ode`.
     """
     d = t - end
     # At t = 1 the deviation would be infinite: the first step uses its end time.
@@ -59,8 +60,8 @@ def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Tra
 def flow_cps(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Transition:
     """Return a step that preserves the noise level: coefficients-preserving sampling (arXiv 2509.05952).
 
-    mean = clean (1 - end) + noise end cos(a pi / 2), deviation end sin(a pi / 2), so that the last step is
-    deterministic. Arguments as in `flow_sde`.
+    mean = clean (1 - end) + noise end cos(a pi / 2), standard deviation end sin(a pi / 2), so that the last step
+    is deterministic. Arguments as in `flow_sde`.
     """
     angle = level * (math.pi / 2)
     mean = (x - v * t) * (1.0 - end) + (x + v * (1.0 - t)) * end * angle.cos()
@@ -68,7 +69,7 @@ def flow_cps(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Tra
 
 
 def flow_noise(x: Tensor, v: Tensor, t: Tensor, end: Tensor, std: Tensor) -> Transition:
-    """Return an Euler step with noise of a learned deviation [B, H, D] (ReinFlow, arXiv 2505.22094; Flow-Noise)."""
+    """Return an Euler step with noise of a learned standard deviation `std` [B, H, D] (ReinFlow, arXiv 2505.22094)."""
     return Transition(mean=x - v * (t - end), std=std)
 
 

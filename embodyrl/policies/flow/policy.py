@@ -201,7 +201,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
-        """Return [B, F]: the expert's mean hidden state and velocity at zero noise, for unchanged instructions."""
+        """Return [B, F]: the expert's mean hidden state and velocity at zero noise, without an instruction suffix."""
         obs, _ = self._committed(obs)
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))
@@ -283,7 +283,7 @@ class FlowPolicy:
         return obs, Committed.of(rows, on_device(counts, self._device), self._cfg.rtc_mask)
 
     def _continuing(self, velocity: Velocity, committed: Committed | None) -> Velocity:
-        """Return the velocity, with guidance towards committed actions or with committed actions as inputs."""
+        """Return a velocity function with guidance towards committed actions, or with committed actions as inputs."""
         if committed is None:
             return velocity
         if self._cfg.rtc is Rtc.trained:

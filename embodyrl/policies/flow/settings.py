@@ -177,7 +177,7 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
 def described(
     spec: PolicySpec, cfg: FlowSettings, env: EnvSpec, shape: ChunkShape, hidden: int, folder: Path | None
 ) -> PolicySpec:
-    """Return the spec of a flow policy in a folder; if the flow is frozen, with the tokens of the actor.
+    """Return the spec of a flow policy in a folder; if the flow is frozen, with the actor's token layout.
 
     Raises:
         CheckpointError: the folder has an actor with other outputs.

@@ -132,7 +132,7 @@ class LeRobotFactory(ABC):
         return replace(spec, tokens_per_chunk=layout.tokens)
 
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Return the numbers of parameters and forward passes."""
+        """Return the number of parameters and of forward passes per chunk."""
         config, _ = self.plan(cfg, env)
         costs = PolicyCosts(
             num_parameters=count(weight_sizes(self.network, config)), act_passes=self.passes(cfg, config)

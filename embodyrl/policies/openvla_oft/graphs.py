@@ -43,9 +43,9 @@ def _tensors(inputs: ModelInputs) -> dict[str, Tensor]:
 class _Recording:
     graph: Any
     inputs: ModelInputs
-    """Static inputs of the replay."""
+    """Input buffers, filled before each replay."""
     outputs: tuple[Tensor, ...]
-    """Static outputs of the replay."""
+    """Output buffers, overwritten by each replay."""
 
 
 class Recorded:

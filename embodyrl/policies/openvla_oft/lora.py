@@ -32,7 +32,7 @@ _OURS = ".default."
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter folder."""
+    """Low-rank adapter loaded from a folder."""
 
     spec: AdapterSpec
     factors: Mapping[str, tuple[Tensor, Tensor]]

@@ -261,7 +261,7 @@ class OpenVlaOft(nn.Module):
         """Initialise some parts, with unit-scale residual streams and unit-variance logits.
 
         A smaller output matrix would start closer to uniform, but learns several times more slowly. The random numbers
-        are generated on the device `source`; those of the CPU are the same on every machine.
+        are generated on the device `source`; numbers from the CPU are the same on every machine.
         """
         generator = torch.Generator(source).manual_seed(seed)
         depth = max(len(self.language_model.model.layers), len(self.vision_backbone.fused_featurizer.blocks))

@@ -42,7 +42,7 @@ class SteeringActor(nn.Module):
         self.shape = shape
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return outputs [B, rows, 2n] for the head, of features [B, F]."""
+        """Map features [B, F] to the head's inputs [B, rows, 2n]: means and log standard deviations."""
         return self.layers(features).unflatten(1, (self.shape.rows, -1))
 
     def greedy(self, features: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class SteeringActor(nn.Module):
         return self.head.spread(self(features))[0]
 
     def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> Chosen:
-        """Sample [B, rows, n] by the seeds [B], with tokens and log-probability [B, K, 1]."""
+        """Sample outputs [B, rows, n] from the seeds [B]; return them with tokens and log-probability [B, K, 1]."""
         outputs = self(features)
         mean, log_std = self.head.spread(outputs)
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)

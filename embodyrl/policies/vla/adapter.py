@@ -83,7 +83,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
 
 
 def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
-    """Return rank, scale and targets of the initial adapter, or those of the config.
+    """Return rank, scale and targets of the initial adapter; without an initial adapter, of the config.
 
     Raises:
         CheckpointError: see `read_adapter_spec`.

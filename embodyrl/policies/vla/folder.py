@@ -59,7 +59,7 @@ _SUFFIX = "_no_noops"
 
 
 def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
-    """Return the data set with a name, with or without the suffix `_no_noops`.
+    """Return the known data set whose name equals `wanted`, with or without the suffix `_no_noops`.
 
     Raises:
         CheckpointError: there is no such data set.

@@ -1,4 +1,4 @@
-"""Records of action chunks as tokens: int64 numbers whose meaning depends on the policy. Does not import torch."""
+"""Token layouts of sampled action chunks: int64 tokens with a policy-specific meaning. Does not import torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,7 @@
-"""Batch-independent random numbers of action chunks, and the record of a sampled chunk.
+"""Batch-independent random numbers for action chunks, and the tokens of a sampled chunk.
 
 Noise is a counter-based function of the uniform numbers that the run generates for a chunk of an episode. A chunk
-needs many more normal numbers than its record stores, and training needs some of them again. They are generated from
+needs many more normal numbers than its tokens store, and training needs some of them again. They are generated from
 a 48-bit seed, taken from the run's numbers, by Philox (Salmon et al. 2011).
 """
 
@@ -19,7 +19,7 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 START, PLACE, PAIRS, TIMES, STEP = range(5)
 """Streams of a seed: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
 DELAYS = 1 << 32
-"""Stream of simulated delays."""
+"""Random stream of the delays that SFT simulates for real-time chunking."""
 
 
 def seeds_of(noise: FloatArray) -> IntArray:
@@ -79,6 +79,6 @@ class Chosen:
 
 
 def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
-    """Return [B, L] with the numbers [B, K, P] at the first tokens of each action, padded with 0."""
+    """Place the P values of each action [B, K, P] at the action's first P tokens: [B, L], padded with 0."""
     share = spec.tokens_per_chunk // numbers.shape[1]
     return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)

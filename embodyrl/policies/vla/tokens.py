@@ -28,13 +28,13 @@ def read_tokenizer(file: Path, fix: str) -> Tokenizer:
 
 
 def padded_width(known: int, longest: int) -> int:
-    """Return the width of a batch: the width of the known tasks, or for longer rows a multiple of 16."""
+    """Return the padded width of a batch: that of the known tasks, or a multiple of 16 for longer prompts."""
     # Every new width is a new shape, which needs new kernels and graphs.
     return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
 
 
 def pad_right(rows: Sequence[Sequence[int]], width: int) -> IntArray:
-    """Return ids [B, W] of rows, padded with zeros on the right."""
+    """Pad lists of token ids with zeros on the right: [B, W]."""
     ids = np.zeros((len(rows), width), np.int64)
     for row, encoded in zip(ids, rows, strict=True):
         row[: len(encoded)] = encoded

@@ -29,7 +29,7 @@ _known: dict[str, Mapping[str, "WeightSize"]] = {}
 
 
 class WeightSize(NamedTuple):
-    """Shape of one parameter."""
+    """Shape and use of one parameter."""
 
     shape: tuple[int, ...]
     trained: bool

@@ -233,7 +233,7 @@ def _find_statistics(folder: Path, key: str | None) -> tuple[Mapping[str, FlowSt
 
 
 def _openpi_file(folder: Path, key: str | None) -> Path | None:
-    """Return openpi's statistics file: that of the folder, or of assets/<data set>, selected by `key`."""
+    """Return openpi's statistics file in the folder or in assets/<data set>; `key` selects the data set."""
     if (folder / OPENPI_FILE).exists():
         return folder / OPENPI_FILE
     assets = {p.parent.relative_to(folder / "assets").as_posix(): p for p in folder.glob(f"assets/**/{OPENPI_FILE}")}

@@ -122,7 +122,7 @@ class SmolVla(FlowModel):
         return Memory(views=tuple(views), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return action tokens with time; angles in float64 as in the public code."""
+        """Return action tokens that contain the time; its angles are computed in float64, as in the public code."""
         when = time_embedding(time, self.spec.expert.width, double=True)
         return self._mix_time(self.action_in_proj(x), when), None
 
@@ -144,7 +144,7 @@ BLACK = -1.0
 
 
 def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
-    """Return height and width of frames [N, H, W, 3], scaled to fit into a square of `side` pixels."""
+    """Return height and width of frames [N, H, W, 3] after scaling to fit into a square of `side` pixels."""
     _, height, width, _ = frames.shape
     ratio = max(width / side, height / side)
     return int(height / ratio), int(width / ratio)

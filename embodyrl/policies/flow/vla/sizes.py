@@ -10,11 +10,11 @@ _NETWORK = "embodyrl.policies.flow.vla.network"
 _BACKBONE = ("vision.", "projector.", "language.")
 _PROMPT_TOKENS = 48
 _HALF = 2.5
-"""Average bytes of a stored number under autocast: bfloat16, and a few numbers in float32."""
+"""Average bytes per stored activation element under autocast: most in bfloat16, some in float32."""
 
 
 def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
-    """Estimate size and memory of a model."""
+    """Estimate the number of parameters and the activation memory of a model."""
     only = cfg.train_expert_only
     weights = weight_sizes(f"{_NETWORK}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
     total, backbone, layers = count(weights), count(weights, *_BACKBONE), ("expert.", *(() if only else _BACKBONE))
@@ -27,9 +27,10 @@ def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
 
 
 def _kept_numbers(model: FlowSpec, images: int, *, expert_only: bool) -> int:
-    """Return the approximate count of numbers that a pass stores for the backward pass (tests/fakegpu/rows.py).
+    """Return the approximate number of activation elements stored per sample for the backward pass.
 
-    Per token: 10 vectors of the width and 4 of the MLP; per layer of the expert: keys and values of all tokens.
+    Per token and layer: 10 vectors of the model's width and 4 of the MLP's; per expert layer: keys and values of
+    all tokens. Measured by tests/fakegpu/rows.py.
     """
     expert, tokens = model.expert, images * model.image_tokens + _PROMPT_TOKENS + model.horizon + 1
     kept = (model.horizon + 1) * _kept(expert) + expert.depth * tokens * 2 * expert.heads * expert.head_dim

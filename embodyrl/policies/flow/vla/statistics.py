@@ -31,7 +31,7 @@ class Affine:
     scale: tuple[float, ...]
 
     def normalise(self, x: npt.ArrayLike) -> FloatArray:
-        """Normalise [..., >= D]."""
+        """Normalise the first D elements of the last dimension of x."""
         out = np.array(x, np.float64)
         size = len(self.shift)
         out[..., :size] = (out[..., :size] - np.asarray(self.shift)) / np.asarray(self.scale)
