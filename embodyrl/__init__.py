@@ -22,7 +22,7 @@ _NAMES = {name: f"embodyrl.program.commands:{name}" for name in ("compose", "eva
 
 
 def _names() -> dict[str, str]:
-    """Return the public names and their modules, including those of extensions."""
+    """Return {public name: module}, including the names that extensions add."""
     from embodyrl.manifests import declared
 
     return {**_NAMES, **declared("embodyrl.program")}

@@ -3,7 +3,7 @@
 import time
 
 _LONGEST_S = 1.0
-"""Maximum gap between two readings that counts: waiting code reads the clock every second."""
+"""Maximum time counted between two readings, because waiting code reads the clock at least every second."""
 
 
 class RunClock:

@@ -1,4 +1,4 @@
-"""Records of text tasks: messages, references and rewards."""
+"""Conversations of text tasks: messages, their encoding as one string, and final answers."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PICTURE = "<image>"
 """Placeholder of an image in a message, as in data sets."""
 _TURN, _ROLE = "\x1e", "\x1f"
 MARK = "\x1d"
-"""Text between the image sizes in a message."""
+"""Delimiter before and after each image size in the text of a message."""
 _NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
 
 
@@ -45,12 +45,12 @@ def split_pictures(content: str) -> list[str | tuple[int, int]]:
 
 
 def spoken(content: str) -> str:
-    """Return a message with the text `<image>` for each image."""
+    """Return the text of a message, with `<image>` in place of each encoded image size."""
     return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
 
 
 def final_answer(reply: str) -> str:
-    """Return the final answer of a reply: its last box, answer tag, letter after 'answer', or number, in that order."""
+    """Return the final answer of a reply: the last LaTeX box, '#### n', <answer> tag, answer letter, or number."""
     for pattern in (
         r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
         r"#### (-?[0-9.,]*[0-9])",

@@ -1,4 +1,4 @@
-"""GPUs of this host, and their assignment to processes of a run."""
+"""Detection of the GPUs of this host, and assignment of GPUs to the processes of a run."""
 
 import os
 import re
@@ -56,7 +56,7 @@ class Gpu:
     """Free memory in bytes."""
     total: int
     split: bool
-    """MIG mode: CUDA lists slices of the GPU."""
+    """True in MIG mode, in which CUDA lists slices of the GPU."""
     driver: int
     """Major version of the driver; 0 if unknown."""
     name: str
@@ -122,7 +122,7 @@ class Gpus:
 
 
 def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
-    """Return free and total memory of each visible GPU."""
+    """Return (free, total) memory in bytes of each visible GPU."""
     names = visible_gpus()
     chosen = select_visible(gpus)
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
@@ -135,7 +135,7 @@ def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
 
 
 def _seen_by_torch() -> list[tuple[int, int]]:
-    """Return the memory that CUDA reports to torch in a separate process."""
+    """Return (free, total) memory in bytes of each GPU, as reported by torch in a separate process."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _FREE], capture_output=True, text=True, timeout=_TORCH_S, check=False
@@ -160,7 +160,7 @@ class Devices:
         return self.policies[number] if self.policies else None
 
     def of_env_worker(self, number: int, *, on_gpu: bool | None) -> str | None:
-        """Return the GPU of an env worker, see `EnvSpec.on_gpu`; an empty string: none."""
+        """Return the GPU of an env worker; an empty string: no GPU. For `on_gpu` see `SimulatorSpec.on_gpu`."""
         if on_gpu is False:
             return ""
         return self.simulators[number % len(self.simulators)] if self.simulators else None

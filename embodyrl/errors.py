@@ -20,12 +20,12 @@ def masked(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of a foreign error in one line, truncated."""
+    """Return the message of another package's exception in one line, truncated."""
     return " ".join(str(error).split())[:300]
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a foreign error for use in a sentence: the key of a `KeyError`, otherwise the message."""
+    """Return the reason of another package's exception as text: the key of a `KeyError`, otherwise the message."""
     return f"no field {error}" if isinstance(error, KeyError) else one_line(error) or type(error).__name__
 
 
@@ -71,7 +71,7 @@ class WorkerError(EmbodyError):
 
 
 class ClusterLost(WorkerError):
-    """No worker can be started any more. Running workers may still reply, so state is saved before exit."""
+    """No further worker can be started. Running workers may still reply, so state is saved before exit."""
 
 
 class ChannelClosed(EmbodyError):
@@ -81,13 +81,13 @@ class ChannelClosed(EmbodyError):
 
 
 class ChannelTimeout(EmbodyError):
-    """A channel received no message before the deadline."""
+    """The other end of a channel sent or read nothing before the deadline."""
 
     exit_code = 4
 
 
 class StaleTicketError(EmbodyError):
-    """The record of a ticket was reused."""
+    """The record of a ticket was freed or is not completely written, or the owner of the arena exited."""
 
     exit_code = 4
 

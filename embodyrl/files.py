@@ -1,4 +1,4 @@
-"""Atomic file writes, blocked streams, and free memory."""
+"""Atomic file writes, reading of untrusted files, and limits on cores and memory of this process."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 _LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
 SCRATCH = ".tmp-"
-"""Prefix of incomplete files."""
+"""Prefix of the names of incomplete files."""
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -53,7 +53,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Delete incomplete files that killed processes left anywhere in a folder; no other process may write there."""
+    """Delete incomplete files of killed processes below a folder; call only if no process writes there."""
     for path in folder.rglob(f"{SCRATCH}*"):
         if path.is_file():
             path.unlink()
@@ -81,13 +81,13 @@ def read_json(path: Path) -> Any:
 
 
 def json_text(data: Any) -> str:
-    """Return indented JSON; non-finite numbers become null, other objects become their text."""
+    """Return indented JSON; non-finite numbers become null, and objects without a JSON form become `str(object)`."""
     plain = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
     return json.dumps(plain, indent=2) + "\n"
 
 
 def cap_log(path: Path) -> None:
-    """Truncate a log above 16 MiB to its last MiB; processes that append to it can continue."""
+    """Truncate a log of more than 16 MiB to its last MiB; processes can continue to append."""
     size = path.stat().st_size if path.exists() else 0  # it may have been deleted
     if size > _LOG_LIMIT:
         with path.open("r+b") as file:
@@ -109,9 +109,9 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups and their parents, and whether each is of version 2.
+    """Yield (folder, True for cgroup v2) for this process's control groups and their parents.
 
-    A container has its own group as the root, a Slurm job is below several others.
+    In a container, the root is the container's own group; a Slurm job has several parent groups.
     """
     for line in MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -137,7 +137,7 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Return the free memory of the host within all control groups."""
+    """Return the free memory of the host in bytes, or less if a control group limits it further."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024

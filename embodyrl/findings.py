@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report of `embodyrl doctor`."""
 
     name: str
     level: str
-    """ok, warn or FAIL."""
+    """Severity: ok, warn or FAIL."""
     text: str
     fix: str = ""
 
@@ -39,7 +39,7 @@ class GpuResult:
     """Result of a GPU check."""
 
     level: str
-    """ok, warn, FAIL or skip."""
+    """Outcome: ok, warn, FAIL or skip."""
     text: str
     fix: str = ""
     values: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class GpuResult:
 class GpuParts:
     """Collector of the results of a GPU check with several parts; a failed part does not end the check.
 
-    Values are also printed to standard error, where they remain if the process is killed.
+    Values are also printed to standard error, so that they are not lost if the process is killed.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class GpuParts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Record an exception of the block as a failed part, with the traceback among the values."""
+        """Run a part of the check; an exception marks the part as failed and stores the traceback."""
         print(f"{name} ...", file=sys.stderr, flush=True)  # noqa: T201
         try:
             yield

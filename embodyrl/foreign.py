@@ -1,4 +1,4 @@
-"""Scripts in another Python environment, whose packages conflict with ours; one request and one reply at a time."""
+"""Runs scripts in another Python environment, with packages that conflict with ours; one request at a time."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ class ForeignScript:
     """A running script of another interpreter; the process ends with this object or with this process."""
 
     def __init__(self, python: str, script: str, *, key: str, program: str) -> None:
-        """Start the script; its argument is the number of a file descriptor, a `Connection`.
+        """Start the script; its argument is the file descriptor of a `multiprocessing` Connection to this process.
 
         Args:
             python: interpreter of the other environment.

@@ -1,4 +1,4 @@
-"""Gymnasium ids of the simulators; importing this module registers the ids.
+"""Gymnasium ids of the simulators, such as `embodyrl/LIBERO-object-0-v0`; importing this module registers the ids.
 
 `embodyrl/LIBERO-object-0-v0` is task 0 of a suite, `embodyrl/LiberoObject-v0` all tasks of `env=libero_object`.
 `gymnasium.make("embodyrl.gymnasium:embodyrl/LIBERO-object-0-v0")` imports this module first.
@@ -23,7 +23,7 @@ TASK_IDS: Registry[Mapping[str, Overrides]] = Registry(
     wants="a mapping of names to overrides",
     fits=lambda found: isinstance(found, Mapping),
 )
-"""Names of single tasks such as `LIBERO-object-0-v0`, each with the option of `env=` first and further overrides."""
+"""Overrides of single tasks by id, such as `LIBERO-object-0-v0`: the option of `env=`, then further overrides."""
 
 
 def make(
@@ -33,7 +33,7 @@ def make(
 
     Args:
         overrides: option of `env=`, and overrides of the id.
-        task: number of a task; only for ids of several tasks.
+        task: task id; only for Gymnasium ids that cover several tasks.
         words: further overrides, as for `embodyrl eval`.
         render_mode: `rgb_array` or None; both render images.
 

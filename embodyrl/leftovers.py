@@ -1,7 +1,7 @@
 """Cleanup of threads and child processes of user code that would keep a process alive or outlive the process.
 
-As a program with a process id and a mark, this module waits for the end of that process and kills all processes with
-the mark.
+Run as a program, with a process id and a mark (a unique text in the environment variable EMBODYRL_OWNER), this module
+waits for the end of that process, then kills all processes with the mark.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from pathlib import Path
 _PATIENCE_S = 5.0
 """Time for threads and processes to exit by themselves, seconds."""
 _NAMED = 3
-"""Maximum number of leftovers in a message."""
+"""Maximum number of threads and processes listed in a message."""
 _PR_SET_PDEATHSIG = 1
 _TRACKER = b"multiprocessing.resource_tracker"
 """Resource tracker of `multiprocessing`, which frees the shared memory of killed processes."""
 _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
 _OWNER = "EMBODYRL_OWNER"
-"""Environment variable that marks worker processes and is inherited by their child processes."""
+"""Environment variable with the mark of a process, which child processes inherit: <pid>-<random>/<name>[/<name>...]."""
 _POLL_S = 0.2
 _FORKS_FD = 3
-"""File descriptor of the list of forks in the watching process."""
+"""File descriptor, in the watching process, of the file that lists forked processes."""
 
 
 def signal_at_parents_end(signum: int) -> None:
-    """Request a signal from the kernel for this process when the thread that started the process ends."""
+    """Request a signal from the kernel when the thread that started this process ends (prctl PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
@@ -58,7 +58,7 @@ def owning(name: str) -> Iterator[None]:
 
 
 def end_owned(name: str) -> None:
-    """Kill the remaining processes marked with the name, or with name/more."""
+    """Kill the remaining processes that started in the block `owning(name)`, and their descendants."""
     mark, forks = _mark(os.getpid())
     _end_marked(f"{mark}/{name}", forks)
 
@@ -68,8 +68,8 @@ def _mark(pid: int) -> tuple[str, int]:
     """Start the watching process, which waits for the end of this process.
 
     Returns:
-        The mark of this process's children, and the file descriptor of the list of those that were forked: a fork has
-        the environment variables of the start of this process in /proc.
+        The mark for this process's children, and the descriptor of a file that lists forks. Forks need a list, because
+        their /proc/<pid>/environ is that of this process at its start, without the mark.
     """
     mark, forks = f"{pid}-{secrets.token_hex(8)}", os.memfd_create("embodyrl-forks")
     watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
@@ -89,7 +89,7 @@ def _record_fork(mark: str, forks: int) -> None:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Return the state of a process and the time at which it started; empty if it has ended."""
+    """Return (state, start time) of a process from /proc/<pid>/stat; two empty strings if the process has ended."""
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return stat[0], stat[19]
@@ -97,7 +97,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def _running_forks(mark: str, forks: int) -> Iterator[int]:
-    """Yield the forks with this mark or mark/more that still run."""
+    """Yield the pids of running forks whose mark is `mark`, or starts with `<mark>/`."""
     for line in os.pread(forks, os.fstat(forks).st_size, 0).decode(errors="replace").splitlines():
         pid, started, owner = line.split(" ", 2)
         state, start = _state(int(pid))
@@ -106,7 +106,7 @@ def _running_forks(mark: str, forks: int) -> Iterator[int]:
 
 
 def _end_marked(mark: str, forks: int) -> None:
-    """Kill the processes with this mark or mark/more; repeat, because such processes may start further processes."""
+    """Kill all processes whose mark is `mark` or starts with `<mark>/`; repeat while they start further processes."""
     ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
     while time.monotonic() < ends:
         found = [*_running_forks(mark, forks)]
@@ -130,13 +130,13 @@ def _watch(pid: int, mark: str) -> None:
 
 
 def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:
-    """Return the names of threads, except the main thread, that keep this process alive."""
+    """Return the names of new non-daemon threads, which keep this process alive."""
     known = {threading.main_thread(), threading.current_thread(), *before}
     return [one.name for one in threading.enumerate() if not one.daemon and one not in known]
 
 
 def children_left(before: Collection[int] = ()) -> dict[int, str]:
-    """Return process id and command of the running children of this process, except Python's own helper processes."""
+    """Return {pid: command} of new child processes that still run, except Python's own helper processes."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -151,7 +151,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Return threads and child processes that still run after a waiting time, except the given names."""
+    """Describe threads and child processes, except the given ones, that still run after `seconds`."""
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),
@@ -169,7 +169,7 @@ def _listed(names: list[str]) -> str:
 
 
 def end_children() -> None:
-    """Kill the children of this process, wait for them, and free the resources of `multiprocessing` for them.
+    """Kill the child processes of this process, wait for them, and free their `multiprocessing` resources.
 
     Semaphores and temporary folders would outlive a process that exits by `os._exit`.
     """
@@ -182,7 +182,7 @@ def end_children() -> None:
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
-    """Exit with `code`; report and kill threads and processes that would keep the interpreter alive."""
+    """Exit with `code`; report threads and processes that would keep the interpreter alive, and kill the processes."""
 
     def watch() -> None:
         ends = time.monotonic() + _PATIENCE_S

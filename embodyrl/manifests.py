@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 FOLDERS = ("extensions", "envs", "policies")
-"""Folders of the package with one folder per extension."""
+"""Folders of the package that contain one folder per extension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,13 @@ class Extension:
     guide: str
     """Page of the manual about the extension, relative to docs/."""
     paths: tuple[str, ...]
-    """Folders of the extension, and its files in other folders, relative to the package."""
+    """All folders and files of the extension, relative to the package."""
     imports: tuple[str, ...] = ()
     """Names of extensions that this extension may import."""
     requires: Mapping[str, str] = field(default_factory=dict)
-    """Modules required beyond the dependencies of the core, with the pip extra that installs each."""
+    """Required modules that are not dependencies of the core: {module: pip extra that installs it}."""
     entry_points: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Entry points (group, name, `package.module:attr`), as in the `pyproject.toml` of a package."""
+    """Entry points as {group: {name: `package.module:attr`}}, as in the `pyproject.toml` of a package."""
 
     def install_line(self) -> str:
         """Return the command that installs missing dependencies, or an empty string."""
@@ -36,7 +36,7 @@ class Extension:
 
 @functools.cache
 def extensions() -> Mapping[str, Extension]:
-    """Return the extensions by name, the name of the folder."""
+    """Return the extensions by name, which is the name of the folder."""
     found: dict[str, Extension] = {}
     for file in sorted(file for folder in FOLDERS for file in PACKAGE.glob(f"{folder}/*/extension.toml")):
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def extensions() -> Mapping[str, Extension]:
 
 
 def declared(group: str) -> Mapping[str, str]:
-    """Return the entry points of all extensions in a group."""
+    """Return the entry points {name: target} of all extensions in a group."""
     return {
         n: value for extension in extensions().values() for n, value in extension.entry_points.get(group, {}).items()
     }

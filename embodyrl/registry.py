@@ -65,7 +65,7 @@ def takes(arguments: int) -> Callable[[Any], bool]:
 
 
 def installed(**chosen: Any) -> Iterable[EntryPoint]:
-    """Return entry points of other packages, of a `group` or with a `value`; `sys.path` is searched once."""
+    """Return entry points of installed packages, filtered by `group` or `value`; `sys.path` is searched once."""
     return _entry_points(tuple(sys.path)).select(**chosen)
 
 
@@ -77,7 +77,7 @@ def _entry_points(path: tuple[str, ...]) -> Any:
 
 
 def _found_here(module: str) -> str:
-    """Return a hint about a module in the working folder or a subfolder, as written by `embodyrl new`."""
+    """Return a hint if a module that cannot be imported exists in the working folder or a subfolder."""
     name = module.partition(".")[0]
     for folder in (Path.cwd(), Path.cwd() / name):
         if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
@@ -88,7 +88,7 @@ def _found_here(module: str) -> str:
 class Registry(Generic[T]):
     """Named components of one kind. Values are objects, or "module:attr" strings that are imported on first use.
 
-    Components must pass `fits`, which inspects them without a call; `wants` describes the requirement in errors.
+    Components must pass the check `fits`, which does not call them; `wants` describes the requirement in errors.
 
     >>> numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
     >>> numbers.add("tau", "math:tau")
@@ -113,7 +113,7 @@ class Registry(Generic[T]):
         return sorted({*self._items, *declared(self.group), *(e.name for e in installed(group=self.group))})
 
     def every(self) -> list[T]:
-        """Return all registered components, by name; for groups that are used as a whole."""
+        """Return all registered components, sorted by name."""
         return [self.get(name) for name in self.names()]
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
@@ -131,7 +131,8 @@ class Registry(Generic[T]):
         """Return the component of a name.
 
         Raises:
-            UnknownNameError: unknown name (the message suggests a similar name), or a component of another kind.
+            UnknownNameError: the name is unknown (the message suggests a similar name), or the component fails the
+                check.
         """
         value: Any = name
         if ":" not in name:

@@ -40,12 +40,12 @@ class ActionKind(StrEnum):
     multi_discrete = "multi_discrete"
     """One category id per dimension."""
     text = "text"
-    """Tokens that only the policy can decode (-1: no token); the text of the reply is a separate field."""
+    """Token ids of the policy's tokenizer (-1: padding); the text of the reply is a separate record field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """Input of a person that sets one dimension of an action."""
+    """Key or gamepad input with which a person sets one dimension of an action."""
 
     label: str
     index: int
@@ -53,7 +53,7 @@ class Control:
     value: float
     """Value of the dimension while the input is fully pressed."""
     key: str = ""
-    """Key of a keyboard, as `KeyboardEvent.code` of browsers, for example ArrowLeft."""
+    """Keyboard key as a browser's `KeyboardEvent.code`, for example ArrowLeft."""
     pad: str = ""
     """Input of a gamepad with the standard mapping: button3, or an axis with a direction, axis0- or axis0+."""
 
@@ -73,9 +73,9 @@ class ActionSpec:
     """`box`: maximum of each dimension, possibly inf; empty: 1."""
     gripper: GripperConvention | None = None
     controls: tuple[Control, ...] | None = field(default=None, compare=False)
-    """Inputs of a person; None: standard keys; empty: a person cannot act."""
+    """Key and gamepad inputs; None: default keys; empty: a person cannot control the environment."""
     neutral: tuple[float, ...] = field(default=(), compare=False)
-    """Action without an input of a person; empty: zeros, or the nearest bound. A gripper keeps its last command."""
+    """Action while no key is pressed; empty: zeros, or the nearest bound. The gripper keeps its last command."""
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -106,13 +106,13 @@ class GoalSpec:
     """State columns that contain goals, if a `GoalFactory` can compute rewards for relabelled goals."""
 
     achieved: tuple[int, int]
-    """First column, and one past the last column."""
+    """State columns of the achieved goal: first column, and one past the last."""
     desired: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSpec:
-    """Last columns of the state: the actions of the previous chunk that follow the observation.
+    """Last columns of the state: actions of the previous chunk that are executed after the observation.
 
     The columns are the number of actions that will be executed before the next chunk begins (the delay), the number of
     actions left in the previous chunk (0 in the first observation of an episode), and these actions, row by row.
@@ -166,9 +166,9 @@ class TextSpec:
     prompt_tokens: int = 0
     """Number of tokens of the longest instruction for the run's language model; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
-    """Sequences of roles of the conversations of a run."""
+    """Role sequences that occur in the run's conversations, for example (system, user)."""
     max_replies: int = 0
-    """Number of replies (chunks) of the longest conversation; 0: env steps are limited instead."""
+    """Maximum number of replies (chunks) per conversation; 0: the number of env steps is limited instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +198,12 @@ class BenchmarkSpec:
     """Number of held-out initial states for evaluation, the last states of each task, unless `state_ids` selects
     other states."""
     unnorm_key: str | None = None
-    """Key of the public statistics (`dataset_statistics.json`)."""
+    """Key of the action statistics in the public `dataset_statistics.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec:
-    """Declaration of an environment; joined with a `PolicySpec` before any worker starts."""
+    """Declaration of an environment; checked against the `PolicySpec` before any worker starts."""
 
     name: str
     action: ActionSpec
@@ -228,11 +228,11 @@ class EnvSpec:
     max_episode_steps: int = 0
     """Horizon of the benchmark, env steps."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings of the banner, one line each. Warnings may quote observations, and so differ between equal specs."""
+    """Warnings for the banner, one line each; not compared, because they may quote observations."""
 
     @property
     def own_state_dim(self) -> int:
-        """Number of state columns without committed actions."""
+        """Number of state columns before the committed actions."""
         return self.state_dim - (0 if self.committed is None else self.committed.width(self.action.dim))
 
     def suite_of(self, task_id: int) -> str:
@@ -284,10 +284,10 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteeringSpec:
-    """Training of a small actor that steers frozen weights."""
+    """Training of a small actor network that steers a policy with frozen weights."""
 
     key: str
-    """Key and value that freeze the weights."""
+    """Config key and value with which the policy's weights are frozen."""
     corrects: bool
     """True if the actor corrects actions, which demonstrations also contain; False: the actor chooses noise."""
 
@@ -340,7 +340,7 @@ class EnvCosts:
     gpu_bytes: tuple[int, int] = (0, 0)
     """GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
     chunk_s: float = 0.0
-    """Core seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
+    """CPU seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
     gpu_s: float = 0.0
     """Seconds in which a chunk occupies the GPU, where processes render in turn."""
     chunk_name: str = ""
@@ -352,7 +352,7 @@ class PolicyCosts:
     """Estimated size, memory and work of a policy; zeros where unknown."""
 
     SHARED_FRACTION = 0.5
-    """Largest fraction of remaining tokens for which equal prompts are computed once: a second pass takes time."""
+    """Equal prompts are computed once if at most this fraction of the tokens remains: a second pass takes time."""
     num_parameters: int = 0
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""
@@ -363,21 +363,21 @@ class PolicyCosts:
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
-    """Largest repeated layer: parameters, and bytes stored by its recomputation per sample."""
+    """Largest repeated layer: number of parameters, and bytes per sample that its recomputation stores."""
     outside_layers: int = 0
     """Number of parameters outside the repeated layers: embeddings, output matrix, projectors."""
     logit_bytes: tuple[int, int] = (0, 0)
-    """Bytes of vocabulary logits for log-probabilities: for one sample, and the maximum at a time."""
+    """Bytes of the logits that log-probabilities need: per sample, and the maximum held at once."""
     scoring_bytes: tuple[int, int] = (0, 0)
-    """Bytes for the gradient of the output matrix while logits exist; the same with recomputed layers."""
+    """Bytes of the output matrix's gradient while logits exist: without, and with gradient checkpointing."""
     acting_bytes: int = 0
-    """Number of bytes per sample of an inference batch: the widest layer, or keys and values of replies."""
+    """Bytes per sample of an inference batch: activations of the widest layer, or the KV cache of replies."""
     sample_tokens: int = 1
     """Number of tokens of the longest sample, as in `Record.cost`."""
     reply_tokens: int = 1
     """Number of tokens after the prompt."""
     forward_flops: float = 0.0
-    """FLOPs of the forward pass of a sample."""
+    """FLOPs of the forward pass of one sample."""
     act_passes: int = 1
     """Number of forward passes per batch of chunks; each pass reads all weights."""
     steering_features: int = 0
@@ -391,7 +391,7 @@ class PolicyCosts:
         return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
 
     def scoring(self, samples: float) -> tuple[int, int]:
-        """Return the bytes of the log-probabilities of n samples; the same with recomputed layers.
+        """Return the bytes for log-probabilities of n samples, without and with gradient checkpointing.
 
         After the logits, the gradient of the output matrix is added to that of earlier micro-batches.
         """

@@ -1,4 +1,4 @@
-"""Records at module boundaries: frozen, keyword-only, numpy (torch only with gradients).
+"""Data classes passed between modules: frozen, keyword-only, with numpy arrays (torch only with gradients).
 
 Shapes: N env slots, T chunk steps, K actions per chunk, A action dims, L = K*A action tokens, V value outputs per chunk
 (1 or K), B samples, C cameras, H W image, S state dims.
@@ -43,7 +43,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 ROWS_AT_A_TIME = 32
-"""Maximum samples of a forward pass without gradients, for values or scores."""
+"""Maximum number of samples of a forward pass without gradients, for values or log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class ChunkResult:
     success: BoolArray
     """True if the goal is reached after this action."""
     components: FloatArray | None = None
-    """[n, C] reward components of the chunk, in the order of `EnvSpec.components`."""
+    """[n, C] reward components of the chunk, in the order of `RewardSpec.components`."""
     reward_errors: dict[int, str] = field(default_factory=dict)
     """Reward errors by slot; an unknown reward counts as 0."""
 
@@ -119,10 +119,10 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSpec:
-    """One planned episode. The list of a step is fixed before the step starts."""
+    """One planned episode; all episodes of a step are planned before the step starts."""
 
     episode_id: int
-    """Index in the step's list; the key of the action noise."""
+    """Index in the step's episode list."""
     reset_id: int
     task_id: int
     group_id: int
@@ -134,7 +134,7 @@ class EpisodeSpec:
 
 
 class EarlierPart(NamedTuple):
-    """The part of an episode before a training step cut it; the next step continues the episode."""
+    """The part of a cut episode from earlier training steps; the current step continues the episode."""
 
     spec: EpisodeSpec  # spec of the episode's start
     length: int
@@ -145,12 +145,12 @@ class EarlierPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished (or cut) episode: a list of arena records and the data that the algorithm needs."""
+    """A finished or cut episode: indices of its arena records, and the data that algorithms need."""
 
     spec: EpisodeSpec
     records: IntArray  # [T] of the arena, one of each chunk step
     reward: FloatArray
-    """[T, K] shaped reward per action; 0 where not valid, like the next two fields."""
+    """[T, K] reward per action. This and the next two fields are 0 or False for actions that were not executed."""
     valid: BoolArray
     success: BoolArray
     value: FloatArray
@@ -163,8 +163,8 @@ class Episode:
     cut: bool = False
     """True if the quota of chunk steps cut the episode, which is then excluded from success statistics."""
     counted: bool = True
-    """True if the remaining quota at the episode's start sufficed for the longest episode; counting other episodes
-    would favour short ones."""
+    """True if statistics include the episode: the quota left at its start sufficed for the longest possible episode.
+    Otherwise short episodes would be over-represented."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     earlier: EarlierPart | None = None
@@ -175,7 +175,7 @@ class Episode:
     action: FloatArray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     """[T, K, A] chosen actions, executed where `valid`."""
     top: ByteArray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
-    """[T, bytes] `PolicyOutput.top` of each chunk; T x 0 if not requested."""
+    """[T, bytes] encoded `PolicyOutput.top` of each chunk; [T, 0] if not requested."""
     duration_s: float = 0.0
     video: str | None = None
     solved_at_reset: bool = False
@@ -193,7 +193,7 @@ class Episode:
 
     @property
     def whole(self) -> EarlierPart:
-        """Episode so far, including the parts of earlier training steps."""
+        """Part of the episode so far, including earlier training steps."""
         spec, length, earned, success, parts = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
         more = length + self.length, earned + self.episode_return, success or self.success_once
         return EarlierPart(spec, *more, parts + self.components.sum(axis=0))
@@ -228,10 +228,10 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """One chunk for each of B observations (CPU numpy, ready for the arena): tokens [B, L], value [B, V]."""
+    """Policy output for B observations: one chunk each, as numpy arrays; `tokens` [B, L], `value` [B, V]."""
 
     actions: FloatArray
-    """[B, K, A] in the units of the policy's training data (un-normalised; gripper per `PolicySpec.gripper`)."""
+    """[B, K, A] actions in the units of the training data, not normalised; gripper as in `PolicySpec.gripper`."""
     tokens: IntArray
     logprob: FloatArray
     """[B, L] log-probability of each token under the sampling distribution (temperature included)."""
@@ -249,7 +249,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyScores:
-    """Differentiable quantities of given tokens (torch, fp32, on the policy's device): [B, L], [B, L] and [B, V]."""
+    """Log-probabilities [B, L], entropies [B, L] and values [B, V] of given tokens, with gradients (torch, fp32)."""
 
     logprob: torch.Tensor
     entropy: torch.Tensor

@@ -1,3 +1,3 @@
-"""The version, in a module without imports."""
+"""The version of embodyrl, in a module without imports."""
 
 __version__ = "0.1.0"

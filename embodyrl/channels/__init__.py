@@ -1,1 +1,1 @@
-"""The data plane: records in shared memory, messages with tickets through pipes."""
+"""The data plane: arrays are in shared memory; pipes carry messages with handles (tickets) of records."""

@@ -23,7 +23,7 @@ from embodyrl.types import IntArray, Observation
 
 
 class RecordState:
-    """State of a record: free, allocated, being written, readable; plain ints for speed."""
+    """States of a record (free, allocated, being written, readable), as plain ints for speed."""
 
     FREE, ALLOCATED, WRITING, READY = range(4)
 
@@ -55,7 +55,7 @@ Tickets = Sequence[int] | npt.NDArray[np.int64]
 
 
 def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
-    """Return the records [n] of tickets [n] as indices of fields, without checking the tickets."""
+    """Return the record indices [n] (first axis of each field) of tickets [n], without checking for stale tickets."""
     return np.asarray(tickets, np.int64) & _RECORDS
 
 
@@ -74,10 +74,10 @@ class ArenaFullError(EmbodyError):
 
 
 class Fields(Protocol):
-    """Access to records by field."""
+    """Mapping from a field name to an array of all records."""
 
     def __getitem__(self, field: str, /) -> npt.NDArray[Any]:
-        """Return a field of all records, [n, ...]."""
+        """Return the array [n, ...] of a field, for n records."""
         ...
 
 
@@ -157,7 +157,7 @@ class Arena:
         return Ticket(self.allocate_all(1)[0])
 
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
-        """Allocate many records (see `allocate`); return their tickets [count]."""
+        """Allocate `count` records (see `allocate`); return their tickets [count]."""
         if count > self._num_free:
             raise ArenaFullError(
                 f"Cannot allocate {count} records: {self._num_free} of {self.capacity} arena records are free."
@@ -191,7 +191,7 @@ class Arena:
 
     @contextmanager
     def write_all(self, tickets: Tickets) -> Iterator[npt.NDArray[np.int64]]:
-        """Open many records for writing (see `write`)."""
+        """Open several records for writing (see `write`); yield their indices [n]."""
         records, state = self._valid(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
@@ -199,7 +199,7 @@ class Arena:
         state[records] = RecordState.READY
 
     def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Return the record numbers of readable tickets, as indices of fields.
+        """Return the record indices [n] (first axis of each field) of tickets [n] whose records are readable.
 
         Raises:
             StaleTicketError: a record was freed, or not completely written.
@@ -212,7 +212,7 @@ class Arena:
         return records
 
     def _valid(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Return the record numbers of tickets after checking that no ticket is stale."""
+        """Return the record indices of tickets after checking that no ticket is stale."""
         numbers = np.asarray(tickets, np.int64)
         records = numbers & _RECORDS
         free, now = self._fields[STATE][records] == RecordState.FREE, self._fields[SEQUENCE][records]
@@ -225,7 +225,7 @@ class Arena:
         return records
 
     def close(self) -> None:
-        """Drop this process's mapping; the last process to do so frees the memory. Idempotent."""
+        """Remove the mapping of the memory in this process; the last process to do so frees it. Idempotent."""
         self._fields = {}
         if self._fd >= 0:
             # The mapping exists as long as an array references it; the fields above hold our references.
@@ -234,7 +234,7 @@ class Arena:
 
 
 def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """Return the instructions [n] of some records."""
+    """Return the instruction of each of the n records."""
     words = fields[Record.instruction][records]
     # Common case: one instruction for all records; one comparison is a hundred times faster than decoding all.
     same = len(words) > 0 and words.tobytes() == words[0].tobytes() * len(words)

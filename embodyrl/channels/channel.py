@@ -12,7 +12,7 @@ from typing import Any
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 _LENGTH = struct.Struct("!Q")
-"""Length prefix of a message, in bytes."""
+"""Format of the prefix of a message: the length of the message in bytes."""
 _PART = 1 << 16
 """Bytes per read."""
 
@@ -39,7 +39,7 @@ class PipeChannel:
     def put(self, message: Any, timeout_s: float | None = None) -> None:
         """Send a message.
 
-        One of both ends sets a deadline; messages received while sending are stored in `arrived`.
+        Exactly one of the two ends sets a deadline; messages received while sending are stored in `arrived`.
 
         Raises:
             ChannelClosed: the other end is closed.
@@ -58,7 +58,7 @@ class PipeChannel:
             raise ChannelClosed(f"The other end of the channel is closed: {error}.") from error
 
     def _wait_for_room(self, timeout_s: float | None) -> None:
-        """Wait until the pipe has room; with a deadline, read incoming messages meanwhile."""
+        """Wait until the pipe has room; with a deadline, read incoming messages while waiting."""
         # The other end may be blocked in `put`, too. Exactly one end must read: with both pipes full, neither could
         # finish.
         reads = select.POLLIN if timeout_s is not None else 0

@@ -14,7 +14,7 @@ _ALIGN = 64  # one cache line: two writers never share one between fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One array of the arena: `shape` per record."""
+    """An array of the arena, with `shape` per record."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class RecordLayout:
 
 
 class Column(str):
-    """Field name with the field's type and the dimensions of one record, as names or numbers."""
+    """Name of a field, with its dtype and the shape of one record, whose dimensions are names or numbers."""
 
     dtype: str
     dims: tuple[str | int, ...]
@@ -73,9 +73,9 @@ class Column(str):
 
 
 class Record:
-    """Fields of one chunk step, for `arena[Record.images][record]`.
+    """Names of the fields of a record, which stores one chunk step: `arena[Record.images][record]`.
 
-    K actions of a chunk, A dimensions of an action, L tokens of a chunk, V values of an observation.
+    Dimensions: K actions per chunk, A numbers per action, L tokens per chunk, V values per observation.
     """
 
     images = Column("images", "uint8", "cameras", "height", "width", 3)
@@ -93,33 +93,33 @@ class Record:
     action = Column("action", "float32", "K", "A")
     """Action executed by the environment."""
     version = Column("version", "int64")
-    """Version of the acting weights: the number of their updates."""
+    """Version of the weights that sampled the chunk: the number of updates before sampling."""
     reward = Column("reward", "float32", "K")
     terminated = Column("terminated", "bool", "K")
     truncated = Column("truncated", "bool", "K")
-    """Truncated by the time limit."""
+    """True if a limit truncated the episode after this action."""
     valid = Column("valid", "bool", "K")
-    """The action was executed; False after the end of an episode."""
+    """True if the action was executed; False for actions after the end of an episode."""
     success = Column("success", "bool", "K")
     advantage = Column("advantage", "float32", "K")
     returns = Column("returns", "float32", "V")
     """Value targets."""
     reply = Column("reply", "uint8", "reply_bytes")
-    """Text of the tokens, for text tasks (`encode_reply`)."""
+    """Reply as text, for text tasks (`encode_reply`)."""
     top = Column("top", "uint8", "top_bytes")
-    """`PolicyOutput.top`, padded like an instruction."""
+    """Most probable tokens with log-probabilities (`PolicyOutput.top`), zero-padded UTF-8."""
     cut_off = Column("cut_off", "bool")
-    """The reply hit the length limit."""
+    """True if the reply hit the token limit."""
     cost = Column("cost", "int64")
-    """Number of tokens of the sample including the prompt, for micro-batches of even size."""
+    """Number of tokens of prompt and reply, used to form micro-batches of equal size."""
     components = Column("components", "float32", "components")
-    """Reward components (`EnvSpec.components`), summed over the chunk."""
+    """Reward components (`RewardSpec.components`), summed over the chunk."""
     ref_logprob = Column("ref_logprob", "float32", "L")
     """Log-probability of each token under the reference policy, if the algorithm needs it."""
 
 
 TOP_BYTES = 48
-"""Bytes of one token (`shown_token`) with its log-probability."""
+"""Bytes reserved in `Record.top` for one token (`shown_token`) with its log-probability."""
 OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
 """Inputs of the policy."""
 DECISION = (
@@ -169,7 +169,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
 
 
 def _instruction_width(env: EnvSpec) -> int:
-    """Return the bytes of the longest instruction of an environment, rounded up to 64."""
+    """Return the number of bytes of the environment's longest instruction, rounded up to a multiple of 64."""
     longest = env.text.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64
 
@@ -200,13 +200,13 @@ def encode_reply(text: str, width: int) -> ByteArray:
 
 
 BUCKET = "weights"
-"""The only field of a bucket."""
+"""Name of the only field of a bucket, a record of raw bytes for weight transfer."""
 BUCKET_BYTES = 64 << 20
 _PART_ALIGN = 16
 
 
 class WeightInfo(NamedTuple):
-    """Name, type and size of a weight."""
+    """Name, dtype and size of a weight tensor."""
 
     name: str
     count: int
@@ -217,7 +217,7 @@ class WeightInfo(NamedTuple):
 
 
 class WeightPart(NamedTuple):
-    """Elements `start` to `stop` of a flattened weight, at bytes `offset` to `end` of a bucket."""
+    """Elements `start` to `stop` of a flattened weight tensor, stored at bytes `offset` to `end` of a bucket."""
 
     name: str
     start: int

@@ -14,7 +14,7 @@ from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_
 from embodyrl.types import EpisodeStart, IntArray
 
 POLICY_FOLDER = "policy"
-"""Subfolder of a SaveRequest's folder with the policy."""
+"""Subfolder with the policy in the folder of a SaveRequest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class WorkerReady:
     task_limit: int | None = None
     """Env workers: maximum number of distinct tasks in the slots; None: unlimited."""
     weights: tuple[WeightInfo, ...] = ()
-    """Disaggregated mode: weights of this process."""
+    """Disaggregated mode: names, dtypes and sizes of this process's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,41 +46,42 @@ class ResetRequest:
     video_stem: str | None = None
     """Record every env step to <stem>_<outcome>_<steps>steps.mp4."""
     keep_video: str = "all"
-    """Outcomes of which the recording is kept: all or failures."""
+    """Outcomes whose recordings are kept: all or failures."""
 
 
 class Use(NamedTuple):
-    """Record fields that a request uses."""
+    """Record fields that a worker reads or writes for a request."""
 
     tickets: Tickets
     fields: tuple[str, ...] | None = ()
     """Names of the fields; None: all fields."""
     pool: int = 0
-    """0: the arena; 1: the weight buckets."""
+    """Index of the shared memory: 0 is the arena, 1 the weight buckets."""
     length: int | None = None
     """Number of used bytes of a bucket; None: all bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Request to a worker; the reply has the same sequence number.
+    """Request to a worker, whose reply has the same sequence number.
 
-    Workers on the driver's host share its records. For other hosts the records are transferred
+    Workers on the driver's host map the driver's arena. For other hosts, records are transferred
     (`extensions/ray_cluster/launcher.py`), so each request class declares the fields that its worker reads and writes.
     """
 
     sequence: int = 0
     """Sequence number, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Fields that the worker reads, by the attribute with the tickets. The state of the record is always included."""
+    """Fields that the worker reads, by name of the attribute with the tickets. The state of the record is always
+    included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Fields that the worker writes."""
+    """Fields that the worker writes, by name of the attribute with the tickets."""
     pool: ClassVar[int] = 0
     """See `Use`."""
 
     @property
     def label(self) -> str:
-        """Name for messages and traces."""
+        """Name of the request for messages and traces."""
         return type(self).__name__.removesuffix("Request").lower()
 
     def reads(self) -> tuple[Use, ...]:
@@ -97,7 +98,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(Request):
-    """Work for one stage of an env worker: chunk steps, then resets."""
+    """Work for one stage (a group of slots that step together) of an env worker: chunk steps, then resets."""
 
     stage: int
     slots: Sequence[int] = ()
@@ -120,13 +121,13 @@ class EnvRequest(Request):
 
     @property
     def observed(self) -> Tickets:
-        """Targets of all observations, including resets."""
+        """Tickets of all records that receive an observation, including observations after resets."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A finished video recording, or the reason for its absence."""
+    """A finished video recording, or the reason why there is none."""
 
     slot: int
     path: str | None
@@ -135,7 +136,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvReport:
-    """Reply to all requests of one stage; results are in the arena."""
+    """Reply to an EnvRequest with the report of its stage; the results are in the arena."""
 
     sequence: int
     stage: int
@@ -144,9 +145,9 @@ class EnvReport:
     reset_s: float
     recordings: tuple[Recording, ...] = ()
     reward_errors: tuple[tuple[int, str], ...] = ()
-    """Errors by slot, for slots with an unknown reward."""
+    """(slot, error message) of each slot whose reward function failed."""
     solved: tuple[int, ...] = ()
-    """Slots that were reset to a state with the goal already reached."""
+    """Slots that were reset to a state in which the goal is already reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +155,10 @@ class InferRequest(Request):
     """Compute actions for a batch and write the actions into the records of the observations."""
 
     tickets: Tickets
-    """[n] records of the observations; the other arrays have the same length."""
+    """[n] tickets of the observations' records; `noise_seeds` and `chunks` also have length n."""
     noise_seeds: Sequence[int] | IntArray
     chunks: Sequence[int] | IntArray
-    """Number of earlier chunks of the episode."""
+    """[n] number of earlier chunks of each episode."""
     greedy: bool
     version: int
     temperature: float | None = None
@@ -165,7 +166,7 @@ class InferRequest(Request):
     padded_size: int = 0
     """Fixed batch size; 0: the number of tickets."""
     rows: Sequence[int] | IntArray = ()
-    """Rows of the tickets in the batch of fixed size."""
+    """[n] row of each ticket in the padded batch."""
 
     read_fields = {"tickets": OBSERVATION}
     written_fields = {"tickets": DECISION}
@@ -201,11 +202,12 @@ class UpdateRequest(Request):
     episode: Sequence[int] | IntArray
     """Episode id of each ticket."""
     finals: tuple[tuple[int, int], ...] = ()
-    """Off-policy: record of the final observation by episode id; for terminated episodes only with hindsight."""
+    """Off-policy: (episode id, ticket of the final observation); terminated episodes are included only with
+    hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Hindsight: continued episodes of an earlier request, with their numbers in `open` of that request."""
+    """Hindsight: (episode id, number in `open` of the earlier request) of each episode that continues here."""
     open: tuple[tuple[int, int], ...] = ()
-    """Hindsight: episodes that may continue in the next request, each with a unique number."""
+    """Hindsight: (episode id, unique number) of each episode that may continue in a later request."""
     in_parts: bool = False
     """Reply after each micro-batch and wait for a ContinueRequest, so that inference can be interleaved."""
 
@@ -214,7 +216,7 @@ class UpdateRequest(Request):
 
     @property
     def last(self) -> Tickets:
-        """Final observations of the episodes."""
+        """Tickets of the final observations in `finals`."""
         return np.array([ticket for _, ticket in self.finals], np.int64)
 
 
@@ -253,7 +255,7 @@ class LoadRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRequest(Request):
-    """Request with parts of the weights in a bucket."""
+    """Request to transfer parts of the weights through a bucket."""
 
     ticket: int
     parts: tuple[WeightPart, ...]
@@ -275,7 +277,7 @@ class PublishRequest(BucketRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWeightsRequest(BucketRequest):
-    """Load the weight parts of a bucket for acting."""
+    """Load the parts of the weights in a bucket, for inference."""
 
     read_fields = {"ticket": (BUCKET,)}
 
@@ -294,7 +296,7 @@ class Done:
 
 
 Reply = WorkerReady | WorkerFailed | EnvReport | Done
-"""Messages of a worker."""
+"""Messages that a worker sends."""
 
 
 @dataclass(frozen=True, kw_only=True)

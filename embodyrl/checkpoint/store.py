@@ -24,7 +24,7 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 """Version of the manifest format; newer versions are rejected."""
 LOOP_FILE = "loop.json"
-"""State of the training loop."""
+"""Name of the file with the state of the training loop."""
 HEADROOM = 1.2
 """Required free space as a multiple of the size of the previous checkpoint."""
 _STEP = re.compile(r"step_(\d{6,})")
@@ -54,14 +54,14 @@ class Manifest(BaseModel, frozen=True):
     files: dict[str, FileEntry]
     """Files by path relative to the checkpoint, with forward slashes."""
     meta: dict[str, Any]
-    """JSON values that the caller stores."""
+    """Additional JSON values from the caller, by name."""
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest without checking the files.
 
     Raises:
-        CheckpointError: missing, malformed, of a newer format, or with file names outside the folder.
+        CheckpointError: the manifest is missing, malformed, of a newer format, or lists a path outside the folder.
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
@@ -102,7 +102,7 @@ def contents(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield all files of a folder except the manifest as (name, path), sorted by name.
 
     Raises:
-        CheckpointError: a link, device or other special file.
+        CheckpointError: the folder contains a link, device or other special file.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -120,7 +120,7 @@ def contents(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def describe(path: Path) -> FileEntry:
-    """Return the size and sha256 of a file."""
+    """Compute the size and the SHA-256 checksum of a file."""
     with path.open("rb") as file:
         return FileEntry(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -129,7 +129,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """Compare every file with its manifest entry.
 
     Raises:
-        CheckpointError: names the first file that is missing, unexpected, linked, or of a wrong size or content.
+        CheckpointError: a file is missing, unexpected, a link, or of a wrong size or content; names the first.
     """
     found = dict(contents(folder))
     for name, entry in manifest.files.items():
@@ -156,7 +156,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
-    """Return the step of the training loop, the best success rate so far, and its step.
+    """Return the training step, the best validation score so far (None: none), and the step of that score.
 
     Raises:
         CheckpointError: the file is missing or malformed.
@@ -174,7 +174,7 @@ def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
 
 
 class CheckpointStore:
-    """Checkpoints `root/step_000200/`, each with a manifest of sizes and sha256."""
+    """Checkpoints in folders such as `root/step_000200/`, each with a manifest of file sizes and checksums."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -184,7 +184,7 @@ class CheckpointStore:
         return self.root / f"step_{step:06d}"
 
     def folders(self) -> list[int]:
-        """Return the steps with a folder, ascending; a folder without a manifest is damaged."""
+        """Return the steps that have a folder, ascending, including damaged folders without a manifest."""
         if not self.root.is_dir():
             return []
         return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP.fullmatch(entry.name)))
@@ -194,7 +194,7 @@ class CheckpointStore:
         return [step for step in self.folders() if (self.path(step) / MANIFEST_NAME).is_file()]
 
     def set_aside(self) -> list[str]:
-        """Rename folders without a manifest, so that their steps can be written again; return one warning for each."""
+        """Rename folders without a manifest, so that their steps can be saved again; return one warning per folder."""
         said: list[str] = []
         for step in {*self.folders()} - {*self.steps()}:
             aside = self.path(step).with_name(f"damaged-{time.strftime('%Y%m%d-%H%M%S')}-{self.path(step).name}")
@@ -358,7 +358,7 @@ def _sync(path: Path) -> None:
 
 
 def _is_full_disk(error: BaseException) -> bool:
-    """Return True for disk-full errors, also wrapped: safetensors reports the system error as text only."""
+    """Return True for disk-full errors, also if another exception wraps them: safetensors keeps only the error text."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _FULL_DISK:
@@ -378,7 +378,7 @@ def _full_disk(target: Path, *, needed: int, free: int, cause: BaseException | N
 
 
 def _is_other_process(pid: int) -> bool:
-    """Return True if another process has this pid. In containers, a restarted run often has the same pid again."""
+    """Return True if a running process other than this one has the pid. Restarted containers often reuse pids."""
     if pid == os.getpid():
         return False
     try:

@@ -30,7 +30,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors as one safetensors file, moved to the CPU. Tensors that share memory are written separately."""
+    """Write tensors, moved to the CPU, as one safetensors file; tensors that share memory are written in full."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -46,7 +46,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file.
 
     Raises:
-        CheckpointError: missing, truncated or malformed; names the file.
+        CheckpointError: the file is missing, truncated or malformed.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
@@ -65,7 +65,7 @@ def save_state(folder: Path, name: str, tree: dict[str, Any]) -> None:
     lists and tuples.
 
     Raises:
-        TypeError: a leaf or key of another type.
+        TypeError: a leaf or key has another type.
     """
     tensors: dict[str, torch.Tensor] = {}
     body = _encode(tree, tensors, "")
@@ -107,7 +107,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the state of `rng_state`; CUDA states only for devices that exist in both processes."""
+    """Restore a state returned by `rng_state`; CUDA states are restored for devices that exist in both processes."""
     torch.set_rng_state(state["torch"])
     for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(one, index)

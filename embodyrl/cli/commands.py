@@ -1,4 +1,4 @@
-"""The commands of the program, from commands.toml here and in the folders of extensions; imports nothing heavy."""
+"""The commands of the program, read from the commands.toml files of this folder and of extensions; no heavy imports."""
 
 import shutil
 import textwrap
@@ -26,18 +26,19 @@ class Command:
     """One command of the program."""
 
     target: str
-    """`module:function` that gets the parsed arguments and returns the exit code. Default: that of the entry point."""
+    """`module:function` that gets the parsed arguments and returns the exit code; default: the target of the entry
+    point."""
     summary: str
     usage: str
     words: str = "override"
     words_help: str = "group=option or key=value"
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """`--flag` with its argparse options."""
+    """Options of `argparse.add_argument` for each `--flag`."""
     examples: tuple[str, ...] = ()
     long_help: bool = False
-    """Add groups and common keys to the help."""
+    """True: add config groups and common keys to the help."""
     own_flags: bool = False
-    """Flags after the first argument are passed to the program that the command starts."""
+    """True: pass flags after the first argument to the program that the command starts."""
 
     def epilog(self) -> str:
         """Return the text below the flags in `--help`."""
@@ -48,7 +49,7 @@ class Command:
 
 
 def _read(surface: Mapping[str, Any], targets: Mapping[str, str]) -> dict[str, Command]:
-    """Return the commands of a file; an entry point is the default target."""
+    """Return the commands of a parsed commands.toml; `targets` contains the default target of each command."""
     known, found = _SURFACE["flags"] | surface.get("flags", {}), {}
     for name, raw in surface["commands"].items():
         flags = {f"--{flag}": dict(known[flag]) for flag in raw.get("flags", ())}
@@ -105,12 +106,12 @@ def _table(commands: Mapping[str, Command], width: int) -> str:
 
 
 def _columns() -> int:
-    """Return the text width for this terminal: the width that argparse uses, with a maximum for readability."""
+    """Return the width of help texts in characters: that of argparse, limited for readability."""
     return min(120, shutil.get_terminal_size().columns - 2)
 
 
 def _groups_and_keys() -> str:
-    """Return the sections "groups" and "common keys" of the help of a run command."""
+    """Return the sections "groups" and "common keys" of the help of commands such as `train`."""
     from embodyrl.config import tree
     from embodyrl.config.settings import spell
     from embodyrl.plan.keys import all_keys

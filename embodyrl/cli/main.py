@@ -1,4 +1,4 @@
-"""The command `embodyrl`: finds the command, runs it, and turns errors into lines and exit codes.
+"""Entry point of `embodyrl`: finds the subcommand, runs it, and converts errors to messages and exit codes.
 
 Nothing heavy is imported here: each command imports what it needs when it runs.
 """
@@ -64,7 +64,7 @@ _ERROR = "embodyrl: error: "
 _MOVED = {
     "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE."
 }
-"""Commands that moved out of the package, with their new location."""
+"""Former subcommands, each with a message about its new location."""
 
 
 def _run(arguments: list[str]) -> int:
@@ -160,7 +160,7 @@ def _tell(line: str) -> None:
 
 
 def _open_streams() -> None:
-    """Open standard streams that the caller closed; otherwise the next opened file would receive the output."""
+    """Open closed standard streams as /dev/null; otherwise the next opened file would receive the output."""
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         try:
             os.fstat(number)

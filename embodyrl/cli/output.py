@@ -10,7 +10,7 @@ from embodyrl.files import json_text
 
 
 def printable(text: str) -> str:
-    """Return a string without control characters, which a terminal would execute."""
+    """Return a string without control characters, because a terminal interprets them as commands."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 

@@ -40,7 +40,7 @@ SEQUENTIAL_TESTS: Registry[Callable[[Sequence[str], Sequence[str], Sequence[Path
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command; with `--json` standard output contains only the result."""
+    """Run a command with a config and return its exit code; with `--json` standard output contains only the result."""
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
     )  # SIGUSR1 requests the status of a run: without workers there is no reply
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_ckpt(words: list[str]) -> None:
-    """Reject a missing checkpoint before other settings are compared with the default model.
+    """Raise an error if the path in `ckpt=` does not exist, before the config is composed with the default model.
 
     Raises:
-        CheckpointError: names runs with a similar spelling.
+        CheckpointError: the path does not exist; suggests runs with a similar name.
     """
     named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
     path = str(parse_word(f"ckpt={named[-1]}")[1]) if named else "null"
@@ -92,7 +92,7 @@ def _require_ckpt(words: list[str]) -> None:
 
 
 def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
-    """Compose the config and find the run to resume, for commands that can resume."""
+    """Compose the config; for commands that can resume, also return the run folder to resume as a keyword argument."""
     words, folders = args.words, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)
@@ -114,7 +114,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
 def compose_with_ckpt(args: argparse.Namespace) -> Any:
     """Compose the config of a command that uses weights, on top of the config of the run in `ckpt=`.
 
-    A first argument without a key is the run, as in commands about a run.
+    A first argument without `=` is the value of `ckpt`.
     """
     if args.words and "=" not in args.words[0]:
         args.words[0] = write_word("ckpt", args.words[0])
@@ -123,17 +123,17 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
 
 
 def _resumed(args: argparse.Namespace) -> Path:
-    """Return the run of `--resume`; without a name, the newest run of this command."""
+    """Return the run folder of `--resume`; without a name, the newest run folder of this command."""
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
     return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
 
 
 def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
-    """Compose the config and find the run to resume.
+    """Compose the config of `train`; return the config and the run folder to resume, if any.
 
-    A named run uses its saved config. `auto` starts or resumes the experiment: it uses the config of the command
-    line, and a missing run is a fresh start.
+    With the name of a run, the saved config of the run is used. With `auto`, the config of the command line is used;
+    if the experiment has no run, a new run starts.
     """
     marker = "runner.resume_dir="
     asked = (
@@ -161,7 +161,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
 
 
 def only_look(args: argparse.Namespace, cfg: Config) -> bool:
-    """Check the config against its components, and handle the flags that exit before the run starts."""
+    """Check the config with its components; handle `--print-config` and `--dry-run`, and return True if set."""
     from embodyrl.plan.checks import check_components
 
     check_components(cfg)

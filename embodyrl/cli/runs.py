@@ -1,4 +1,4 @@
-"""Descriptions of the runs of an output folder, read from their files."""
+"""List and describe the runs in an output folder, from the files of each run."""
 
 import contextlib
 from datetime import datetime
@@ -11,11 +11,11 @@ from embodyrl.files import by_number
 from embodyrl.registry import closest
 
 NEWEST = "newest"
-"""Value of `--resume` without a run."""
+"""Value of `--resume` if the flag has no argument."""
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """Return name, path, local start time, last step, newest success rate (0 to 1) and return; None if unknown."""
+    """Return name, path, local start time, last step, and newest success rate (0 to 1) and return (None: unknown)."""
     from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
@@ -48,7 +48,7 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
 
 
 def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
-    """Return the newest run in ./runs: a training, an evaluation, or either.
+    """Return the newest run in ./runs; `trained`: True for a training, False for an evaluation, None for either.
 
     Raises:
         ConfigError: there is no run.
@@ -60,7 +60,7 @@ def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
 
 
 def find_run(word: str) -> Path:
-    """Return the run folder of a command-line argument.
+    """Return the run folder for a path, or for the name of a run in ./runs.
 
     Raises:
         ConfigError: there is no such run.

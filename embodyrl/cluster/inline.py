@@ -28,7 +28,7 @@ class Abandoned(BaseException):
 
 
 class Deadline:
-    """Interrupts code in the main thread after a timeout; without a deadline in threads, which get no signals.
+    """Interrupts code in the main thread after a timeout. In other threads, which get no signals, there is no timeout.
 
     The kernel's timer interrupts waits (sleeps, locks, sockets), and Python runs the handler between two instructions.
     C code that neither returns nor checks for signals cannot be interrupted: after a delay, a thread without the
@@ -63,7 +63,7 @@ class Deadline:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def interrupt(self) -> None:
-        """Interrupt a stoppable block; called by a signal handler."""
+        """Interrupt the current block of `limit` if it is stoppable; called by a signal handler."""
         if self._stoppable:
             raise Abandoned("was interrupted")
 
@@ -81,7 +81,7 @@ class Deadline:
             raise Abandoned(f"did not respond for {self._limit_s:g} s")
 
     def _watch(self) -> None:
-        """Postpone the stack dump at most once a second, because each call starts a thread."""
+        """Postpone the watchdog's stack dump; at most once a second, because each call starts a thread."""
         if self._clock.now() - self._watched >= _TICK_S:
             self._watched = self._clock.now()
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _LAST_RESORT_S, file=2)
@@ -161,7 +161,7 @@ class InlineLauncher:
             self._died(name, error)
 
     def _owning(self, simulates: bool) -> AbstractContextManager[None]:
-        """Mark processes started by an environment; they end with the run."""
+        """Mark processes started by an environment, so that they are killed at the end of the run."""
         return owning(self._owner) if simulates else nullcontext()
 
     def _died(self, name: str, error: BaseException) -> None:

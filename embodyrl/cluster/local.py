@@ -1,4 +1,4 @@
-"""Launcher of worker processes on this host, supervised by their pipes and process sentinels."""
+"""Launcher of worker processes on this host, supervised through pipes and process sentinels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Handle(Handle):
 
 
 class LocalLauncher(OpenRequests[_Handle]):
-    """Launcher of spawned processes; a death or a missed deadline becomes an event within milliseconds."""
+    """Launcher of spawned processes, which reports a death or a missed deadline as an event within milliseconds."""
 
     sections = {}
     host = LOOPBACK

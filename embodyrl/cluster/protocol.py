@@ -29,7 +29,7 @@ OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 
 class FaultSettings(Settings):
-    """Settings of faults: responses to failing workers and updates, and time limits of workers."""
+    """Config keys for faults: responses to failing workers and updates, and time limits of workers."""
 
     needs = {"on_env_crash=restart": "max_restarts_per_worker"}
 
@@ -79,7 +79,7 @@ class ClusterSettings(Settings):
     """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for a run that needs more hosts than it has."""
+        """Yield an error if `min_nodes` exceeds `num_nodes`."""
         yield from super().problems()
         if self.min_nodes > self.num_nodes:
             yield f"cluster.min_nodes={self.min_nodes} is above cluster.num_nodes={self.num_nodes}; lower it."
@@ -106,7 +106,7 @@ Message: TypeAlias = "Reply | WorkerDied"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A message and its sender."""
+    """A message, and the name of the worker that sent it."""
 
     worker: str
     message: Message
@@ -116,9 +116,9 @@ class Launcher(Protocol):
     """Runs workers. Not thread-safe: only the driver's main thread uses it."""
 
     host: str
-    """Address of the driver for workers."""
+    """Address at which workers reach the driver."""
     where: str
-    """Hosts of the workers, human-readable; empty: the driver's host."""
+    """Names of the workers' hosts for messages; empty: all workers are on the driver's host."""
     lost: str
     """Reason why workers cannot be started any more; empty: they can."""
 
@@ -127,7 +127,7 @@ class Launcher(Protocol):
     sections: ClassVar[Mapping[str, type[Settings]]]
     """Settings classes of the launcher's config sections, by name."""
     in_process: ClassVar[bool]
-    """True: workers are objects in the driver's process."""
+    """True if workers are objects in the driver's process."""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None: ...
 
@@ -185,7 +185,7 @@ ON_THIS_HOST: Mapping[str, tuple[int, ...]] = dict.fromkeys(COMPONENTS, (0,))
 
 
 def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
-    """Return the node of a rank. Neighbouring ranks share a node, because they exchange shards."""
+    """Return the node of rank `number` of `world`. Neighbouring ranks share a node, because they exchange shards."""
     return nodes[number * len(nodes) // world]
 
 
@@ -195,7 +195,7 @@ class Handle:
 
     log: Path
     since: float
-    """Start of the wait for the oldest open request."""
+    """Time at which the time limit of the oldest open request started."""
     limits: deque[float]
     """Time limits in seconds of the open requests, oldest first."""
 
@@ -252,7 +252,7 @@ class OpenRequests(Generic[H]):
             handle.limits.popleft()
 
     def _patience(self, timeout_s: float) -> float:
-        """Return the seconds to wait: 0 if there are events, else the time until a deadline, at most one second."""
+        """Return the seconds to wait: 0 if there are events, else until the next deadline, at most one second."""
         due = min((handle.due for handle in self._handles.values()), default=float("inf"))
         return 0.0 if self._events else max(0.0, min(timeout_s, due - self._clock.now(), 1.0))
 
@@ -266,7 +266,7 @@ class OpenRequests(Generic[H]):
         return events
 
     def _report_death(self, name: str, handle: H, reason: str, traceback: str, exit_code: int) -> None:
-        """Report the death of a worker that has exited."""
+        """Remove a worker that has exited, and append a `WorkerDied` event."""
         from embodyrl.workers.lifecycle import log_tail  # here, because every command imports a launcher's settings
 
         died = WorkerDied(
@@ -279,4 +279,4 @@ class OpenRequests(Generic[H]):
         self._events.append(Event(worker=name, message=died))
 
     def interrupt(self) -> None:
-        """Do nothing, because only the driver waits."""
+        """Do nothing: workers run in other processes, so only the driver's wait is interrupted."""

@@ -1,4 +1,4 @@
-"""Supervision of all workers: replies go to callbacks, deaths to the restart policy."""
+"""Supervision of all workers: passes replies to callbacks, and restarts dead workers or ends the run."""
 
 import signal
 import time
@@ -22,7 +22,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class StopRequest:
-    """A signal that is stored until the loop reaches a safe point to stop."""
+    """Stores a stop signal until the loop reaches a point at which the run can stop."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -97,7 +97,7 @@ class RequestObserver(Protocol):
         ...
 
     def sent(self, worker: str, request: Request) -> None:
-        """Record that a request was sent."""
+        """Record that a request was sent to a worker."""
         ...
 
     def answered(self, worker: str, message: Message) -> None:
@@ -113,12 +113,12 @@ class RequestObserver(Protocol):
         ...
 
     def close(self) -> None:
-        """Write the results, after all workers have stopped."""
+        """Write the collected metrics or traces, after all workers have stopped."""
         ...
 
 
 class Supervisor:
-    """Starts and supervises the workers, and sends their requests; only for the driver's main thread."""
+    """Starts and supervises the workers, and sends requests to them; used only in the driver's main thread."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Supervisor:
         self.say = say
         self.observers = observers
         self._unanswered: dict[str, deque[tuple[str, float]]] = defaultdict(deque)
-        """Label and time of the open requests of each worker."""
+        """(label, send time) of the open requests of each worker, oldest first."""
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self.starting: set[str] = set()

@@ -1,4 +1,4 @@
-"""Results of an evaluation: per task, per suite and overall, with intervals and a comparison with a baseline."""
+"""Results of an evaluation: per task, per suite and overall, with confidence intervals, and compared to a baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embodyrl.types import EnvSpec, Episode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """Success of one task (or of all) and mean return, with 95 % intervals over initial states."""
+    """Success rate and mean return of one task, or of all tasks, with 95 % confidence intervals over initial states."""
 
     task_id: int
     """Task id; -1: all tasks together."""
@@ -32,22 +32,22 @@ class TaskResult:
     solved: int | None
     """Number of states with at least one success; None: the environment does not report success."""
     voted: float | None
-    """Fraction of states whose most frequent final answer is correct; None: one answer per state, or no text."""
+    """Fraction of initial states whose majority answer is correct; None: one answer per state, or not a text task."""
     effective_episodes: float
     """Effective number of independent episodes."""
     successes: int | None
-    """Number of successful episodes. None, as for the next four fields: the environment does not report success."""
+    """Number of successful episodes. This and the next four fields are None if the environment reports no success."""
     success_once: float | None
     low: float | None
     high: float | None
     success_at_end: float | None
     mean_return: float
     return_low: float | None
-    """Lower bound of the mean return. None, as for the next field: a single state has no interval."""
+    """Lower bound of the mean return. This and the next field are None for a single initial state."""
     return_high: float | None
     mean_steps: float
     suite: str = ""
-    """Results per task suite, if there are several."""
+    """Name of the task's suite; empty if there is only one suite."""
     number: int = -1
     """Number of the task in the suite."""
 
@@ -81,7 +81,7 @@ class EvalResult:
     dropped: int
     """Number of episodes dropped after repeated worker crashes; the results exclude them."""
     overall: TaskResult
-    """Results of the environment's own suite."""
+    """Results over all tasks of the environment's own suite."""
     tasks: tuple[TaskResult, ...]
     folder: Path
     recordings: tuple[tuple[int, str], ...]
@@ -91,24 +91,24 @@ class EvalResult:
     lengths: tuple[int, int]
     """Minimum and maximum number of steps of an episode of the environment's own suite."""
     cut_off: float | None
-    """Fraction of replies that reached the token limit; None: no text, or a game, which has its own limit."""
+    """Fraction of replies that reached the token limit; None: not a text task, or a game, which has its own limit."""
     solved_at_reset: tuple[int, ...] = ()
     """Indices of episodes whose goal is reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results by suite, the environment's own suite first, if several suites were evaluated."""
     paired: tuple[Comparison, ...] = ()
-    """Comparison with `eval.baseline`, suite by suite."""
+    """Comparisons with `eval.baseline`, one per suite."""
     baseline: str | None = None
-    """Run of the earlier evaluation in the comparison."""
+    """Run folder of the earlier evaluation in `paired`."""
     protocol: dict[str, Any] | None = field(default=None)
-    """Requested evaluation protocol, and the differences of this evaluation from it."""
+    """Requested evaluation protocol, with the settings that differ from the protocol."""
 
     def __repr__(self) -> str:
         return f"EvalResult({self.overall.score}, {len(self.tasks)} tasks, {self.folder})"
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command that shows this result."""
+        """Exit code of a command with this result: nonzero if episodes were dropped."""
         return WorkerError.exit_code if self.dropped else 0
 
     @property
@@ -131,7 +131,7 @@ class EvalResult:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return flat metrics for the monitor."""
+        """Return the metrics `eval/*` of the result by name."""
         rows = {
             "eval/success_once": self.overall.success_once,
             "eval/success_at_end": self.overall.success_at_end,
@@ -190,7 +190,7 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
 
 
 def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> None:
-    """Print a table of tasks and suites, then the interval of each suite and its difference to the first suite."""
+    """Print scores by task and suite, then each suite's score, interval and difference from the first suite."""
     suites = result.suites
     cells = {(row.number, row.suite): row for row in result.tasks}
     names = {number: row.task for (number, _), row in reversed(cells.items())}  # in the words of the first suite
@@ -207,7 +207,7 @@ def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> No
 
 
 def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
-    """Return the self-consistency score (arXiv 2203.11171); the first of equally frequent answers counts."""
+    """Return the majority-vote accuracy (self-consistency, arXiv 2203.11171); ties go to the earliest answer."""
     given: dict[tuple[int, int], dict[str, list[bool]]] = {}
     for episode in sorted(episodes, key=lambda e: e.episode):
         if not episode.conversation or episode.conversation[-1][0] != "assistant":
@@ -254,7 +254,7 @@ def _summarise_task(
 
 
 def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
-    """Build the table from episodes; overall metrics cover only the environment's own suite."""
+    """Build an EvalResult from episodes; `overall` covers only the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
     own = next(iter(by_suite.values())) if env.benchmark.suites else rows
@@ -281,7 +281,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
-    """Return the row of an episode; its return excludes the reward scale of training."""
+    """Convert an episode to a row; its return is divided by the reward factor of training."""
     number = episode.spec.task_id
     # An environment that does not declare success may report it: some do so only at the end.
     known = env.reward.reports_success or episode.success_once
@@ -314,7 +314,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
 
 
 def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
-    """Return the scores per task, overall and per suite, before and after training on the same episodes."""
+    """Return (name, score before training, score after) per task, overall and per suite, for the same episodes."""
     own = first.suites[0].task if first.suites else ""
     before = {row.task_id: row for row in first.tasks if row.suite == own}
     found = [_alike(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
@@ -323,6 +323,6 @@ def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score
 
 
 def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
-    """Return both scores as rates if either score is a rate; some environments report success only if it occurs."""
+    """Return (name, first score, last score), as success rates if either evaluation reports success."""
     rated = first.successes is not None or last.successes is not None
     return (name, first.rate, last.rate) if rated else (name, first.score, last.score)

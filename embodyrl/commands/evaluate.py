@@ -1,6 +1,6 @@
-"""Evaluation: fixed episodes, results per task with intervals, videos named by outcome.
+"""Evaluation on fixed initial states and seeds, with results per task and videos named by outcome.
 
-`evaluate` is the command, with a table; training calls `run_evaluation`.
+`evaluate` implements `embodyrl eval`; validations during training call `run_evaluation`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def run_evaluation(
 
 
 def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Write the finished episodes; a folder without a table is an incomplete evaluation."""
+    """Write the rows of finished episodes; delete `eval.json`, without which an evaluation is incomplete."""
     (folder / TABLE_FILE).unlink(missing_ok=True)
     # Rewrite the file, because the last row of a killed process may be truncated.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
@@ -183,7 +183,7 @@ LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Regis
     wants="a function of a Config and its episodes that yields lines",
     fits=takes(2),
 )
-"""Functions that add lines to the output of a finished evaluation."""
+"""Functions that yield additional output lines of a finished evaluation."""
 Baseline = Callable[[Sequence[EpisodeRow]], Sequence[Comparison]]
 """Function that compares an earlier evaluation with episodes, suite by suite."""
 BASELINES: Registry[Callable[[Config], Baseline]] = Registry(
@@ -205,7 +205,7 @@ def find_baseline(cfg: Config) -> Baseline | None:
 
 
 def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:
-    """Return the video choice per episode for `none | failures | first:N | all`; `changed:N` is resolved afterwards."""
+    """Return the function that selects episodes to record; None for `none` and for `changed:N`."""
     if pattern == "none" or pattern.startswith("changed:"):
         return None
     order = [e.episode_id for e in plan.episodes]
@@ -218,21 +218,21 @@ def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Pat
 
 
 def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
-    """Return the name of an episode's recording, without outcome and length."""
+    """Return the file name of an episode's recording, without the outcome and the number of steps."""
     task = re.sub(r"[^a-z0-9]+", "_", env.tasks[spec.task_id].lower()).strip("_")[:48]
     _, state = env.task_of(spec.reset_id)
     return f"step{step:06d}_task{spec.task_id:02d}_{task}_state{state:02d}_seed{spec.seed}_ep{spec.episode_id:03d}"
 
 
 def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
-    """Write the actions [T, K, A] of an evaluation by episode number, so that any episode can be recorded later."""
+    """Write the actions [T, K, A] of each episode by episode id, so that any episode can be replayed and recorded."""
     held = io.BytesIO()
     np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
     write_atomically(folder / ACTIONS_FILE, held.getvalue())
 
 
 def _check_writable(folder: Path) -> None:
-    """Check before any rollout that recordings can be written."""
+    """Raise an error before the rollout if recordings cannot be written to the folder."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ Say = Callable[[str], None]
 
 
 def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
-    """Return a validation that an earlier process of this run finished, from its files, or None."""
+    """Read a finished evaluation of an earlier process from the files in a folder; None if there is none."""
     rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
     if not rows or not saved:
         return None
@@ -258,7 +258,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """First and last validation with added recordings, side-by-side videos, and lines about the difference."""
+    """First and last validation (with paths of additional recordings), side-by-side videos, and output lines."""
 
     first: EvalResult
     last: EvalResult
@@ -277,7 +277,7 @@ COMPARISONS: Registry[Callable[..., Compared]] = Registry(
 def compare(
     run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
 ) -> Compared:
-    """Show the changes between two validations, by the first entry point of `embodyrl.comparisons`."""
+    """Compare two validations with the first entry point of `embodyrl.comparisons`, if there is one."""
     for comparison in COMPARISONS.every():
         return comparison(run_plan, workers, first, last, videos, say)
     if run_plan.cfg.video.startswith("changed:"):

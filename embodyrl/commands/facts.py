@@ -1,4 +1,4 @@
-"""Facts of a run as lines: the banner of every command."""
+"""Lines of the banner that every command prints about its run."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return name and text of the banner lines."""
+    """Return the banner lines of a run as (label, text)."""
     cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
     workers = len(run_plan.env_workers)
     split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.evaluates else "train"]
@@ -69,11 +69,11 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 BANNER: Registry[Callable[[RunPlan], list[tuple[str, str]]]] = Registry(
     "banner line", group="embodyrl.banner", wants="a function of a RunPlan that returns lines", fits=takes(1)
 )
-"""Additional lines about an evaluation, by name and text."""
+"""Functions that return additional banner lines (label, text) about an evaluation."""
 
 
 def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the banner's lines about an evaluation."""
+    """Return the banner lines (label, text) about an evaluation."""
     cfg, env = run_plan.cfg, run_plan.env
     plan = eval_episodes(cfg, env, run_plan.policy)
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
@@ -84,14 +84,14 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def precision_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Explain why a model computes in float32 although its default is bfloat16."""
+    """Return a banner line if the model uses float32 because this host is slow in bfloat16; else an empty list."""
     if cfg.sources.get("model.precision") != THIS_HOST:
         return []
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 
 
 def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
-    """Return the memory of loaded tasks, and the number that each env worker keeps."""
+    """Describe the memory of a loaded task, and the number of loaded tasks that each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
     kept = min(wanted, tasks_in_memory(task_bytes, workers))
     return (
@@ -101,7 +101,7 @@ def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int
 
 
 def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return samples per step, steps, memory and disk of a training run.
+    """Return the banner lines (label, text) about samples, steps, memory and disk space of a training run.
 
     Raises:
         ConfigError: memory or disk space is too small.
@@ -126,10 +126,10 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
-    """Reject a run whose checkpoints of n bytes each do not fit on the disk.
+    """Raise an error if the checkpoints of a run, of `checkpoint` bytes each, do not fit on the disk.
 
     Raises:
-        ConfigError: names the space needed and the space free.
+        ConfigError: too little free space; the message contains required and free space.
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
     written = 1 if interval == -1 else -(-total_steps // interval)
@@ -143,14 +143,14 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
 
 
 def _limit(env: EnvSpec, split: EnvSplit) -> str:
-    """Return the time limit that ends an episode first."""
+    """Describe the time limit of an episode: the smaller of the environment's own limit and the configured limit."""
     if env.simulator.may_truncate and env.max_episode_steps < split.max_episode_steps:
         return f"{env.max_episode_steps} steps/episode (the environment's own limit)"
     return f"{split.max_episode_steps} steps/episode"
 
 
 def _sight(env: EnvSpec) -> str:
-    """Describe the observation of the policy."""
+    """Describe the observation of the policy: cameras with image size, state size, or text."""
     if not env.cameras.names:
         return f"state [{env.state_dim}]" if env.state_dim else "words"
     return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"

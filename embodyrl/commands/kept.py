@@ -22,11 +22,11 @@ class EpisodeWriter(Protocol):
     """Writer of finished episodes, whose records are still in the arena."""
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """Store the selected episodes of a training step (or of an evaluation after the step)."""
+        """Store the episodes that `runner.keep_episodes` selects; `step`: training step of rollout or evaluation."""
         ...
 
     def close(self) -> None:
-        """Write everything and free the resources."""
+        """Finish writing the data set and free the resources."""
         ...
 
 
@@ -39,7 +39,7 @@ EPISODE_WRITERS: Registry[Callable[[RunPlan, Arena, Path, Callable[[str], None]]
 
 
 def keeps_episodes(run_plan: RunPlan) -> bool:
-    """Return whether the run keeps episodes.
+    """Return True if `runner.keep_episodes` selects episodes to keep.
 
     Raises:
         ConfigError: the episodes of this run cannot be kept.
@@ -64,7 +64,7 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
 
 
 def with_every_step(run_plan: RunPlan) -> RunPlan:
-    """Return the run plan of an evaluation with one record per env step and records for one episode per slot."""
+    """Return a copy of the plan with one record per env step, and an arena with space for one episode per slot."""
     capacity = run_plan.num_slots * (run_plan.cfg.env.eval.max_episode_steps + 2)
     return replace(run_plan, single_step=True, capacity=capacity)
 
@@ -73,7 +73,7 @@ def with_every_step(run_plan: RunPlan) -> RunPlan:
 def open_writer(
     run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
 ) -> Iterator[EpisodeWriter | None]:
-    """Open the writer of a run's episodes; return None if the run keeps no episodes."""
+    """Open and close the writer of a run's episodes around a block; yield None if the run keeps no episodes."""
     if not keeps_episodes(run_plan):
         yield None
         return

@@ -16,9 +16,9 @@ In deterministic mode their names begin with `time/`; `time/` metrics are not co
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
     """Return success, return and length of episodes, throughput, times and worker restarts.
 
-    Only episodes that the step quota cannot cut are counted. If the quota is too short for them, finished episodes
-    are counted, although they are shorter, and without any the truncated ones. If episodes continue in the next step,
-    the episodes that end in this step are counted as a whole; there may be none.
+    To avoid a bias towards short episodes, only episodes that started with enough quota for the longest episode are
+    counted; if there are none, all finished episodes; if none finished, all episodes. With `continue_episodes`, the
+    whole episodes that end in this step are counted; there may be none.
     """
     tally = collection.tally
     # Work during an earlier update counts only for the time that this step waited for it.
@@ -80,6 +80,6 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
 
 
 def split_clock_metrics(metrics: Mapping[str, float], further: Iterable[str] = ()) -> dict[str, float]:
-    """Move the clock-dependent metrics, and `further` ones, below `time/`, for deterministic mode."""
+    """Rename clock-dependent metrics, and those named in `further`, to `time/<name>`, for deterministic mode."""
     names = _CLOCK_DEPENDENT.union(further)
     return {f"time/{name}" if name in names else name: value for name, value in metrics.items()}

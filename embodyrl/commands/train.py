@@ -50,7 +50,7 @@ _NOTHING = PreparedBatch(
 
 
 StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
-"""Function of a training step and its metrics that returns warnings, one line each."""
+"""Function (training step, metrics) -> warnings, one line each."""
 STEP_CHECKS: Registry[Callable[[RunPlan], StepCheck]] = Registry(
     "check of training steps",
     group="embodyrl.step_checks",
@@ -169,7 +169,7 @@ class _Training:
         )
 
     def _begin(self, workers: Workers) -> None:
-        """Validate the initial weights, or restore the result of an earlier process of this run."""
+        """Validate the initial weights; in a resumed run, read the result of the first validation instead."""
         folder, env = self.session.folder, self.run_plan.env
         if self.session.step == 0 and self._validates:
             self.first = self._validate(workers)
@@ -197,7 +197,7 @@ class _Training:
             self.monitor.video(self.session.step, Path(path))
 
     def _loop(self, workers: Workers, actors: Actors, writer: EpisodeWriter | None) -> None:
-        """Run the steps: rollout, log-probabilities, advantages, update, log, save."""
+        """Run the training steps: rollout, reference log-probabilities, advantages, update, logging, checkpoint."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.run_plan, workers, algorithm)
         while (step := session.step) < session.total:
@@ -267,7 +267,7 @@ class _Training:
         return self.cfg.runner.val_check_interval != -1
 
     def _validates_after(self, step: int) -> bool:
-        """Return whether a validation follows this step; no unfinished episode may then occupy a slot."""
+        """Return True if a validation follows this step; no episode may continue into the next step then."""
         interval = self.cfg.runner.val_check_interval
         return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 

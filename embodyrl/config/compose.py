@@ -29,29 +29,29 @@ COMMAND_LINE = "command line"
 _LONGEST_WORD = 4000
 """Maximum number of characters of one override."""
 _REMOVED = ("rollout.dump",)
-"""Keys of version 0.1 without a successor; they are left out of stored runs."""
+"""Keys of version 0.1 that no longer exist; they are ignored in configs of old runs."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key with a value set by a file or argument."""
+    """A key with the value that a file or a command-line argument sets."""
 
     key: str
     value: Any
     source: str
-    """`COMMAND_LINE`, or the file."""
+    """`COMMAND_LINE`, or the path of the file that sets the value."""
     words: str = ""
-    """Override as written by the user."""
+    """Override as written by the user; empty for values from files."""
 
     @property
     def typed(self) -> bool:
-        """True for a key of the command line."""
+        """True if the command line sets the key."""
         return self.source == COMMAND_LINE
 
     @property
     def text(self) -> str | None:
-        """Text of a number as written, for keys with text values: the run name 2026_11_24 is not 20261124."""
+        """Value as written on the command line, for keys of type str: the run name 2026_11_24 is not 20261124."""
         name, _, said = self.words.partition("=")
         return said.strip() if name == self.key else None
 
@@ -155,23 +155,23 @@ def read_saved(file: Path) -> list[Setting]:
     """Read the `config.yaml` of a run.
 
     Raises:
-        ConfigError: it is missing or broken, or holds YAML tags (they could construct objects).
+        ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
     """
     saved = flat(tree.read_plain_yaml(file))
     return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
 
 
 def short(text: str) -> str:
-    """Return a shortened text for a message."""
+    """Return a text for an error message: at most about 120 characters, without control characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
-    """Return the values set by the files of a command and of options of groups, unresolved; later values win.
+    """Return the unresolved values from the root file of a command and from the chosen group options.
 
     Raises:
-        ConfigError: one line; see `compose_files`.
+        ConfigError: one line, with the reason given by `compose_files`.
     """
     folders = tuple(search_path(config_dirs))
     # What ships does not change while the program runs.
@@ -184,7 +184,7 @@ def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]
 
 
 def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
-    """Return the leaves that a root file and options of groups set, unresolved, each with the file that set it last.
+    """Return the values from a root file and group options, with interpolations unresolved, each with its source file.
 
     Args:
         root: name of the file with the defaults list.
@@ -192,7 +192,7 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
         folders: search folders; the first folder with a file wins.
 
     Raises:
-        ConfigError: no such file or group, a file that is not plain YAML, or a defaults list that Hydra cannot read.
+        ConfigError: a file or group does not exist, a file is not plain YAML, or Hydra cannot read a defaults list.
     """
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir
@@ -237,7 +237,7 @@ _compose_shipped = functools.cache(compose_files)
 
 @functools.cache
 def _store_variants() -> None:
-    """Register the options that have no files."""
+    """Register variants, which are options without files, in Hydra's config store."""
     from hydra.core.config_store import ConfigStore
 
     for group in read_plain_yaml(conf_dir() / "variants.yaml"):
@@ -261,7 +261,7 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that a file and the files of its defaults set, each with the name of the file."""
+    """Yield (key, name of the file that sets the key) for a file and the files in its defaults list."""
     folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     group, _, option = name.rpartition("/")
     if folder is None:

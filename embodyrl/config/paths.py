@@ -1,16 +1,16 @@
-"""Location of the included data: in the installed package, or in the source checkout."""
+"""Paths of the data included with embodyrl: in the installed package, or in the source checkout."""
 
 import os
 import re
 from pathlib import Path
 
 HUB_NAME = re.compile(r"(?P<owner>[\w.-]{1,96})/(?P<name>[\w.-]{1,96})(?:@(?P<revision>[\w./-]{1,200}))?")
-"""A repository of the hub, with a branch, tag or commit."""
+"""Pattern of a Hugging Face Hub repository: owner/name, optionally with @ and a branch, tag or commit."""
 _PACKAGE = Path(__file__).parents[1]
 
 
 def conf_dir() -> Path:
-    """Return the folder of the YAML groups."""
+    """Return the folder with the YAML files of the config groups."""
     return _shipped("conf", marker="train.yaml")
 
 

@@ -15,18 +15,19 @@ def no_problems(_: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The choices on which the class of a section may depend."""
+    """Command and config values that determine whether a section exists and which settings class it has."""
 
     command: str
     values: Mapping[str, Any]
     """Config values by dotted name, untyped."""
     reads_rows: bool
-    """The environment consists of rows of text (`EnvFactory.reads_rows`), and the command runs its episodes."""
+    """True if the environment is a text task with rows in `data` (`EnvFactory.reads_rows`) and the command runs
+    episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The keys below one name, which is the name of the entry point.
+    """A config section of an extension: the keys below `<name>.`, where <name> is the name of the entry point.
 
     The module of a section is imported by every command: it defines settings and imports nothing heavy.
     """
@@ -34,13 +35,14 @@ class Section:
     kinds: tuple[type[Settings], ...]
     """All classes that the section may have, for help and suggestions."""
     choose: Callable[[Chosen], type[Settings] | None]
-    """Return the class of the section; None: the section does not exist with these choices."""
+    """Return the settings class of the section for a command and config values; None: no such section."""
     problems: Callable[[Any], Iterator[str]] = no_problems
     """Yield contradictions between this section and others of the config, one line each with the fix."""
     derive: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
-    """Return values of any keys that follow from others, by dotted name; they are set before the config is final."""
+    """Return derived values of keys by dotted name, computed from the config; applied before the config is final."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Conditions of keys with their full names, as in `Settings.needs`, that hold where the section exists."""
+    """Conditions under which keys have an effect, as in `Settings.needs`, but with full dotted names; they
+    apply if the config has the section."""
 
 
 def of_commands(kind: type[Settings], *commands: str) -> Section:

@@ -2,8 +2,8 @@
 
 A settings class is defined next to the code that uses it; `plan/schema.py` combines the classes into a config.
 
-A field defines type, range and default of a key; the string below it is its documentation. Values come
-from YAML and the command line, so they are checked as JSON is: no text becomes a number, no number a truth value.
+A field defines type, range and default of a key; the string below the field is the key's documentation. Values come
+from YAML and the command line. Types are strict: a string is not converted to a number, nor a number to a boolean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from embodyrl.errors import ConfigError
 
 
 def only(holds: Callable[[Any], bool]) -> AfterValidator:
-    """Accept only values that satisfy the condition; the field's `Must` is the error text."""
+    """Return a validator that rejects values for which `holds` is false; the error text is the field's `Must`."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -38,13 +38,13 @@ def only(holds: Callable[[Any], bool]) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Text of a constraint in error messages, after "must be"."""
+    """Description of a constraint, printed in error messages after "must be"."""
 
     wording: str
 
 
 class NumbersStates:
-    """Marker of a key that maps numbers to initial states."""
+    """Marks a key whose value changes which initial state a state id refers to."""
 
 
 Count = Annotated[int, Field(ge=1, le=10**6)]
@@ -82,17 +82,18 @@ class Settings(BaseModel):
     )
 
     needs: ClassVar[Mapping[str, str]] = {}
-    """Keys that have an effect under a condition only, by that condition: `{"kl_in_reward": "kl_target kl_horizon"}`.
-    A condition is `key` (set), `key=a|b` or `key!=a|b`, several joined by " or ", and ": reason" if it needs one;
-    keys that start with / refer to the whole config. "never: reason" never holds."""
+    """Conditions under which keys have an effect, as {condition: keys}: `{"kl_in_reward": "kl_target kl_horizon"}`.
+    A condition is `key` (the key is set), `key=a|b` or `key!=a|b`; join several with " or ", and append ": reason" to
+    explain. Keys that start with / are relative to the whole config. "never: reason" is always false."""
 
     flattened: ClassVar[str] = ""
-    """Name of the field whose settings are written at the level of this class, without a section of their own."""
+    """Name of a field of type Settings whose keys are written without the field's name, next to the keys of this
+    class."""
     inlined: ClassVar[Mapping[str, type[Settings]]] = {}
-    """Class of the flattened field, for each section with such a field."""
+    """Settings class of the flattened field of each section that has one, by section name."""
 
     def __eq__(self, other: object) -> bool:
-        """Compare class and values; the sources of values do not matter."""
+        """Return True for equal classes and values, regardless of the sources of the values."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def problems(self) -> Iterator[str]:
@@ -100,10 +101,10 @@ class Settings(BaseModel):
         yield from ()
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values by dotted key; the values are not validated.
+        """Return a copy with values replaced by dotted key; the new values are not validated.
 
         Raises:
-            ConfigError: a name that is not a key, or a key below a section that is None.
+            ConfigError: a name is not a key, or belongs to a section that is None.
         """
         changes: dict[str, Any] = {}
         for name, value in values.items():
@@ -120,7 +121,7 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One leaf of a key tree."""
+    """A config key, which is a leaf of the tree of settings."""
 
     name: str
     """Dotted name, for example `env.train.total_num_envs`."""
@@ -144,7 +145,7 @@ class Key:
 
     @property
     def _type(self) -> tuple[Any, list[Any], bool]:
-        """Return the bare type, the metadata, and whether null is allowed."""
+        """Return the type without annotations, the annotations' metadata, and True if null is allowed."""
         hint, found, optional = self.field.annotation, list(self.field.metadata), False
         while True:
             if typing.get_origin(hint) is Annotated:
@@ -160,7 +161,7 @@ class Key:
 
     @property
     def kind(self) -> Any:
-        """The bare type, without null."""
+        """Type of the values, without bounds and null."""
         return self._type[0]
 
     @property
@@ -170,7 +171,7 @@ class Key:
 
     @property
     def free(self) -> bool:
-        """True for a mapping whose keys are chosen by the user."""
+        """True if the value is a mapping with arbitrary names chosen by the user."""
         hint = self._type[0]
         return hint is dict or typing.get_origin(hint) is dict
 
@@ -201,7 +202,7 @@ class Key:
 
 
 def _bare(hint: Any) -> Any:
-    """Return the type of a list without the bounds of its members."""
+    """Return a list type with the bounds of its elements removed, such as list[int]; other types unchanged."""
     of = typing.get_args(hint)
     return list[of[0].__origin__] if of and typing.get_origin(of[0]) is Annotated else hint
 
@@ -242,7 +243,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 @functools.cache
 def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
-    """Return all leaves of a class by dotted name."""
+    """Return all keys of a settings class by dotted name."""
     found: dict[str, Key] = {}
     for name, info in kind.model_fields.items():
         below = info.annotation
@@ -256,20 +257,20 @@ def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
 
 @functools.cache
 def branches_of(kind: type[Settings]) -> frozenset[str]:
-    """Return all inner nodes of a class, for example `env` and `env.train`."""
+    """Return the dotted names of all sections of a settings class, for example `env` and `env.train`."""
     names = (name for key in keys_of(kind) for name in parents_of(key))
     return frozenset(names)
 
 
 def parents_of(name: str) -> Iterator[str]:
-    """Return the names of the nodes above a key, nearest first."""
+    """Return the names of the sections that contain a key, innermost first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def find_key(kind: type[Settings], name: str) -> Key | None:
-    """Return the key of that name, or the free mapping that contains the name."""
+    """Return the key with this name, or the key of the user-defined mapping that contains the name; None: unknown."""
     keys = keys_of(kind)
     if name in keys:
         return keys[name]
@@ -345,7 +346,7 @@ def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: object) -> Any:
-    """Return enum members by name, settings as mappings and everything else unchanged, also within containers."""
+    """Convert enum members to names and settings to mappings, also inside containers; other values are unchanged."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Settings):
@@ -373,7 +374,7 @@ def spell(value: object) -> str:
 
 
 def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return key, value and default of the keys that a saved config changes, in command-line form."""
+    """Return (key, value, default), as on the command line, of each key of a saved config with another value."""
     return [
         (name, spell(value), spell(defaults[name]) if name in defaults else "")
         for name, value in flat(config).items()

@@ -1,4 +1,4 @@
-"""The YAML tree: the groups of conf/, their options, and YAML files without tags."""
+"""The YAML files of conf/: groups, their options, and a loader that rejects YAML tags."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):
-    """YAML of settings: 1e-4 is a number, a date is text, and keys of a mapping are unique."""
+    """YAML loader for settings: 1e-4 is a number, a date is a string, and duplicate keys are errors."""
 
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")]
@@ -56,14 +56,14 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 
 def root_file(command: str) -> str:
-    """Return the name of the root file of a command: the command's own file, or that of `train`."""
+    """Return the name of a command's root file in conf/: `<command>` if the file exists, else `train`."""
     return command if (conf_dir() / f"{command}.yaml").is_file() else "train"
 
 
 def default_options(command: str) -> dict[str, str | None]:
-    """Return the groups of a command in order, with the option that its root file selects.
+    """Return the config groups of a command in order, each with its default option (None: no option).
 
-    Groups that follow from other groups (`optional start: ...`) are left out.
+    Groups whose option is derived from other groups (`optional start: ...`) are left out.
     """
     return {group: option for group, option in _defaults(command).items() if not group.startswith("optional ")}
 
@@ -93,7 +93,7 @@ def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Option without a file: values on top of a base option, if the variant has a base."""
+    """Group option without a file: values that override a base option, if there is one."""
 
     base: str | None
     about: str
@@ -102,7 +102,7 @@ class Variant:
 
 @functools.cache
 def variants(group: str) -> dict[str, Variant]:
-    """Return the variants of a group, which are derived from other options by name (`conf/variants.yaml`).
+    """Return the variants of a group by name (`conf/variants.yaml`).
 
     For example libero_pro_10_swap is libero_10 with the suite libero_10_swap.
     """
@@ -119,13 +119,13 @@ def variants(group: str) -> dict[str, Variant]:
 
 
 def about(group: str, option: str, file: Path) -> str:
-    """Return the help line of an option."""
+    """Return the one-line description of a group option for help texts."""
     variant = variants(group).get(option)
     return one_line(file) if variant is None else variant.about
 
 
 def one_line(file: Path) -> str:
-    """Return the description of a YAML file: its first comment line that is not a directive."""
+    """Return the description of a YAML file: the first comment line other than `# @package ...`."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
@@ -139,8 +139,8 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """Read YAML that contains only mappings, lists and scalars.
 
     Raises:
-        ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (which can expand to
-            gigabytes), a huge file, or no mapping at the top.
+        ConfigError: the file is malformed or too large, is not a mapping, or contains a tag such as
+            `!!python/object` or an alias (which can expand to gigabytes).
     """
     try:
         if (size := file.stat().st_size) > _YAML_LIMIT:

@@ -1,4 +1,4 @@
-"""Checks of untrusted configs, for values that run code or connect to servers."""
+"""Checks of configs from untrusted sources for values that run code or connect to servers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,23 +19,24 @@ _PLAIN = (
 )
 """Keys whose values are never paths or addresses."""
 _PROGRAMS = ("env.id",)
-"""Keys for which a hub repository (owner/name@revision) contains a program."""
+"""Keys whose value owner/name@revision is a hub repository with code that the run executes."""
 _STARTED = ("model.python", "env.python")
 """Keys whose value is the path of an executable that a run starts."""
 _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
-"""Moved modules: the name in stored runs of version 0.1, and the current name."""
+"""Modules that moved: the name in configs of version 0.1, and the current name."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
     """Return one line for each value of a saved config that could run code or call a server.
 
-    Accepted are names of registered parts, paths that an installed package registers or the included conf/ uses, and
-    values that are also on the command line. With `trust=true` on the command line all values are accepted.
+    Accepted values: names of registered components, module paths that an installed package registers or the included
+    conf/ uses, and values of keys that are also on the command line. With `trust=true` on the command line all values
+    are accepted.
 
     Args:
         saved: leaves of the file by dotted name, unresolved.
         typed: leaves of the command line.
-        file: for messages.
+        file: path of the config, for messages.
     """
     if typed.get("trust") is True:
         return []
@@ -50,14 +51,14 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
 
 
 def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into trust arguments and all others."""
+    """Split the arguments into `trust=true` arguments and all others."""
     return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 
 def trust_words(cfg: Settings, beside: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the trust argument for `--resume` and `ckpt=` of a run, or no argument.
+    """Return ["trust=true"] if a command that loads the run's config needs this argument, else an empty list.
 
-    `trust=true` is needed if its config, or the values in `beside`, name code.
+    The argument is needed if the config, or the values in `beside`, name code to import.
     """
     return [TRUST] if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else []
 

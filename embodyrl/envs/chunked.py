@@ -1,4 +1,4 @@
-"""Episodes on top of simulators: action chunks, time limits, terminations and rewards."""
+"""Episode logic for simulators: action chunks, time limits, terminations and rewards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 Choice = Callable[[IntArray, int, IntArray], FloatArray]
-"""Function (rows of the chunk [n], step k, slots [n]) -> actions [n, A]."""
+"""Function (rows [n] of the chunk array, index k of the step in the chunk, slots [n]) -> actions [n, A]."""
 
 _EMPTY, _RUNNING, _OVER = 0, 1, 2
 """States of a slot: no episode, running episode, ended episode."""
@@ -51,13 +51,13 @@ class ChunkedEnv:
         self._ignores, self._reward_failed = np.zeros((2, num_slots), np.bool_)
         self._last_reward = np.zeros(num_slots, np.float64)
         self._final: dict[int, ObservationOut] = {}
-        """Final observations of truncated slots, saved before other slots of a lock-step batch continued."""
+        """Final observation of each truncated slot, copied because a batched simulator may step the slot again."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start an episode in each slot.
 
         Raises:
-            EnvError: a start has an unknown reset id or a time limit below 1.
+            EnvError: the reset id of a start is unknown, or its time limit is below 1.
         """
         self._check_starts(starts)
         rows = np.array(slots, np.int64)
@@ -70,7 +70,7 @@ class ChunkedEnv:
         self._begin(rows)
 
     def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
-        """Return the slots whose goal was reached when their episode began (see `ReportsSolvedStarts`)."""
+        """Return those of the slots whose episode began with the goal already reached (see `ReportsSolvedStarts`)."""
         return [slot for slot in slots if slot in self._sims.solved]
 
     def _begin(self, slots: IntArray) -> None:
@@ -155,7 +155,7 @@ class ChunkedEnv:
     def _run_together(
         self, result: ChunkResult, rows: IntArray, slots: IntArray, choose: Choice, after_step: AfterStep | None
     ) -> None:
-        """Execute the chunk in these rows in lock-step, one action at a time."""
+        """Execute a chunk in n slots in lock-step, one action at a time, and write the results into the given rows."""
         cut: list[int] = []
         for k in range(result.valid.shape[1]):
             running = rows[self._phase[slots[rows]] == _RUNNING]
@@ -180,7 +180,7 @@ class ChunkedEnv:
     def _record(
         self, result: ChunkResult, rows: IntArray, k: int, slots: IntArray, actions: FloatArray, step: SimSteps
     ) -> None:
-        """Write the result of one action of these slots into column k."""
+        """Write the results of step k of the chunk into rows `rows` and column k of the result arrays."""
         reward = np.asarray(step.reward, np.float64)
         for name in ("reward", "terminated", "success", "truncated"):
             if (shape := np.shape(getattr(step, name))) != slots.shape:
@@ -212,7 +212,7 @@ class ChunkedEnv:
         actions: FloatArray,
         simulated: DoubleArray,
     ) -> DoubleArray:
-        """Call the user's function for each slot; `simulated` [n]: the simulator's reward."""
+        """Return the rewards [n] of the user's reward function; `simulated` [n] are the rewards of the simulator."""
         earned = np.zeros(len(slots))
         assert result.components is not None
         for place, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
@@ -257,7 +257,7 @@ class ChunkedEnv:
                 raise
 
     def _look(self, slot: int) -> ObservationOut:
-        """Return a slot's observation in new arrays."""
+        """Return a slot's observation in newly allocated arrays."""
         images = np.zeros((1, len(self.spec.cameras.names), *self.spec.cameras.size, 3), np.uint8)
         state = np.zeros((1, self.spec.state_dim), np.float32)
         self._sims.observe(np.array([slot]), images, state, np.array([0]))
@@ -308,7 +308,7 @@ class ChunkedEnv:
         )
 
     def _name_slots(self, error: Exception, slots: IntArray) -> None:
-        """Add the interrupted episodes to an error of the simulator."""
+        """Append the current episode of each slot to the message of a simulator error."""
         if (slot := self._sims.current_slot) is not None:
             error.add_note(self._where(slot))
         else:

@@ -1,4 +1,4 @@
-"""Inputs that environments declare for a person."""
+"""Keyboard and gamepad inputs with which a person controls an environment (`embodyrl play`)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,26 +9,26 @@ import numpy as np
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 Direction = tuple[int, float]
-"""Dimension of the action and the value of a pressed key."""
+"""(action dimension, value of the dimension while the key is pressed)."""
 
 _PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
 _PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
-"""Keys that decrease and increase a dimension, and an axis of a gamepad."""
+"""For each action dimension: the key that decreases it, the key that increases it, and a gamepad axis."""
 _UPWARDS = ("axis1", "axis3")
-"""Axes of a gamepad that are negative when the stick is pushed up."""
+"""Gamepad axes whose value is negative when the stick is pushed up."""
 
 
 def arm_controls(
     *, right: Direction, away: Direction, up: Direction, gripper: GripperConvention, turns: Sequence[Direction] = ()
 ) -> tuple[Control, ...]:
-    """Return the inputs of an arm in Cartesian coordinates, as seen on the screen.
+    """Return the inputs of an arm with Cartesian actions, relative to the view of the camera.
 
     Args:
-        right: motion to the right of the image.
-        away: motion away from the viewer.
-        up: upward motion.
-        gripper: convention of the gripper.
-        turns: rotations around three axes.
+        right: action dimension and value for a motion to the right of the image.
+        away: the same for a motion away from the viewer.
+        up: the same for an upward motion.
+        gripper: values that open and close the gripper, and its action dimension.
+        turns: action dimension and value of each rotation.
     """
     moves = [("left", "right", right), ("back", "away", away), ("down", "up", up)]
     moves += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
@@ -41,7 +41,7 @@ def arm_controls(
 
 
 def controls_of(action: ActionSpec) -> tuple[Control, ...]:
-    """Return the declared inputs, or standard keys: two per number, or a digit per category."""
+    """Return the declared inputs, or the default keys: two per action dimension, or a digit key per category."""
     if action.controls is not None:
         return action.controls
     if action.kind is ActionKind.discrete:
@@ -58,7 +58,7 @@ def controls_of(action: ActionSpec) -> tuple[Control, ...]:
 
 
 def control_problem(given: Mapping[str, Any]) -> str:
-    """Return an error in the fields of a `Control`, or an empty string."""
+    """Return the error in a mapping with the fields of a `Control`, or an empty string."""
     kinds = {"label": str, "key": str, "pad": str, "index": int, "value": (int, float)}
     if wrong := [name for name, value in given.items() if not isinstance(value, kinds.get(name, ()))]:
         return f"{wrong[0]}={given[wrong[0]]!r} is unknown or has another type; the fields are {', '.join(kinds)}."

@@ -30,7 +30,7 @@ class SimFactory(ABC, Generic[S]):
         yield from ()
 
     def suites(self, cfg: S) -> tuple[str, ...]:
-        """Return the names of additional suites for evaluations; none by default."""
+        """Return the names of the task suites that an evaluation can add to the configured suite; empty by default."""
         return ()
 
     def own_suite(self, cfg: S) -> str | None:
@@ -48,10 +48,10 @@ class SimFactory(ABC, Generic[S]):
 
     @abstractmethod
     def simulators(self, cfg: S, context: EnvContext) -> Simulators:
-        """Build the simulators of `context.num_slots` slots in this process.
+        """Build simulators for `context.num_slots` slots in this process.
 
         Raises:
-            EmbodyError: see `describe`.
+            EmbodyError: as for `describe`.
         """
 
     def validate(self, cfg: S) -> list[str]:
@@ -59,7 +59,7 @@ class SimFactory(ABC, Generic[S]):
         return list(self.problems(cfg))
 
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """Return the environment's spec, with the components of the user's reward."""
+        """Return the environment's spec, including the reward components of the user's reward function."""
         own = context.reward
         spec = self.describe(cfg, context)
         spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))
@@ -83,18 +83,18 @@ class SimFactory(ABC, Generic[S]):
 
 
 class Delay(Protocol):
-    """Delay of the chunks of an environment."""
+    """Extension that delays action chunks (`env.control.latency_steps`, `rollout.chunk_overlap`)."""
 
     def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
-        """Return the spec of the delayed environment, for a policy with `chunk` actions per chunk (0: unknown)."""
+        """Return the environment's spec with the delay, for a policy with `chunk` actions per chunk (0: unknown)."""
         ...
 
     def original(self, spec: EnvSpec) -> EnvSpec:
-        """Return the spec of the environment without the delay, from the result of `declare`."""
+        """Return the spec without the delay; the inverse of `declare`."""
         ...
 
     def wrap(self, env: ChunkedEnv, num_slots: int) -> Env:
-        """Return the delayed environment."""
+        """Return a wrapper of the environment that executes chunks with the delay."""
         ...
 
 
@@ -107,7 +107,7 @@ DELAYS: Registry[Callable[[Any, EnvContext], Delay]] = Registry(
 
 
 def _delay_of(cfg: Any, context: EnvContext) -> Delay | None:
-    """Return the delay of an environment; None: chunks neither overlap nor have a delay."""
+    """Return the delay of an environment; None: the config has no delay and no overlap of chunks."""
     if not cfg.delay[1] and not context.overlap:
         return None
     for delay in DELAYS.every():
@@ -128,7 +128,7 @@ def tasks_in_memory(task_bytes: int, workers: int) -> int:
 
 
 def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
-    """Yield task ids outside 0..count-1; `meaning` describes the ids in the message."""
+    """Yield an error about task ids outside 0..count-1; `meaning` describes the ids in the message."""
     for split, values in cfg.splits.items():
         wrong = [task for task in values.task_ids or () if not 0 <= task < count]
         if wrong:
@@ -136,7 +136,7 @@ def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
 
 
 def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
-    """Yield cameras that do not exist (if the cameras are known) or occur twice."""
+    """Yield errors about cameras that do not exist (if `known` is given) or occur twice."""
     names = cfg.init_params.camera_names
     for name in names:
         if known is not None and name not in known:

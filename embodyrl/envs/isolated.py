@@ -1,4 +1,4 @@
-"""Execution of foreign code in a separate process, which is killed with all its children."""
+"""Runs code of other packages in a separate process, and kills the process with all its children."""
 
 import dataclasses
 import importlib
@@ -40,14 +40,14 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """Exit status of a process."""
+    """Exit code and log of an ended process."""
 
     code: int | None
     """Exit code, negative for a signal; None: the deadline passed."""
     timeout_s: float
     output: str
     log: str
-    """End of standard error."""
+    """Last part of the process's standard error."""
 
     @property
     def reason(self) -> str:
@@ -63,7 +63,7 @@ class Ended:
 def run_isolated(
     code: str, given: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
 ) -> Ended:
-    """Run Python code in a separate process, and kill its remaining child processes."""
+    """Run Python code in a separate process with `given` as standard input; kill its remaining child processes."""
     # Files instead of pipes: a child of the process may keep a pipe open.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         stdin.write(given)

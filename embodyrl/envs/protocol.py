@@ -96,7 +96,7 @@ class ReportsSolvedStarts(Env, Protocol):
     """Interface of environments that report episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return the most recently reset slots whose goal is reached before the first action."""
+        """Return those of the given slots, just reset, whose goal is reached before the first action."""
         ...
 
 
@@ -117,19 +117,20 @@ class TextEnv(Env, Protocol):
     """Interface of environments with text actions."""
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Set the replies of the next chunk of each slot, and whether each hit the length limit [n]."""
+        """Set the reply of each slot for the next chunk; `cut_off` [n]: True for replies that hit the length limit."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvContext:
-    """Construction arguments of an environment other than its keys."""
+    """Arguments for building an environment, in addition to its config keys."""
 
     num_slots: int = 1
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Objects derived from other config sections, set by `EnvFactory.complete`."""
+    """Objects built from other config sections, such as rows and reward functions, by name; see
+    `EnvFactory.complete`."""
     pictures: bool = True
     """True if `render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
@@ -141,7 +142,8 @@ class EnvContext:
     overlap: int | None = None
     """Number of actions at the end of a chunk that overlap with the next chunk; None: the largest delay."""
     observe_committed: bool = False
-    """Append committed actions to the state, as required by the policy."""
+    """True: append the actions of the previous chunk that are still to be executed to the state, as the policy
+    requires."""
     suites: tuple[str, ...] = ()
     """Additional suites to evaluate, a subset of the factory's `suites`."""
 
@@ -166,10 +168,10 @@ class EnvFactory(Protocol):
         ...
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Add data from other sections of a whole config to the context. Optional.
+        """Return the context with objects built from other sections of a whole config. Optional.
 
         Raises:
-            ConfigError: a section is wrong.
+            ConfigError: a section has invalid values.
         """
         ...
 
@@ -191,7 +193,7 @@ class EnvFactory(Protocol):
 
 
 class GoalJudge(Protocol):
-    """Interface of rewards of executed actions for relabelled goals."""
+    """Interface of reward functions for relabelled goals (hindsight experience replay)."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
         """Return rewards [n] and terminations [n] of env steps that reached `achieved` [n, G], for goals `desired` [n,

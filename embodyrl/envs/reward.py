@@ -1,4 +1,4 @@
-"""Reward functions of users, for every simulator: a function of an env step, or a reward model in a folder."""
+"""User-defined rewards for any simulator: a function of an env step, or a reward model in a folder."""
 
 import math
 import traceback
@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
-"""Reward components in addition to the components of the function: the simulator's reward, and failed steps."""
+"""Names of reward components in addition to those of the function: the simulator's reward, and failed calls."""
 
 
 class StepRewardSettings(Settings):
@@ -41,7 +41,7 @@ class StepRewardSettings(Settings):
 
 
 def changed_reward(cfg: Any) -> dict[str, Any]:
-    """Return the keys of `reward` if the config replaces the simulator's reward; else an empty mapping."""
+    """Return the settings of `reward` if `reward.path` is set; else an empty mapping."""
     reward = getattr(cfg, "reward", None)
     return {"reward": plain(reward)} if isinstance(reward, StepRewardSettings) and reward.path is not None else {}
 
@@ -56,7 +56,7 @@ class RewardStep:
 
     slot: int
     step: int
-    """Number of the step in the episode, from 1."""
+    """Index of the step in the episode, counted from 1."""
     reset_id: int
     task_id: int
     instruction: str
@@ -83,13 +83,13 @@ class RewardStep:
 
 
 def success(step: RewardStep) -> float:
-    """Return 1 for a step that reaches the goal: with reward.mode=add, a bonus of reward.weights.success."""
+    """Return 1 for a step that reaches the goal, else 0; with reward.mode=add, a bonus of reward.weights.success."""
     return float(step.success)
 
 
 StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
-"""Function of a step.
-Several returned numbers are weighted and added; the attribute `components` contains their names."""
+"""Function that returns the reward of a step, or several components, which are weighted and added.
+The attribute `components` of the function contains the names of the components."""
 
 STEP_REWARDS: Registry[StepFunction] = Registry(
     "step reward",
@@ -108,7 +108,7 @@ REWARD_MODELS: Registry[Callable[[Path], StepFunction | None]] = Registry(
 
 
 def _reward_model(path: str) -> StepFunction | None:
-    """Return the reward model in a folder; None if the path is that of a function."""
+    """Return the reward model in a folder; None if the path names a function."""
     folder = resolve_asset(path)
     found = (load(folder) for load in REWARD_MODELS.every()) if folder.is_dir() else ()
     return next((model for model in found if model is not None), None)
@@ -134,7 +134,7 @@ class StepReward:
         """Add the reward components to an environment's spec.
 
         Raises:
-            ConfigError: a reward model was trained with other cameras, or in another order.
+            ConfigError: a reward model was trained with other cameras, or another order of cameras.
         """
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
         if names and spec.cameras.names[: len(names)] != names:
@@ -146,7 +146,7 @@ class StepReward:
         return replace(spec, reward=reward)
 
     def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:
-        """Call the function; return the components, and the error if it failed.
+        """Call the function; return the reward components, and the error message if the call failed.
 
         `simulated`: the simulator's reward.
         """
@@ -169,7 +169,7 @@ class StepReward:
 
 
 def _line(error: Exception) -> str:
-    """Return the deepest line of the traceback in the user's file; empty for an error in the returned value."""
+    """Return the innermost line of the user's file in the traceback; empty for an error in the returned value."""
     below = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in below if frame.filename == below[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

@@ -23,7 +23,7 @@ class SimStep:
     """True if the goal is reached after this action."""
     truncated: bool = False
     """True if the simulator truncated the episode, for example by its own time limit; requires
-    `EnvSpec.may_truncate`."""
+    `EnvSpec.simulator.may_truncate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class SimSteps:
 class Simulators(ABC):
     """N simulator slots of one process, counted from 0. `slots` [n] are distinct slot numbers.
 
-    A simulator that must step all its slots at once declares `EnvSpec.lockstep`: slots that are not in `slots` may then
-    advance arbitrarily. All others leave such slots unchanged.
+    A simulator that must step all its slots at once sets `EnvSpec.simulator.lockstep`: slots that are not in `slots`
+    may then advance arbitrarily. Other simulators leave such slots unchanged.
     """
 
     task_limit: int | None = None
@@ -56,7 +56,7 @@ class Simulators(ABC):
         """Slots whose goal was reached when their episode began."""
 
     def note_start(self, slot: int, *, solved: bool) -> None:
-        """Store whether the goal is reached at the start of the slot's episode; called by `reset`."""
+        """Store in `solved` if the goal is already reached at the start of the slot's episode; called by `reset`."""
         (self.solved.add if solved else self.solved.discard)(slot)
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Simulators(ABC):
         return {}
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode; None: that of its reset id in the spec."""
+        """Return the instruction of the slot's episode; None: the spec's instruction for the reset id applies."""
         return None
 
     def expert(self, slot: int) -> FloatArray:

@@ -24,9 +24,9 @@ PROGRESS_PERIOD_S = 30.0
 """Minimum time between two progress lines without a TTY."""
 
 _READER_S = 1.0
-"""Timeout for a blocked reader of standard output; text that does not fit is dropped."""
+"""Maximum wait in seconds if standard output is a full pipe; text that cannot be written is dropped."""
 _PIECE = 1024
-"""Number of characters that fit into any pipe with free space."""
+"""Number of characters written at once, which fit into any pipe that reports free space."""
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
@@ -71,7 +71,7 @@ def _says_nothing(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Return the three longest phases, `time/*`, as shares of the step with its validation."""
+    """Return the three longest phases with their percentages of the step's time, including validation, as text."""
     whole = step_seconds(metrics)
     # Disjoint parts; they run in parallel, so their shares may add up to more than 100 %.
     names = [part for name, parts in PHASES.items() for part in parts or (name,)]
@@ -160,13 +160,13 @@ class ConsoleMonitor(Monitor):
         self._freeze()
 
     def _freeze(self) -> None:
-        """Freeze the last display; later lines are printed below it."""
+        """Stop updating the live dashboard; later lines are printed below the dashboard."""
         if self._picture is not None and has_room(self._stream, _READER_S):
             self._picture.stop()
         self._picture = self._board = None
 
     def _broken(self, text: str) -> str:
-        """Wrap lines (a name of ten characters and a text) for a terminal between words; paths stay whole."""
+        """Wrap banner lines (a label of ten characters and a text) to the terminal's width; paths are not broken."""
         if not self._live:
             return text
         how: Any = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}

@@ -1,4 +1,4 @@
-"""Fan-out to multiple loggers. An error at the start ends the run; a later error drops the logger with one warning."""
+"""Fan-out to multiple loggers. A logger that fails at the start ends the run; one that fails later is dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKLOG = 1000
 
 
 class BackgroundMonitor(Monitor):
-    """Logger that runs the calls of another logger in order in a thread; the next call raises earlier errors."""
+    """Logger that forwards calls to another logger in a background thread; errors are raised by the next call."""
 
     def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
         """Wrap `monitor`; `patience_s` limits one call, and `close_s` the final flush."""
@@ -113,7 +113,7 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
     """Build the named backends (`runner.logger.backends`) without opening them.
 
     Raises:
-        UnknownNameError: no such backend.
+        UnknownNameError: a backend does not exist.
     """
     monitors = {name: MONITORS.get(name)() for name in dict.fromkeys(backends)}
     return Fanout({name: m if m.prompt else BackgroundMonitor(m) for name, m in monitors.items()})
@@ -133,7 +133,7 @@ class Fanout(Monitor):
         """Open all backends.
 
         Raises:
-            ConfigError: a backend failed to start; those opened before it are closed.
+            ConfigError: a backend failed to start; backends that were already open are closed.
         """
         opened: dict[str, Monitor] = {}
         for name, monitor in self._monitors.items():

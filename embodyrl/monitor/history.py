@@ -19,7 +19,7 @@ EPISODES_FILE = "episodes.jsonl"
 TABLE_FILE = "eval.json"
 METRICS_FILE = "metrics.jsonl"
 COSTS_FILE = "costs.jsonl"
-"""Wall-clock and CPU seconds of each attempt of a run."""
+"""Name of the file with wall-clock and CPU seconds of each attempt of a run."""
 VIDEO_FOLDER = "videos"
 """Video folder of a run, unless `video_cfg.base_dir` is set."""
 
@@ -55,8 +55,8 @@ class EpisodeRow:
     solved_at_reset: bool = False
     """True if the goal was already reached before the first action."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
-    """`rollout.logprobs`: for each token of all replies (text, log-probability) of the token, then of the most
-    probable tokens."""
+    """With `rollout.logprobs`, for each token of all replies: (text, log-probability) of the token, then of the
+    most probable tokens."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
@@ -72,13 +72,13 @@ class EpisodeRow:
 
     @property
     def outcome(self) -> str:
-        """Outcome of the episode: success, failure, or played if the environment reports no success."""
+        """Outcome of the episode: success or failure; `played` if the environment does not report success."""
         known = self.success_once
         return "played" if known is None else "success" if known else "failure"
 
     @property
     def doubts(self) -> list[str]:
-        """Least probable tokens of the replies, in order, with the most probable alternatives (`rollout.logprobs`)."""
+        """Least probable tokens of the replies as text lines, in order, each with the most probable alternatives."""
         least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
         told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]
         return [f"token {i + 1}: {said}; most probable {', '.join(top)}" for i, said, *top in told]
@@ -94,13 +94,13 @@ _KINDS: Mapping[str, Any] = {
     for name, kind in get_type_hints(EpisodeRow).items()
     if name not in ("episode_return", "suite", "state", "conversation", "logprobs", "solved_at_reset")
 }
-"""Fields that are stored unchanged."""
+"""Required JSON type of each field that `from_json` copies without conversion."""
 
 
 def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
     """Return the success rate of episodes, or their mean return if no success is known.
 
-    `known`: True if other episodes of the evaluation report success.
+    `known`: True if success is reported by other episodes; then return a success rate in any case.
     """
     if episodes and not known and all(e.success_once is None for e in episodes):
         return Mean.of((e.reset_id, e.episode_return) for e in episodes)
@@ -108,12 +108,12 @@ def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
 
 
 def own_suite(episodes: Sequence[EpisodeRow]) -> str:
-    """Return the environment's own suite, the suite of its first tasks."""
+    """Return the environment's own suite, which is the suite of the lowest task id."""
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
 _LONGEST_LINE = 1 << 24
-"""Maximum bytes of a line, and of the last part of a file searched for the newest values."""
+"""Maximum bytes of a line, and of the end of a file that is searched for the newest values."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Estimates with 95 % intervals, and tests of differences; episodes of one initial state are clustered."""
+"""Success rates and means with 95 % confidence intervals; episodes from one initial state form a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 Outcomes = Iterable[tuple[Hashable, float]]
-"""Initial state and outcome of each episode."""
+"""(initial state, outcome) of each episode."""
 
 
 def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
@@ -46,8 +46,9 @@ def student_t(freedom: int) -> float:
 def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     """Return the effective number of independent episodes, grouped by initial state.
 
-    Episodes over the design effect (Kish 1965), with the variance of a ratio over clusters and Student's t (Korn and
-    Graubard 1998); at most all episodes, at least the number of states, also for equal outcomes.
+    The result is the number of episodes divided by the design effect (Kish 1965), with the variance of a ratio over
+    clusters and Student's t (Korn and Graubard 1998). It is at most the number of episodes and at least the number of
+    initial states.
 
     >>> effective_episodes([[1, 1, 1, 1], [0, 0, 0, 0]]), effective_episodes([[1], [0], [0]])
     (2, 3)
@@ -84,7 +85,7 @@ class Rate:
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Rate:
-        """Count episodes by initial state."""
+        """Compute the rate from outcomes; clusters are the episodes of one initial state."""
         groups = _by_state(outcomes)
         successes = sum(map(sum, groups))
         return cls(round(successes), sum(map(len, groups)), len(groups), effective_episodes(groups))
@@ -96,7 +97,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson 95 % interval, over states if several episodes share a state."""
+        """Wilson 95 % interval; uses the effective number of episodes if several episodes share an initial state."""
         n = self.episodes if self.effective is None else self.effective
         return wilson(self.value * n, n)
 
@@ -114,7 +115,7 @@ class Rate:
 
     @property
     def short(self) -> str:
-        """Rate as text, without an interval."""
+        """Rate as text, without its interval."""
         return f"{100 * self.value:.0f} %" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
@@ -139,7 +140,7 @@ class Mean:
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Mean:
-        """Compute the mean with Student's t over the sums of initial states, as for a ratio."""
+        """Compute the mean and its interval: variance of a ratio over initial states as clusters, and Student's t."""
         groups = _by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
         value, effective = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)

@@ -46,7 +46,7 @@ class JsonlMonitor(Monitor):
             self._file = self._path.open("x", buffering=1, encoding="utf-8")
 
     def _keep_before(self, step: int) -> None:
-        """Delete rows of this and later steps, and a truncated last line after a crash."""
+        """Delete the rows of `step` and later steps, and a truncated last line after a crash."""
         kept = [row for row in read_rows(self._path) if row.get("step", step) < step]
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._newest = max((row["step"] for row in kept), default=-1)

@@ -26,13 +26,13 @@ class RunInfo:
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)
-    """Lines about the configuration: text by name."""
+    """Banner lines about the configuration: text by label."""
 
 
 class Monitor:
     """Base class of loggers: subclasses implement the methods that they need.
 
-    Methods may raise: the caller then drops the logger.
+    If a method raises an exception, the caller drops the logger.
     """
 
     prompt: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Monitor:
         """Handle one human-readable line."""
 
     def banner(self, lines: Sequence[str]) -> None:
-        """Show the lines before the first step."""
+        """Show the banner before the first step: lines (label, text) about the run."""
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Show that `done` of `total` parts of a long phase are finished; called often."""

@@ -1,4 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`, from TensorBoard's writer, because torch's writer imports torch."""
+"""TensorBoard event files in `<run>/tensorboard`, written without torch's SummaryWriter, which would import torch."""
 
 import time
 from collections.abc import Mapping
@@ -54,6 +54,6 @@ class TensorboardMonitor(Monitor):
 
 
 def _text(tag: str, markdown: str) -> dict[str, Any]:
-    """Return a summary value for the text dashboard."""
+    """Return a TensorBoard summary value with Markdown text, for the Text tab."""
     tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [markdown.encode()]}
     return {"tag": tag, "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}

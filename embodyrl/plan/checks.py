@@ -38,16 +38,16 @@ _INERT = (
     *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
-"""Keys for text that have no effect on policies with actions."""
+"""Keys for text generation, which have no effect on policies with real-valued or categorical actions."""
 
 
 def validated(
     root: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = MappingProxyType({})
 ) -> S | None:
-    """Return the settings for values by dotted name; None if a value is invalid, with a line in `problems` per value.
+    """Build the settings from values by dotted name; for invalid values, add errors to `problems` and return None.
 
-    Types are strict: a string is not converted to a number, nor a number to a boolean. `last` contains the source
-    of each value.
+    Types are strict: a string is not converted to a number, nor a number to a boolean. `last` contains the source of
+    each value, for messages.
     """
     tree, below, wrong = nested(values), {}, []
     for name, kind in root.inlined.items():
@@ -95,7 +95,7 @@ def _wrong_values(
 
 
 def wrong_value(key: Key, value: Any) -> list[str]:
-    """Return the errors of a value of a key that the config does not have."""
+    """Return the errors of a value for a key that belongs to other commands or components."""
     fields: dict[str, Any] = {"value": (key.field.annotation, key.field)}
     kind = create_model(key.owner.__name__, __base__=Settings, **fields)
     lines: list[str] = []
@@ -104,9 +104,9 @@ def wrong_value(key: Key, value: Any) -> list[str]:
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Return one line for each of the given keys that has no effect with the other values.
+    """Yield one warning for each of the given keys that has no effect, given the values of other keys.
 
-    `needs` are conditions in addition to those of the classes.
+    `needs`: conditions in addition to `Settings.needs` of the classes.
     """
     conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
@@ -135,7 +135,7 @@ def _holds(root: Settings, condition: str) -> bool:
 
 
 def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]]:
-    """Return all nodes of the settings with the prefix of their keys."""
+    """Yield (dotted prefix, settings) of a section and all nested sections."""
     yield prefix, node
     for name in type(node).model_fields:
         if isinstance(value := getattr(node, name), Settings):
@@ -203,7 +203,7 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
 
 
 def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
-    """Yield the contradictions between slots and groups of `size`, one line each with the fix."""
+    """Yield errors if the number of slots does not fit the group size or the launcher, with the fix."""
     slots = split.total_num_envs
     if slots % size:
         near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
@@ -241,7 +241,7 @@ def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deter
 
 
 def check_components(cfg: Config) -> None:
-    """Validate the config against its environment and policy.
+    """Run the config checks of the environment, the policy and other components, and raise all errors.
 
     Raises:
         CheckpointError: `algorithm.reference_path` has no weights.

@@ -1,4 +1,4 @@
-"""Configs of commands: composed from groups and overrides, typed, completed and checked."""
+"""Loading of configs: compose groups and overrides, select the settings classes, check values, and derive values."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def load_config(
     base: Path | None = None,
     fetch: bool = True,
 ) -> Config:
-    """Compose, type and check the config of a command.
+    """Compose and check the config of a command.
 
     Args:
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
         words: `group=option` and `key=value` of the command line.
         config_dirs: additional folders with YAML groups, searched after the included folder.
-        base: config.yaml of the run with the weights, the base of the config; command-line groups replace its
-            sections, command-line keys its values.
-        fetch: download names on the hub and log `warnings`; false: only read the config.
+        base: config.yaml of the run with the initial weights, which provides the values. Groups on the command line
+            replace whole sections, and keys replace single values.
+        fetch: download hub repositories and log warnings; False: do neither.
 
     Returns:
         A `Config` with the sections of the command.
@@ -74,7 +74,7 @@ def load_saved_config(
 ) -> Any:
     """Load the `config.yaml` of a run (a folder or the file) and apply overrides.
 
-    The caller never uses values below the keys in `unread`, so they need no `trust=true`.
+    Keys below `unread` are exempt from the check for untrusted code, because the caller does not use their values.
 
     Raises:
         ConfigError: missing file, YAML tags (they could construct objects), group overrides, and all errors of
@@ -94,7 +94,7 @@ def load_saved_config(
 
 
 def _no_group(command: str, group: str, option: str) -> str:
-    """Report a group option for a saved run, with an equivalent key if there is one."""
+    """Return the error about a group option for a saved run; suggest an equivalent key, if there is one."""
     key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
     with suppress(ConfigError):
         if any((s.key, s.value) == (key, option) for s in compose(command, {group: option}, ())):
@@ -103,7 +103,7 @@ def _no_group(command: str, group: str, option: str) -> str:
 
 
 def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Return the settings of `eval.protocol.settings`; they override presets of runs and experiments."""
+    """Return the settings in `eval.protocol.settings`, which override values from files."""
     said = [setting for setting in settings if setting.key == "eval.protocol.settings"][-1:]
     found = [Setting("eval.episodes", None, setting.source) for setting in said if setting.value]
     for setting in said:
@@ -118,7 +118,7 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
 
 
 def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove command-line options of groups that only select files; return these options."""
+    """Remove options of groups whose settings class is fixed in this command; return these options."""
     unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
     return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
@@ -153,7 +153,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
 
 
 def _last(settings: Sequence[Setting]) -> dict[str, Setting]:
-    """Return the last setting of each key, by name."""
+    """Return the effective setting of each key: later settings replace earlier ones."""
     last: dict[str, Setting] = {}
     for setting in settings:
         for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
@@ -209,7 +209,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 
 def _derived(cfg: Config) -> dict[str, Any]:
-    """Return the derived values: lengths of replies, and settings of an evaluation protocol."""
+    """Return values computed from other values: those of extensions, reply lengths, and a protocol's time limit."""
     found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
@@ -219,7 +219,7 @@ def _derived(cfg: Config) -> dict[str, Any]:
 
 
 def _located(cfg: Config) -> dict[str, Any]:
-    """Return the values that depend on this host and the hub: commits, the reference's folder, the precision."""
+    """Return values that depend on this host and the hub: repository commits, reference weights, and precision."""
     found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
     found |= {key: fetched_program(key, value) for key, value in program_keys(cfg)}
     if cfg.trains and cfg.algorithm.reference_path is not None:

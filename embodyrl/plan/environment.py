@@ -1,4 +1,4 @@
-"""The environment of a run: construction arguments and spec."""
+"""Functions that return the context and the spec of a run's environment."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ALL_SUITES = "all"
 
 
 def env_context(cfg: Config) -> EnvContext:
-    """Return the construction arguments of a run's environment; its factory adds parts of other sections.
+    """Return the arguments for building a run's environment, including objects from other config sections.
 
     Raises:
-        ConfigError: a file, row or reward is wrong.
+        ConfigError: a file, row or reward function is invalid.
     """
     reward = getattr(cfg, "reward", None)
     context = EnvContext(
@@ -38,7 +38,7 @@ def env_spec(cfg: Config) -> EnvSpec:
 
 
 def timing_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return a problem if the keys of a delay are set in a run without delays."""
+    """Return an error if the config has a delay or chunk overlap that the environment or policy does not support."""
     if not (cfg.env.delay[1] or cfg.chunk_overlap):
         return []
     if env.action.kind is ActionKind.text:
@@ -52,7 +52,7 @@ def timing_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
 
 
 def _further_suites(cfg: Config) -> tuple[str, ...]:
-    """Return the suites of `runner.val_suites`, in the order of the environment.
+    """Return the suites of `runner.val_suites` in the environment's order, without the configured suite.
 
     Raises:
         ConfigError: the environment has no such suite.

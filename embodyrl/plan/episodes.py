@@ -21,12 +21,12 @@ _EVAL_SEED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Episodes that may run at the same time; a wave starts after the previous wave has ended."""
+    """A set of episodes that may run concurrently; waves run one after another."""
 
     queues: tuple[Sequence[EpisodeSpec], ...]
     """One queue per slot, or a single queue shared by all slots."""
     quota_chunks: int | None = None
-    """Number of chunk steps per slot; afterwards the running episode is cut."""
+    """Number of chunk steps per slot, after which the running episode is cut; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class EpisodeList:
 
 
 def own_tasks(env: EnvSpec) -> range:
-    """Return the task ids of the environment's own suite."""
+    """Return the task ids of the environment's own suite, which come first."""
     return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
 
 
@@ -131,9 +131,10 @@ def groups_per_step(cfg: Config) -> int:
 def train_episodes(
     cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
 ) -> EpisodeList:
-    """Plan a training step: a pure function of config, step and, with a curriculum, of the earlier outcomes `seen`.
+    """Return the episodes of a training step.
 
-    Therefore a resumed run has the same episodes.
+    The result depends only on config, step and, with a curriculum, earlier outcomes `seen`, so a resumed run has the
+    same episodes.
     """
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
@@ -154,7 +155,7 @@ def train_episodes(
 def refill_episodes(
     cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
 ) -> EpisodeList:
-    """Plan groups that replace filtered groups of a training step."""
+    """Return the episodes of `groups` additional groups, which replace filtered groups of a training step."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
     # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
     index = np.arange(first * size, (first + groups) * size)
@@ -168,13 +169,13 @@ def refill_episodes(
 
 
 def greedy_episodes(cfg: Config, plan: EpisodeList) -> EpisodeList:
-    """Plan an additional greedy episode for each group of a training step, from its initial state."""
+    """Return one greedy episode for each group of a training step, from the group's initial state."""
     first = {e.group_id: e for e in plan.episodes}
     return one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
 def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
-    """Return whether two evaluation episodes from one reset id of this task are identical."""
+    """Return True if two evaluation episodes from the same reset id of this task are always identical."""
     noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
     return not noisy and task not in env.seeded_tasks
 
@@ -186,7 +187,7 @@ def count_asked(cfg: Config, env: EnvSpec) -> int:
 
 
 def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Yield n reset ids for an evaluation, distributed evenly over the given tasks."""
+    """Yield at most `episodes` reset ids: the first of each task, then the second of each task, and so on."""
     for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
         lap, task = divmod(place, len(tasks))
         yield from tasks[task][lap : lap + 1]
@@ -201,9 +202,9 @@ def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, i
 
 
 def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
-    """Plan an evaluation: tasks, initial states and seeds are the same for every seed of the run.
+    """Return the episodes of an evaluation, with the same initial states and simulator seeds for every seed of the run.
 
-    Exact copies of other episodes are skipped.
+    Episodes that would exactly repeat another episode are skipped.
     """
     split = cfg.env.eval
     tasks = selected_tasks(env, split, across=True)
@@ -233,7 +234,7 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
 
 
 def one_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
-    """Return a wave that runs the episodes in order, in all available slots."""
+    """Return an episode list with a single wave: the episodes start in order, in any free slot."""
     return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
 
 
@@ -266,7 +267,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None
 
 @lru_cache(maxsize=1)
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """Return the order of one pass, cached: for 90 000 ids the permutation takes longer than a training step of SAC."""
+    """Return the permutation of one pass over the reset ids; cached, because it takes long for many ids."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 
@@ -275,7 +276,7 @@ def _is_weighted(cfg: Config) -> bool:
 
 
 def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
-    """Return whether the curriculum weights tasks; with one selected task, it weights reset ids."""
+    """Return True if sampling weights belong to tasks, False if to the reset ids of the only selected task."""
     return len(selected_tasks(env, split)) > 1
 
 
@@ -288,8 +289,8 @@ def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
 def _weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator) -> list[int]:
     """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
-    Tasks, or reset ids where there is one task, are sampled systematically: each appears in proportion to its weight,
-    up to one group.
+    Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
+    to its weight, rounded up or down.
     """
     split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
     each = [reset_ids_of(env, split, task) for task in tasks]
@@ -304,7 +305,7 @@ def _weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, 
 
 
 def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
-    """Return per-slot queues that exceed the quota even if every episode ends with its first chunk."""
+    """Return a wave with one queue per slot, long enough for the quota even if every episode ends after one chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.chunk_steps)
@@ -315,7 +316,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
 
     @cache
     def specs(nth: int) -> list[EpisodeSpec]:
-        """Return the nth episodes of all queues in one batch; large batches take no longer than small batches."""
+        """Return the nth episode of each queue, created together because array operations are faster on batches."""
         ids = np.asarray(reset_ids)
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]
@@ -360,7 +361,7 @@ def _train_episodes(
 
 
 def _deal(wave: Wave, slots: int) -> Wave:
-    """Distribute a shared queue over one queue per slot, so that the assignment does not depend on timing."""
+    """Distribute a shared queue over one queue per slot, so that slots do not depend on the order of completion."""
     if len(wave.queues) != 1 or slots == 1:
         return wave
     (queue,) = wave.queues

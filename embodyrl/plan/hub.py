@@ -1,4 +1,4 @@
-"""Names of hub repositories: download, and replacement of branches by commits."""
+"""Hugging Face Hub repositories in config values: download, and replacement of branches by commits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
 
 
 def program_keys(cfg: Any) -> Iterator[tuple[str, str]]:
-    """Yield key and value of each repository of the hub whose program an environment runs."""
+    """Yield (key, repository) of each hub repository whose code the environment runs."""
     for name in cfg.env.program_keys if cfg.has("env") else ():
         value = getattr(cfg.env, name)
         if isinstance(value, str) and "@" in value and HUB_NAME.fullmatch(value):
@@ -21,7 +21,7 @@ def program_keys(cfg: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_on_hub(path: str) -> bool:
-    """Return whether a path can only be a repository: neither the path nor a folder with the owner's name exists."""
+    """Return True if a path has the form owner/name and neither it nor a local folder `owner` exists."""
     found = HUB_NAME.fullmatch(path)
     if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
         return False

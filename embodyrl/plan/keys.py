@@ -1,4 +1,4 @@
-"""The keys of a command and its components, all existing keys, and suggestions for unknown keys."""
+"""Config keys of a command with its components, keys of all commands, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Setting
     "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
     "algorithm": ("adv_type", _algorithm),
 }
-"""Groups whose keys depend on a selected component: the selecting key and the base class.
-An algorithm has one class for its estimator and one for its loss."""
+"""Groups with selectable components: the key that names the component, and a function from config values to the
+settings classes of the component. An algorithm has one class for its estimator and one for its loss."""
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """Return the name of the component in a key.
+    """Return the value of a key that names a component.
 
     Raises:
         ConfigError: the value is not a name.
@@ -68,14 +68,14 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
 
 
 def selected(command: str, group: str) -> str | None:
-    """Return the key that selects the class of a group in this command; None: the class is fixed."""
+    """Return the key that selects the settings class of a group in this command; None: the class is fixed."""
     learns = reads(command, "critic") or group != "algorithm"  # acting alone takes keys that all algorithms have
     return SELECTORS[group][0] if group in SELECTORS and learns and reads(command, group) else None
 
 
 @functools.cache
 def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
-    """Return the config class of a command for given section classes (each with the class of its flattened field)."""
+    """Return the config class of a command with the given settings classes of its sections."""
     given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
     if selected(command, "algorithm") is None and reads(command, "algorithm"):
         given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
@@ -86,7 +86,7 @@ def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ..
 
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
-    """Return the class with all keys of a command, and the groups whose keys are unknown because of a wrong choice."""
+    """Return the config class for the chosen components, and the groups with an invalid component."""
     fields: dict[str, tuple[type[Settings], ...]] = {}
     unclear = set()
     for group, (_, settings) in SELECTORS.items():
@@ -114,13 +114,13 @@ def sort_values(
     emptied: Container[str],
     problems: list[str],
 ) -> tuple[type[Config], dict[str, Any], list[str]]:
-    """Choose the config class, and separate the values of its keys from all others.
+    """Choose the config class, and separate the values of its keys from other values.
 
     Args:
         command: the command, which determines the keys together with the group choices.
         values: resolved values by dotted name.
-        last: the same values with their sources.
-        emptied: keys whose values from files are removed.
+        last: the setting of each value, with its source.
+        emptied: keys set to {} on the command line, which removes the values below them that files set.
         problems: new errors are appended.
 
     Returns:
@@ -161,7 +161,7 @@ def all_keys() -> Mapping[str, Key]:
 
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
-    """Return the keys of one group, or the key of that name, for all commands and components."""
+    """Return the keys of a group, or the single key of that name, for all commands and components."""
     found = {name: key for name, key in keys_of(Config).items() if name.partition(".")[0] == group}
     parts = [settings for _, settings in _settings_of(group)]
     for settings in (*parts, *_FURTHER.get(group, ()), *(_sections()[group].kinds if group in _sections() else ())):
@@ -171,7 +171,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
 
 @functools.cache
 def state_keys() -> frozenset[str]:
-    """Return the keys, and groups of keys, that determine the meaning of a state id."""
+    """Return the keys and groups whose values change which initial state a state id refers to."""
     found = {**keys_below("env"), **keys_below("data")}
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
@@ -192,7 +192,7 @@ def _sections() -> Mapping[str, Section]:
 
 
 def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
-    """Yield the components of a group with their names."""
+    """Yield (name, settings class) of each component of a group."""
     for registry in _PARTS.get(group, ()):
         for name in registry.names():
             # A part may need a package that is not there, or is damaged.
@@ -207,11 +207,11 @@ _RETIRED = frozenset(
         *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
     }
 )
-"""Keys of earlier versions without an effect; runs of those versions contain them in their config.yaml."""
+"""Keys of earlier versions that have no effect any more, but occur in config.yaml files of old runs."""
 
 
 def is_known(name: str) -> bool:
-    """Return whether any command with any component has this key, or a key below or above it."""
+    """Return True if any command with any component has this key, or a key below or above it."""
     known = keys_below(name.partition(".")[0])
     inner = any(key.startswith(f"{name}.") for key in known)
     above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
@@ -220,7 +220,7 @@ def is_known(name: str) -> bool:
 
 @functools.cache
 def _synonyms() -> dict[str, str]:
-    """Return the names of keys in other frameworks, each with the last part of the key in embodyrl."""
+    """Return {name of a key in another framework: last part of the equivalent key here}."""
     table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
     return {word: key for key, words in table.items() for word in words.split()}
 
@@ -260,7 +260,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
-    """Return the command or component that would use this key with these values."""
+    """Describe the command or component, as chosen by the values, that does not use this key."""
     group = name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (
@@ -282,10 +282,9 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
 
 
 def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
-    """Return whether `embodyrl train` with these components has a key, for example of the user's own loss.
+    """Return True if `embodyrl train` with these components has the key, for example of a user-defined loss.
 
-    True also if this is unknown, because the config is not trusted or its code cannot be imported; `problems`
-    then contains an error.
+    Also return True, with an error in `problems`, if the config is not trusted or its code cannot be imported.
     """
     if any(TRUST in problem for problem in problems):
         return True
@@ -296,7 +295,7 @@ def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> b
 
 
 def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
-    """Return whether the keys of a group are unknown because the selected component is invalid."""
+    """Return True if the keys of a group are unknown because the selected component is invalid."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 
@@ -312,7 +311,7 @@ def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
 
 
 def _is_for_others(command: str, setting: Setting) -> bool:
-    """Return whether a command-line key belongs to other commands and may be ignored.
+    """Return True if a command-line key belongs to other commands and is ignored.
 
     True for groups of `embodyrl train`, so that the same arguments serve all commands; for a command without
     a policy, also for weights, reward and data.

@@ -13,7 +13,7 @@ _HORIZON = "env.eval.max_episode_steps"
 
 
 def horizon_of(cfg: Config) -> dict[str, Any]:
-    """Return the time limit of the protocol `eval.protocol` for this environment; a command-line limit has priority."""
+    """Return {key: value} of the protocol's time limit for this environment; empty if the command line sets a limit."""
     if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return {}
     horizon = _horizon(cfg, cfg.env.title)
@@ -33,7 +33,7 @@ def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
 def departures(cfg: Config, env: EnvSpec) -> list[str]:
     """Return the differences between an evaluation and its protocol, one line each.
 
-    Known differences of embodyrl come last.
+    Documented deviations of embodyrl from the protocol come last.
     """
     values = dict(leaves(cfg))
     found = [
@@ -54,7 +54,7 @@ def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
 
 
 def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
-    """Return the keys and values of the protocol."""
+    """Return {key: value} of the settings that the protocol requires."""
     asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
     if (horizon := _horizon(cfg, env.name)) is not None:
         asked[_HORIZON] = horizon
@@ -62,7 +62,7 @@ def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
 
 
 def _horizon(cfg: Config, env: str) -> int | None:
-    """Return the horizon of the environment, or of its base suite: the longest matching prefix."""
+    """Return the protocol's time limit for the environment: that of the longest name that is a prefix of its name."""
     horizons = cfg.eval.protocol.horizons
     fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
     return horizons[max(fitting, key=len)] if fitting else None

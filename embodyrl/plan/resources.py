@@ -1,4 +1,4 @@
-"""Memory-dependent settings of a run, chosen by a planner: an entry point of the group `embodyrl.planners`."""
+"""Settings of a run that depend on available memory, chosen by an extension (entry point group `embodyrl.planners`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from embodyrl.registry import Registry, takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Memory-dependent settings of a run."""
+    """Settings of a run that depend on available memory."""
 
     gradient_sync: str = "micro_batch"
-    """Gradient synchronization between ranks: step or micro_batch."""
+    """Frequency of gradient synchronization between ranks: once per optimizer step (`step`) or per micro_batch."""
     sleeps: bool = False
     """True if vLLM frees its memory during updates."""
     engine_share: float = 0.4
@@ -23,7 +23,7 @@ class Resources:
     """Size of a checkpoint on disk in bytes; 0: unknown."""
 
     def facts(self, run_plan: Any) -> list[tuple[str, str]]:
-        """Return name and text of the lines of `--dry-run` about memory and speed.
+        """Return the lines (label, text) of `--dry-run` about memory and speed.
 
         Raises:
             ConfigError: the run needs more memory than the machine has.

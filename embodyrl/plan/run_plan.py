@@ -60,9 +60,9 @@ class RunPlan:
     total_steps: int
     """Number of training steps."""
     optimizer_steps_per_step: int
-    """Number of optimizer steps per training step with `max_samples`."""
+    """Number of optimizer steps per training step with `max_samples` samples."""
     max_samples: int
-    """Return the maximum number of chunk samples of one training step."""
+    """Maximum number of chunk samples of one training step."""
     ranks: int
     """Number of processes that train the policy."""
     devices: Devices
@@ -76,16 +76,16 @@ class RunPlan:
     """True if the expert's action for the same state is recorded with each action."""
 
     def config(self, kind: type[C]) -> C:
-        """Return `cfg` as the config class of its command."""
+        """Return `cfg`, typed as the config class `kind`."""
         assert isinstance(self.cfg, kind)
         return self.cfg
 
     def policy_node(self, number: int) -> int:
-        """Return the host of an actor rank or, after the ranks, of a rollout process."""
+        """Return the host number of policy process `number`: actor ranks come first, then rollout processes."""
         return _policy_node(self.nodes, number, self.ranks)
 
     def env_node(self, number: int) -> int:
-        """Return the host of an env worker."""
+        """Return the host number of an env worker."""
         return self.nodes["env"][number % len(self.nodes["env"])]
 
     @property
@@ -232,8 +232,9 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
 
 
 def _weight_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec) -> list[str]:
-    """Return wrong keys that select initial states: one weight per task, and no weights if slots choose their states
-    freely.
+    """Return errors of the keys that weight initial states.
+
+    The number of weights must be that of the tasks; if slots choose initial states freely, there must be none.
     """
     split = cfg.env.train
     if not algorithm.estimator.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
@@ -287,7 +288,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
 
 
 def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
-    """Assign neighbouring slots (members of one group) to the same worker, as evenly as possible."""
+    """Divide the slots into contiguous blocks of nearly equal size, one per worker, so that groups stay together."""
     env_workers, start = [], 0
     for worker in range(num_workers):
         size = num_slots // num_workers + (worker < num_slots % num_workers)

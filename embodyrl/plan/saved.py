@@ -1,4 +1,4 @@
-"""Saved configs of runs: written, read back, and used as the base of another config."""
+"""Saved configs of runs: writing, reading, and use as the base of another config."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from embodyrl.plan.schema import Config
 
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
-"""File of an SFT run with the settings of the demonstrations' environment."""
+"""Name of the file of an SFT run with the settings of the environment in which demonstrations were recorded."""
 _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
 )
 """Keys of a run that are not inherited with its weights."""
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
-"""Keys of the environment: if the command line selects another environment, the run's values do not apply."""
+"""Keys that are not inherited from a run if the command line selects another environment."""
 
 
 def run_config(path: Path) -> Path | None:
-    """Return the saved config of the run that contains a path; None: no run with checkpoints."""
+    """Return the path of the saved config of the run that contains a path; None: no run with checkpoints."""
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder / "config.yaml"
@@ -39,7 +39,7 @@ def run_config(path: Path) -> Path | None:
 
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """Return the saved config of the run in `ckpt=`, so that its model need not be specified again."""
+    """Return the path of the saved config of the run in `ckpt=`, the base of the new config; None: no run."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
         return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
@@ -61,7 +61,7 @@ def dump_config(cfg: Config, only: str | None = None) -> str:
 
 
 def _masked(node: Any) -> Any:
-    """Return the tree with each text masked before YAML quotes it."""
+    """Return the tree with hidden values masked in each string, because YAML quoting would change the strings."""
     if isinstance(node, dict):
         return {_masked(key): _masked(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -72,10 +72,10 @@ def _masked(node: Any) -> Any:
 def check_unchanged(
     cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
 ) -> None:
-    """Reject a run that was made with other values of the keys below `keys`, except those below `free`.
+    """Raise an error if the run's config has other values for keys below `keys`, except keys below `free`.
 
     Raises:
-        ConfigError: names the values of the run; `instead` is what to choose for other values.
+        ConfigError: values differ; the message lists the run's values and suggests another `instead`.
     """
     if not (file := run / "config.yaml").is_file():
         return
@@ -91,7 +91,7 @@ def check_unchanged(
 
 
 def command_of(saved: Sequence[Setting]) -> str:
-    """Return the command that wrote a saved config; configs of SFT contain no environment."""
+    """Return the command that wrote a saved config, inferred from the config's sections."""
     sections = {setting.key.partition(".")[0] for setting in saved}
     if "env" not in sections:
         return "sft"
@@ -108,7 +108,7 @@ def on_base(
     typed: Sequence[Setting],
     problems: list[str],
 ) -> list[Setting]:
-    """Return the values of the run with the weights, completed and overridden by the chosen files."""
+    """Return the values inherited from the run with the weights, completed and overridden by files of chosen groups."""
     saved = _base_settings(base, command, groups, chosen, problems)
     check_trust(saved, typed, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
@@ -121,9 +121,10 @@ def on_base(
 def _base_settings(
     base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
-    """Return the settings that a command inherits from the run of its weights: the whole config, without the
-    sections of command-line groups. Reinforcement learning takes environment and model only from a run of another
-    command.
+    """Return the settings that a command inherits from the run with its weights.
+
+    These are all settings except the sections of command-line groups. `train` inherits only environment and model from
+    a run of another command.
     """
     saved = read_saved(base)
     made_by = command_of(saved)
@@ -153,8 +154,9 @@ def _lies_below(name: str, keys: Iterable[str]) -> bool:
 
 
 def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Return the environment of an SFT run's demonstrations, or of DAgger rounds; evaluation uses its tasks and
-    time limit.
+    """Return the settings of the environment in which the data of an SFT or DAgger run were recorded.
+
+    Tasks and time limit of the evaluation are those of the recording.
     """
     own = [setting for setting in saved if setting.key.startswith("env.")]
     if not own and not (run / ENVIRONMENT_FILE).is_file():
@@ -168,13 +170,13 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
 
 
 def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Return whether the file of a command-line group, or of a derived group, set this value."""
+    """Return True if the value comes from the file of a command-line group, or of a group derived from one."""
     folders = Path(setting.source).parts[-3:-1]
     return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
 
 
 def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
-    """Reject untrusted values of a file before a name in it is looked up, because a look-up imports code."""
+    """Raise an error for untrusted values in a saved config; call this before components are looked up (imported)."""
     values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
     if found := distrusted(values[0], values[1], file):
         raise ConfigError([*problems, *found])

@@ -1,4 +1,4 @@
-"""The config: one tree for all commands; each command uses some of the sections."""
+"""The config of all commands, and the sections that each command uses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Config(Settings):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Source of each value, a file or `COMMAND_LINE`; absent: the default."""
+        """Source of each value by key, a file or `COMMAND_LINE`; keys with default values are absent."""
         return self._sources
 
     @property
@@ -109,7 +109,7 @@ class Config(Settings):
 
     @property
     def acting_processes(self) -> int:
-        """Number of processes for rollouts only; 0: training processes also act."""
+        """Number of processes that only run inference for rollouts; 0: training processes also act."""
         return self.rollout.acting_processes if self.trains else 0
 
     @property
@@ -121,7 +121,7 @@ class Config(Settings):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return one line for each command-line key without effect."""
+        """Warnings, one for each command-line key without effect."""
         return tuple(self._warnings)
 
     @property
@@ -155,7 +155,7 @@ class Reads:
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.needs`."""
     problems: Callable[[Any], Iterator[str]] = no_problems
-    """Yield missing keys, one line each with the fix; raise a ConfigError about an environment of another kind."""
+    """Yield errors about missing keys, one line each with the fix; raise ConfigError for an unsupported environment."""
 
 
 READS: Registry[Reads] = Registry(
@@ -165,16 +165,16 @@ READS: Registry[Reads] = Registry(
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
 LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
-"""Keys of the training loop."""
+"""Keys of the training loop, separated by spaces."""
 RUN = "trust model runner launcher actor faults"
-"""Sections of a command that starts workers."""
+"""Sections that every command with workers uses, separated by spaces."""
 ACT = f"{RUN} ckpt env algorithm rollout eval video_cfg"
-"""Sections of a command that runs episodes."""
+"""Sections that every command with episodes uses, separated by spaces."""
 SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-"""Conditions of a command that does not train by reinforcement learning."""
+"""Conditions (see `Settings.needs`) of commands that run episodes but do not train with reinforcement learning."""
 READS.add(
     "train",
     Reads(
@@ -211,7 +211,7 @@ def reads(command: str, section: str) -> bool:
 
 
 def conditions(cfg: Config) -> dict[str, str]:
-    """Return the conditions of keys that involve several sections, by condition."""
+    """Return {condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
     found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS.get(cfg.command).needs}
     for section in sections_of(cfg).values():
         found |= section.needs

@@ -1,4 +1,4 @@
-"""Random streams: each stream is derived from the seed by name, independent of worker counts and arrival order."""
+"""Seeds of named random streams, derived from the run's seed; independent of worker count and order of completion."""
 
 import zlib
 from itertools import accumulate, repeat

@@ -137,7 +137,7 @@ class RolloutSettings(Settings):
 
     @property
     def acting_processes(self) -> int:
-        """Number of processes of a training for rollouts only; 0: training processes also act."""
+        """Number of processes that only run inference for rollouts; 0: training processes also act."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:

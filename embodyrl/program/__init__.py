@@ -1,1 +1,1 @@
-"""The Python library; `import embodyrl` exports its names."""
+"""The Python interface: functions that `import embodyrl` exports."""

@@ -1,4 +1,4 @@
-"""Training step in the driver: rollouts, and requests to the actors to compute log-probabilities and to train."""
+"""Parts of a training step in the driver: rollouts, and requests to the actor ranks."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ class StepRollouts:
         self._lag = self._cfg.algorithm.max_staleness
 
     def collect(self, step: int, progress: Callable[[int, int], None]) -> RolloutResult:
-        """Finish the rollout of a step; `progress` is called with (done, planned) episodes or chunks."""
+        """Finish the rollout of a step; call `progress` with the numbers of finished and of all episodes."""
         self._open(step, step + self._lag)
         rollout = self._rollouts.pop(step)
         total = _size(rollout.plan)
@@ -63,7 +63,7 @@ class StepRollouts:
         return collection
 
     def ahead(self, step: int) -> None:
-        """Reset idle slots for the step after the last open rollout; the policy acts once it has the new weights."""
+        """Open the next rollouts: idle slots reset now, and the policy acts once it has new weights."""
         self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
@@ -79,7 +79,7 @@ class StepRollouts:
                 self._rollouts[step] = self._scheduler.open(rollout)
 
     def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
-        """Run additional groups; free the records of filtered episodes, but keep their results for the metrics."""
+        """Run `missing` new groups in place of filtered ones; free the records of filtered episodes."""
         keep = {e.spec.episode_id for e in kept}
         filtered = [e for e in collection.episodes if e.spec.episode_id not in keep]
         self._scheduler.release(collection, filtered)
@@ -104,7 +104,7 @@ ALGORITHM_FILE = "algorithm.json"
 
 
 class Actors:
-    """Client of the actors: score, train, save and load. Batches are lists of tickets; the data stay in the arena."""
+    """Client of the actor ranks: computes log-probabilities, trains, saves and loads. Batches are tickets."""
 
     def __init__(self, workers: Workers, algorithm: Algorithm, run_plan: RunPlan) -> None:
         self._loop = workers.scheduler
@@ -116,7 +116,7 @@ class Actors:
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
     def score(self, collection: RolloutResult) -> Scores:
-        """Compute reference log-probabilities of the collected chunks, and gather the inputs of the algorithm."""
+        """Compute the reference log-probabilities that the algorithm needs, and gather its inputs from the records."""
         if self._algorithm.needs_reference and collection.episodes:
             # Exclude the last ticket: its record has an observation without an action.
             held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
@@ -153,7 +153,7 @@ class Actors:
         return done.metrics | tokens | {"seconds": done.seconds}
 
     def _tokens(self, batch: PreparedBatch) -> dict[str, float]:
-        """Return the tokens of a batch and the length of its prompts, both with the chat template."""
+        """Return the number of tokens of a batch, and mean and maximum prompt length, with the chat template."""
         cost, replies = self._arena[Record.cost][batch.records], self._arena[Record.valid][batch.records].sum(1)
         prompts = cost - replies
         return {
@@ -199,7 +199,7 @@ def gather_scores(
 
 
 def _hashes(arena: Arena, records: IntArray) -> IntArray:
-    """Hash the observation of each record."""
+    """Return a 64-bit hash of the observation of each record, to find equal states."""
     fields = [arena[name] for name in OBSERVATION]
     digests = [hashlib.blake2b(b"".join(f[r].tobytes() for f in fields), digest_size=8).digest() for r in records]
     return np.frombuffer(b"".join(digests), dtype=np.int64)

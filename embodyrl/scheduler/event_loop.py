@@ -1,4 +1,4 @@
-"""Event loop of the driver, and its client of the policy processes."""
+"""Event loop of the driver, and the client through which it uses the policy processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +43,9 @@ class Replies:
 class PolicyClient:
     """Client of the policy processes: tracks requests and replies, and never blocks (`EventLoop.run_until` does).
 
-    A process answers requests in order; a reply that does not match its oldest open request is a bug. A rollout process
-    that died gets all weights and its unanswered requests again once it has restarted; the others act meanwhile. All
-    weights that it gets have one version, so none are sent between the begin of an update and its publication.
+    A process replies to requests in order; a reply that does not match its oldest open request is a bug. A restarted
+    rollout process first receives all weights, then the requests without a reply; other processes keep acting. All its
+    weights must have one version, so none are sent between the start of an update and the next `publish`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PolicyClient:
 
         Args:
             supervisor: sends the requests.
-            hosts: names of the processes; without rollout processes, the actor ranks act.
+            hosts: specs of the processes; without rollout processes, the actor ranks also act.
             timeout_s: maximum wait for a reply.
             bucket_arena: buckets for new weights in disaggregated mode; closed with this client.
         """
@@ -72,10 +72,10 @@ class PolicyClient:
         self._sequence = 0
         self._open: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
         self._lost: dict[str, list[tuple[Request, OnDone]]] = {}
-        """Rollout processes that died and do not have the weights yet, with the requests to repeat."""
+        """Rollout processes that died and have not received the weights again, with the requests to repeat."""
         self._restarted: list[str] = []
         self._receiving = ""
-        """Restarted process that receives the weights."""
+        """Name of the restarted process that is receiving the weights; empty: none."""
         self._recovery: Iterator[Replies] = iter(())
         self._awaited: Replies | None = None
         """Replies for which `_recovery` waits."""
@@ -125,7 +125,7 @@ class PolicyClient:
     def publish(self, version: int) -> Iterator[Replies]:
         """Transfer new weights, of this version, from the actor ranks to the acting processes.
 
-        Yields the replies that must be complete before the iterator continues. The first transfer contains all weights,
+        Yield the replies that must be complete before the iterator continues. The first transfer contains all weights,
         later ones the trained weights. No process acts before the transfer is complete.
         """
         if (arena := self._bucket_arena) is None:
@@ -150,7 +150,7 @@ class PolicyClient:
             self._awaited = next(self._recovery, None)
 
     def _recover(self, worker: str) -> Iterator[Replies]:
-        """Send all weights to a restarted process, then its requests."""
+        """Send all weights to a restarted process, then the requests without a reply; yield replies to wait for."""
         assert self._bucket_arena is not None
         self._receiving = worker
         buckets = fill_buckets(self._weights[worker], self._bucket_arena[BUCKET].shape[1])
@@ -164,7 +164,7 @@ class PolicyClient:
     def _transfer(
         self, arena: Arena, buckets: Iterator[tuple[WeightPart, ...]], targets: Callable[[], list[str]]
     ) -> Iterator[Replies]:
-        """Transfer weights to the present `targets`; yields like `publish`."""
+        """Transfer weights to those `targets` that are alive; yield replies to wait for, as `publish` does."""
         under_way: list[tuple[Ticket, Replies]] = []
         for parts in buckets:
             ticket = arena.allocate()
@@ -175,7 +175,7 @@ class PolicyClient:
         yield from _taken(arena, under_way)
 
     def _present(self) -> list[str]:
-        """Return the acting processes that have the current weights."""
+        """Return the names of acting processes that are alive and have the current weights."""
         return [name for name in self._acting if name not in self._lost] if self._lost else self._acting
 
     def _buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
@@ -235,7 +235,7 @@ class PolicyClient:
 
 
 def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Replies]:
-    """Free the transferred bucket once all acting processes have read it."""
+    """Wait for the transfers in `under_way` and free their buckets; yield the replies to wait for."""
     while under_way:
         ticket, replies = under_way.pop()
         yield replies
@@ -243,11 +243,11 @@ def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Re
 
 
 PATIENCE_S = 1.0
-"""Maximum wait for events before signals are checked."""
+"""Maximum wait for events in seconds, after which signals are checked."""
 
 
 class EventLoop:
-    """The driver's only blocking wait: receives reports of workers and sends the requests that are ready.
+    """Runs the driver's only blocking wait: receives messages of workers and sends requests that are ready.
 
     Callbacks of the supervisor only record events; requests are sent by `advance`, so driver code is not reentrant.
     Every request has a deadline at the launcher, so every wait ends.
@@ -282,7 +282,7 @@ class EventLoop:
             patience = self.advance()
 
     def call(self, request: Request) -> Done:
-        """Send a request to all actor ranks; return the first rank's reply with the time of the slowest rank.
+        """Send a request to all actor ranks and wait; return the reply of rank 0, with the time of the slowest rank.
 
         Raises:
             CheckpointError: a checkpoint could not be written or read.

@@ -11,7 +11,7 @@ from embodyrl.plan.episodes import EpisodeList
 from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 
 NO_QUOTA = 2**62
-"""Value of the remaining chunk steps without a quota."""
+"""Number of remaining chunk steps of a slot without a quota, effectively unlimited."""
 _REASONS = 10
 """Maximum number of distinct reward errors logged in a run."""
 
@@ -21,13 +21,13 @@ VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
 
 @dataclass
 class Tally:
-    """Work of all workers during a rollout."""
+    """Counts and times of the work of all workers during a rollout."""
 
     env_steps: int = 0
     wall_s: float = 0.0
-    """Waiting time in seconds."""
+    """Time in seconds that the driver waited for the rollouts."""
     span_s: float = 0.0
-    """Working time in seconds; longer than `wall_s` if rollouts overlap with an update."""
+    """Time in seconds in which rollouts progressed; more than `wall_s` if rollouts overlap with an update."""
     sim_s: float = 0.0
     render_s: float = 0.0
     reset_s: float = 0.0
@@ -47,7 +47,7 @@ class RolloutResult:
 
     episodes: list[Episode] = field(default_factory=list)
     tickets: dict[int, IntArray] = field(default_factory=dict)
-    """Records of each episode by episode id; empty without records."""
+    """Tickets of each episode's records, by episode id; empty if records are not kept."""
     dropped: int = 0
     """Number of planned episodes that were dropped after repeated worker crashes."""
     filtered: list[Episode] = field(default_factory=list)
@@ -55,7 +55,7 @@ class RolloutResult:
     refills: int = 0
     """Number of refill groups."""
     greedy: dict[int, Episode] = field(default_factory=dict)
-    """Greedy episode of each group, if the algorithm needs it."""
+    """Greedy episode of each group by group id, if the algorithm needs greedy episodes."""
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
     continues: bool = False
@@ -64,10 +64,10 @@ class RolloutResult:
     """Reward errors, one per affected episode."""
 
     def report_reward_errors(self, log: Callable[[str], None], seen: set[str]) -> None:
-        """Log reward errors; each reason is logged once per run (`seen`), up to a maximum number of reasons.
+        """Log reward errors: each distinct error once per run (`seen`), up to a maximum number of errors.
 
         Raises:
-            EmbodyError: all rewards are unknown.
+            EmbodyError: the reward function failed in every episode.
         """
         count = len(self.episodes) + len(self.filtered)
         for why, times in Counter(self.reward_errors).most_common(3):
@@ -113,11 +113,11 @@ class Queue:
 
 @dataclass
 class Rollout:
-    """A list of episodes and its progress; several rollouts may share the slots."""
+    """Progress of an episode list; several rollouts may share the slots."""
 
     plan: EpisodeList
     not_before: int = 0
-    """Minimum weight version for actions in these episodes; resets may happen earlier."""
+    """Minimum version of the weights that act in these episodes; resets may happen earlier."""
     greedy: bool = False
     temperature: float | None = None
     """Sampling temperature; None: the training temperature."""
@@ -141,12 +141,12 @@ class Rollout:
         """Number of worker crashes during each episode, by episode id."""
         self._quota: int | None = None
         self.openings = 0
-        """Number of times that episodes became available: waves, and attempts that start again."""
+        """Number of times that further episodes became available: started waves and requeued episodes."""
         self._next_wave()
 
     @property
     def mode(self) -> tuple[bool, float | None]:
-        """Inference mode (greedy, temperature); all inferences of a batch share it."""
+        """Inference mode (greedy, temperature); only observations with the same mode are batched."""
         return self.greedy, self.temperature
 
     def has_next(self, slot: int) -> bool:
@@ -166,7 +166,7 @@ class Rollout:
         return queue.pop()
 
     def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
-        """Discard an attempt at an episode and its chunk steps; `again`: restart the episode next."""
+        """Discard an attempt at an episode, which uses no quota; with `again`, put the episode back into the queue."""
         queue = self._queue_of(slot)
         if again and queue is not None:
             queue.put_back(spec)

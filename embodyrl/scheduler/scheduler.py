@@ -1,4 +1,4 @@
-"""Rollout scheduling: slots, stages, ready queue, refill. The driver handles tickets only."""
+"""Rollout scheduling: assigns episodes to slots and batches observations; data stay in the arena."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ class RolloutScheduler(EventLoop):
         self._num_opened = 0
         self._tally = Tally()
         self._tally_since: float | None = None
-        """Start of the tally if open rollouts progressed outside of `finish`; else None."""
+        """Time at which open rollouts started to progress outside of `finish`; None: they did not."""
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:
-        """Use these weights from the next chunk on, also in running episodes."""
+        """Transfer the weights of this version to the acting processes, which use them from the next chunk on."""
         for replies in self._policy.publish(version):
             self.run_until(replies.complete)
         # Slots whose episodes wait for this version may act from here on.
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
-        """Queue a rollout: its episodes start in free slots, after the episodes of earlier rollouts or `first`."""
+        """Queue a rollout behind earlier rollouts, or before them with `first`; its episodes start in free slots."""
         self._num_opened += 1
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()
@@ -102,7 +102,7 @@ class RolloutScheduler(EventLoop):
         return out
 
     def collect(self, rollout: Rollout) -> RolloutResult:
-        """Run a rollout before all others."""
+        """Run a rollout with priority over queued rollouts, and return its result."""
         return self.finish(self.open(rollout, first=True))
 
     def advance(self) -> float:
@@ -131,7 +131,7 @@ class RolloutScheduler(EventLoop):
         self._rollouts.clear()
 
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
-        """Free the records of a collection, or of some of its episodes."""
+        """Free the records of a rollout's result, or of some of its episodes."""
         # Popped, so that no record is freed twice.
         chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
         if chosen:
@@ -207,7 +207,7 @@ class RolloutScheduler(EventLoop):
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
     def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
-        """Return the first rollout whose next episode this slot can run; `crashed`: an episode has crashed a worker.
+        """Return the first rollout whose next episode this slot can run; `crashed`: some episode crashed a worker.
 
         Workers with few simulators accept few tasks at a time; their slots then wait instead of starting a later
         rollout.
@@ -234,7 +234,7 @@ class RolloutScheduler(EventLoop):
         return None
 
     def _suspicious(self, rollout: Rollout | None, spec: EpisodeSpec | None) -> bool:
-        """Return True if two workers died during this episode, which then runs alone in its worker."""
+        """Return True if workers crashed repeatedly during this episode, which then runs alone in its worker."""
         return rollout is not None and spec is not None and rollout.crash_count[spec.episode_id] >= _SUSPICIOUS
 
     @property
@@ -243,7 +243,7 @@ class RolloutScheduler(EventLoop):
         return self._slots.may_act(self._version)
 
     def _dispatch_inference(self) -> None:
-        """Batch ready observations: at the target size, after a short wait, or when no more can arrive."""
+        """Send inference batches: at the target size, after a short wait, or if no more observations can arrive."""
         slots = self._slots
         ready = np.flatnonzero(self._may_act)
         if not len(ready):

@@ -20,7 +20,7 @@ from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, Episode
 
 
 class Phase:
-    """Event that a slot waits for; plain ints, because phases are compared for every chunk."""
+    """Phases of a slot; plain ints, because phases are compared for every chunk."""
 
     IDLE = 0
     """Idle, or waiting for its next episode."""
@@ -39,13 +39,13 @@ class Phase:
 KEPT: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
-"""Fields of each chunk that `Episode` keeps, under the same names."""
+"""Record fields that are copied into the `Episode` attributes of the same names."""
 
 
 def following_action(valid: BoolArray, chunk_steps: int) -> int:
-    """Return the index, in the next observation's chunk, of the action that follows this chunk's executed actions.
+    """Return the index of the first action of the next chunk that this chunk has not already covered.
 
-    A chunk observes after `chunk_steps` actions or at the end of its episode; with a delay it executes some more.
+    The next observation follows after `chunk_steps` actions; with a delay, more actions of this chunk are executed.
     """
     executed = np.flatnonzero(valid)
     return max(0, int(executed[-1]) + 1 - chunk_steps) if len(executed) else 0
@@ -69,22 +69,22 @@ class Slot:
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
     copies: list[Sequence[np.ndarray]] = field(default_factory=list)
-    """Fields `KEPT` of the chunks so far, without records."""
+    """Fields `KEPT` of each chunk so far, if the rollout does not keep records."""
     started: float = 0.0
     room: int = NO_QUOTA
-    """Number of chunk steps left in the quota at the start of the episode."""
+    """Number of chunk steps that remained in the slot's quota at the start of the episode."""
     open: Open | None = None
-    """Cut episode that the simulator still contains; only while idle."""
+    """Cut episode whose state is still in the simulator; set only while the slot is idle."""
     earlier: EarlierPart | None = None
     """Part of the running episode before this rollout."""
     stale: bool = False
-    """True if the worker died while the policy was reading the record."""
+    """True if the worker died while the policy was reading the slot's record."""
     solved: bool = False
     """True if the goal was already reached when the running episode began."""
 
 
 class Slots:
-    """All slots [N]. Methods take slot indices, each at most once."""
+    """State of all N slots. Methods take distinct slot indices."""
 
     def __init__(self, count: int, arena: Arena, *, has_values: bool = False) -> None:
         self._num_bootstraps = int(has_values)
@@ -161,7 +161,7 @@ class Slots:
         self.advance(rows)
 
     def advance(self, rows: IntArray) -> None:
-        """Mark the observations in `target` as complete."""
+        """Make the observations in `target` the current observations, ready for inference."""
         self.current[rows], self.phase[rows] = self.target[rows], Phase.READY
 
     def repeat_actions(self, rows: IntArray) -> None:
@@ -207,7 +207,7 @@ class Slots:
         instructions: Sequence[str],
         videos: Sequence[str | None],
     ) -> list[tuple[Episode, IntArray]]:
-        """Close the episodes of slots; return them and the tickets of their records.
+        """Close the episodes of slots; return each Episode with the tickets of its records.
 
         `target` is not freed. Episodes neither `terminated` nor `truncated` [n] are cut; `final_records` [n]: see
         `Episode`.
@@ -258,7 +258,7 @@ class Slots:
         return found
 
     def drop(self, row: int, *, again: bool = True) -> list[int]:
-        """Drop this attempt at the slot's episode, which may start `again`; return the tickets to free."""
+        """Drop the current attempt at the slot's episode, and requeue it if `again`; return the tickets to free."""
         slot, phase = self.each[row], self.phase[row]
         assert slot.episode is not None and slot.rollout is not None
         # Before the slot is idle: `Rollout.ended` must find the episode in its queue.
@@ -283,7 +283,7 @@ StageKey = tuple[str, int]
 
 
 class Stages:
-    """Stages with their open requests, and the stages that may have work.
+    """Open requests of all stages, and the stages that may have work.
 
     Only stages with an event since the last call are checked: the cost of an event is independent of their number.
     """
@@ -298,9 +298,9 @@ class Stages:
         self._all = list(self._rows.items())
         self._stage_of = np.repeat(np.arange(len(self._all)), [len(rows) for _, rows in self._all])
         self.first = {worker.name: worker.slots[0] for worker in workers}
-        """First slot of each worker."""
+        """Index of the first slot of each worker, by worker name."""
         self.busy: dict[StageKey, EnvRequest] = {}
-        """Open requests."""
+        """Open request of each busy stage."""
         self._reports: list[tuple[int, EnvRequest, EnvReport]] = []
         self._changed: set[int] = set()
         self._work: Hashable = None
@@ -323,20 +323,20 @@ class Stages:
         self.note_worker(worker)
 
     def take_reports(self) -> list[tuple[int, EnvRequest, EnvReport]]:
-        """Return the new reports with the worker's first slot and the request."""
+        """Return (first slot of the worker, request, report) for each new report."""
         reports, self._reports = self._reports, []
         return reports
 
     def note_worker(self, worker: str) -> None:
-        """Record an event of a worker; a task limit may couple its stages."""
+        """Mark all stages of a worker for `to_check`, because a task limit may couple them."""
         self._changed.update(self._own[worker])
 
     def note_slots(self, rows: IntArray) -> None:
-        """Record an event of slots."""
+        """Mark the stages of the given slots for `to_check`."""
         self._changed.update(np.unique(self._stage_of[rows]).tolist())
 
     def to_check(self, work: Hashable) -> list[tuple[StageKey, IntArray]]:
-        """Return the idle stages with events, or all idle stages if `work` has changed or is None; in order.
+        """Return (stage, slots) of idle stages with events, or of all idle stages if `work` has changed or is None.
 
         Args:
             work: identifies the episodes that any stage may start.

@@ -46,7 +46,7 @@ RENDEZVOUS: Registry[Callable[..., Rendezvous]] = Registry(
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Return the rendezvous of the ranks at an address of this host that all ranks can reach."""
+    """Open a rendezvous store for `ranks` processes at an address of this host that all ranks can reach."""
     return Rendezvous(RankInfo()) if ranks == 1 else RENDEZVOUS.get("store")(host, timeout_s)
 
 
@@ -93,7 +93,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
 
 
 def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
-    """Return the settings of a single process that acts and trains."""
+    """Return the init settings of a policy process that acts and trains alone."""
     cfg = run_plan.cfg
     learner = cfg if cfg.trains and run_plan.algorithm is not None else None
     planned = run_plan.resources
@@ -148,8 +148,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
 
 _PINNING = "PYTORCH_ALLOC_CONF"
 _EXACT_PINNING = {_PINNING: os.environ.get(_PINNING, "pinned_max_round_threshold_mb:8")}
-"""Allocator setting: torch's default rounds pinned memory up to powers of two, a third more for the weights of a 7B
-model."""
+"""Environment variable that stops torch from rounding pinned memory up to powers of two."""
 
 
 def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
@@ -168,7 +167,7 @@ def _threads() -> str:
 
 
 def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
-    """Return the driver's arena object for workers in its process, else None."""
+    """Return the arena object if workers run in the driver's process; None: workers map the shared memory."""
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None
 
 

@@ -1,4 +1,4 @@
-"""Construction of a policy host's parts: policy, reference, ranks, learner."""
+"""Construction of the parts of a policy process: policy, reference policy, process group, learner."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ RANKS: Registry[Callable[..., Ranks]] = Registry(
 
 
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
-    """Connect the policy with the ranks that train it; collective."""
+    """Join the process group of the actor ranks and shard the policy's weights; a collective call."""
     if not init.shards:
         return OneRank(init.rank_info)
     sync = init.gradient_sync or init.actor.fsdp.gradient_sync
@@ -72,7 +72,7 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
 
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
-    """Build the reference policy: the initial policy, or another policy with the same tokens, such as a teacher."""
+    """Build the frozen reference policy: the initial policy, or one with the same vocabulary, such as a teacher."""
     own = getattr(policy, "alone", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
         return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))

@@ -29,9 +29,10 @@ class EnvWorkerInit(WorkerInit):
     expert_noise: float = 0.0
     """Standard deviation of the noise on the scripted expert's actions."""
     scripted: bool = False
-    """True if the scripted expert acts; its actions replace the chunk in the record."""
+    """True if the scripted expert acts; its actions are written into the record as the chunk."""
     labelled: bool = False
-    """True if the chunk in the record is executed, then replaced by the scripted expert's actions."""
+    """True if the policy's chunk is executed, and the scripted expert's actions for the same state are then
+    recorded."""
     single_step: bool = False
     """True: execute only the first action of each chunk, so that every env step has its own record."""
 
@@ -121,7 +122,7 @@ class EnvWorker:
         ]
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
-        """Start episodes; return the slots whose goal is already reached."""
+        """Start episodes; return the slots whose goal is already reached before the first action."""
         for request in requests:
             if (recording := self._open_recordings.pop(request.slot, None)) is not None:
                 recording.recorder.discard()  # the episode was cut
@@ -136,7 +137,7 @@ class EnvWorker:
         return self._env.solved_at_reset(slots) if isinstance(self._env, ReportsSolvedStarts) else ()
 
     def _observe(self, slots: list[int], targets: Tickets) -> None:
-        """Render into the records, which become readable when all observations are complete."""
+        """Write observations into records, which become readable once all are complete."""
         arena = self._arena
         started = time.perf_counter()
         images, state = arena[Record.images], arena[Record.observed_state]

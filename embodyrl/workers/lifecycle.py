@@ -35,7 +35,7 @@ _IDLE_LIMIT_S = 24 * 3600.0  # longest silence of a driver before it counts as h
 
 
 class Worker(Protocol):
-    """Interface of workers: requests in, replies out."""
+    """Interface of workers: objects that execute requests and yield replies."""
 
     def ready(self) -> WorkerReady:
         """Return the ready message."""
@@ -52,7 +52,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInit:
-    """Settings of every worker, with the shared records."""
+    """Init settings of every worker, with the handle of the arena."""
 
     arena: ArenaHandle
     bucket_arena: ArenaHandle | None = None
@@ -67,7 +67,7 @@ class WorkerInit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHostInit(WorkerInit):
-    """Settings of a policy process. The driver, which creates them, does not import torch."""
+    """Init settings of a policy process. The driver creates them without importing torch."""
 
     model: ModelSettings
     algorithm: AlgorithmSettings | None = None
@@ -75,9 +75,9 @@ class PolicyHostInit(WorkerInit):
     longest_episode: int = 1
     """Number of chunks of an episode at its time limit."""
     env: EnvSettings | None = None
-    """Environment that computes the rewards of relabelled goals, if the algorithm needs such rewards."""
+    """Settings of the environment that computes rewards of relabelled goals; None: not needed."""
     objective: Any = None
-    """Objective of SFT, settings with `learner`, `needs_reference` and `reference_path`; None: RL."""
+    """Settings of the SFT objective, with `learner`, `needs_reference` and `reference_path`; None: RL."""
     actor: ActorSettings = field(default_factory=ActorSettings)
     gradient_sync: str | None = None
     """Gradient synchronization chosen by the run plan for `actor.fsdp.gradient_sync=auto`."""
@@ -85,7 +85,7 @@ class PolicyHostInit(WorkerInit):
     deterministic: bool = False
     skips_nonfinite: bool = False
     request: PolicyRequest
-    """Policy request; the device is selected when the policy is built."""
+    """Requirements on the policy, without a device, which is selected when the policy is built."""
     total_steps: int
     """Number of training steps of the run."""
     threads: int
@@ -95,7 +95,7 @@ class PolicyHostInit(WorkerInit):
     """True if every env step is a record; a chunk spans one record per action."""
     trains: bool
     sharded: bool = False
-    """True for an inference-only process whose training processes shard the weights."""
+    """True for an inference process in a run whose training processes shard the weights."""
     start_from: str | None = None
     """Folder with weights in the policy's own layout that replace those of `model.path`."""
 
@@ -130,7 +130,7 @@ class WorkerSpec:
 
 
 def describe_failure(error: BaseException) -> WorkerFailed:
-    """Convert an exception to its message."""
+    """Convert an exception to the WorkerFailed message about it."""
     text = str(error) if isinstance(error, EmbodyError) else f"{type(error).__name__}: {error}"
     text += "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if note not in text)
     code = error.exit_code if isinstance(error, EmbodyError) else 1
@@ -220,7 +220,7 @@ def ignore_sigterm_except_in_children() -> None:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, up to a limit, instead of returning it to the system.
 
-    glibc returns freed memory by default, and the system clears each page again: a tenth of an update's time.
+    By default glibc returns freed memory, and the kernel must zero each page before its next use, which takes time.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

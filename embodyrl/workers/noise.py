@@ -1,4 +1,4 @@
-"""Action noise as a function of episode and chunk, independent of worker and batch composition."""
+"""Random numbers for sampling actions, as a function of episode and chunk only, not of worker or batch composition."""
 
 import threading
 from functools import lru_cache
@@ -11,7 +11,7 @@ from embodyrl.types import FloatArray
 
 
 def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: int) -> FloatArray:
-    """Return uniforms [B, L] in [0, 1) for noise seeds of episodes [B] and chunk indices [B].
+    """Return uniform random numbers [B, L] in [0, 1) for episode noise seeds [B] and chunk indices [B].
 
     Philox 4x64-10 is counter-based (Salmon et al. 2011): the episode is the key and the chunk the counter, so the noise
     of any chunk is computed directly. The numbers equal those of numpy's float32 generator, which has only one stream;
@@ -35,13 +35,13 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
 
 
 _MANY = 32
-"""Number of rows above which arrays are faster."""
+"""Number of rows above which array operations are faster than a generator per row."""
 _FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
 _KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, None, None]
 
 
 def _high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the upper 64 bits of the 128-bit products."""
+    """Return the upper 64 bits of the 128-bit products of two uint64 arrays."""
     half, low = np.uint64(32), np.uint64(2**32 - 1)
     a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
     across = a1 * b0 + (a0 * b0 >> half)

@@ -49,7 +49,7 @@ from embodyrl.workers.weights import describe_weights, publish, take
 
 
 class PolicyHost:
-    """Rollout worker and learner of a process; either may be absent."""
+    """Worker with inference (RolloutWorker), a learner, or both."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -146,7 +146,7 @@ class PolicyHost:
                 return None
 
     def _save(self, trainer: Trainer, folder: Path) -> None:
-        """Write policy and optimizer, then the algorithm's state; all ranks.
+        """Write policy and optimizer, then the algorithm's state; called by all ranks.
 
         Raises:
             CheckpointError: writing failed (full disk); the other ranks do not hang.
@@ -171,7 +171,7 @@ class PolicyHost:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A chunk of a slot whose actions are executed one record at a time."""
+    """A sampled chunk of a slot, from which one action per record is executed."""
 
     episode: int
     """Noise seed of the episode."""
@@ -182,7 +182,7 @@ class _Plan:
 
 
 class RolloutWorker:
-    """Inference with a policy that the actor may share."""
+    """Computes action chunks and values with a policy, whose module the learner may share."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class RolloutWorker:
             arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
 
     def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action of running chunks; return the requests that need inference, and the env steps."""
+        """Write the next action of running chunks; return the request for the remaining slots, and their env steps."""
         waiting: list[int] = []
         about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
         for place, (row, seed, step) in enumerate(about):
@@ -290,7 +290,7 @@ def _rows(wanted: Sequence[int] | IntArray, padded_size: int, count: int) -> Int
 
 
 def _pad(values: np.ndarray, rows: IntArray, padded_size: int) -> np.ndarray:
-    """Place values at their rows of a batch of fixed size; all other rows repeat the first value."""
+    """Place `values` at the given rows of a padded batch; the other rows repeat the first value."""
     if not padded_size:
         return values
     padded = np.repeat(values[:1], padded_size, axis=0)

@@ -13,7 +13,7 @@ from embodyrl.policies.protocol import weights_changed
 
 
 def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
-    """Return the names, types and sizes of all weights of a module."""
+    """Return name, dtype and size of each parameter and saved buffer of a module."""
     return tuple(
         WeightInfo(name, w.numel(), str(w.dtype).removeprefix("torch."), w.element_size(), w.requires_grad or learned)
         for name, w, learned in _weights(module)
@@ -21,7 +21,7 @@ def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield name, tensor, and whether the tensor is a saved buffer that training changes without a gradient."""
+    """Yield (name, tensor, True for a buffer in the state_dict) for all parameters and saved buffers."""
     yield from ((name, parameter, False) for name, parameter in module.named_parameters())
     saved = module.state_dict(keep_vars=True)
     yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in saved)
@@ -45,7 +45,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
 
 
 def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
-    """Replace parts of the weights with the parts in a bucket."""
+    """Copy the parts of weights in a bucket into the module's tensors."""
     (record,) = bucket_arena.read([request.ticket])
     device = _weight(module, request.parts[0].name).device
     staged = _bucket(request.parts, bucket_arena, int(record)).to(device)
@@ -64,7 +64,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
 
 
 def _bucket(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Tensor:
-    """Return the number of bytes of a bucket that the parts of weights use."""
+    """Return a uint8 tensor view of the part of a bucket that the weights use."""
     return torch.from_numpy(bucket_arena[BUCKET][record])[: parts[-1].end]
 
 

@@ -1,1 +1,1 @@
-"""Functional batched environments in JAX."""
+"""Environments in JAX as pure functions of a state (gymnax, Brax, MuJoCo Playground), batched over slots."""

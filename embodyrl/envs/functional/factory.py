@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from embodyrl.envs.functional.functions import Functions
 
 SEEDS = 100_000
-"""Number of reset ids; each reset id is the key of an episode."""
+"""Number of reset ids; the reset id seeds the random key of an episode."""
 _BUILD_S = 600.0
 
 
@@ -39,7 +39,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
                 yield f"env.{split}.ignore_terminations=true: an episode ends with its task; set it to false."
 
     def describe(self, cfg: FunctionalSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment in a separate process, which compiles its reset.
+        """Describe the environment in a separate process, because the reset must be compiled.
 
         Raises:
             MissingDependencyError: JAX or the library of the environment is missing.
@@ -65,7 +65,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
 
 
 def describe_here(cfg: FunctionalSettings) -> EnvSpec:
-    """Describe the environment in this process."""
+    """Build the environment's functions in this process and return its spec."""
     return _spec(cfg, _load(cfg))
 
 

@@ -21,7 +21,7 @@ Array = Any
 
 
 class Moment(NamedTuple):
-    """Result of a reset or a step; arrays of one environment, or of a batch."""
+    """Result of a reset or a step, for one environment or, with a leading batch axis, for a batch."""
 
     carry: Any
     """State of the environment, a pytree."""
@@ -38,7 +38,7 @@ class Functions(Protocol):
 
     action: ActionSpec
     horizon: int
-    """Time limit, env steps; 0: unknown."""
+    """Time limit in env steps; 0: unknown."""
 
     def reset(self, key: Array) -> Moment:
         """Return the result of a reset with this key."""
@@ -95,7 +95,7 @@ class _Gymnax:
 
 
 class _States:
-    """Functions of Brax, MuJoCo Playground, and environments with the same interface."""
+    """Functions of environments with the interface of Brax and MuJoCo Playground."""
 
     def __init__(self, env: Any, success_key: str | None) -> None:
         self._env, self._key = env, success_key

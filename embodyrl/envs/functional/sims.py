@@ -12,10 +12,10 @@ from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
 
 
 class FunctionalSims(Simulators):
-    """Slots of one batched environment; slots that are not stepped keep their state.
+    """Slots of one batched environment in JAX; slots that are not stepped keep their state.
 
-    The reset id determines the key of an episode; each step gets the key and the number of the step. Observations are
-    read from JAX's memory through DLPack.
+    The reset id determines an episode's random key, from which the key of each step is derived. Observations on the
+    CPU are read from JAX's memory without a copy, through DLPack.
     """
 
     def __init__(self, spec: EnvSpec, functions: Functions, num_slots: int) -> None:
@@ -58,7 +58,7 @@ class FunctionalSims(Simulators):
         state[rows] = shared(self._now.obs)[slots]
 
     def save(self, slot: int) -> Any:
-        """Return a copy of the slot's part of the batch, its key and its step."""
+        """Return a copy of the slot's state, its reset id, and its number of steps."""
         part = jax.tree.map(lambda whole: np.array(whole[slot]), self._now)
         return part, int(self._ids[slot]), int(self._times[slot])
 
@@ -69,7 +69,7 @@ class FunctionalSims(Simulators):
 
 
 def shared(array: Array) -> np.ndarray:
-    """Return a view of an array on the CPU, without a copy; arrays on other devices are copied."""
+    """Return a JAX array as numpy: a view if the array is on the CPU and not boolean, otherwise a copy."""
     on_cpu = next(iter(array.devices())).platform == "cpu"
     if not on_cpu or array.dtype == jnp.bool_:  # older NumPy releases refuse flags through DLPack
         return np.asarray(array)
@@ -77,7 +77,7 @@ def shared(array: Array) -> np.ndarray:
 
 
 class _Resets:
-    """Compiled resets of a whole batch, and of some of its slots."""
+    """Two compiled functions: `all` resets the whole batch, `some` only the slots in a mask."""
 
     def __init__(self, functions: Functions) -> None:
         every = jax.vmap(lambda name: functions.reset(_key(name, 0)))
@@ -100,7 +100,7 @@ def _compiled(functions: Functions, discrete: bool) -> tuple[_Resets, Any]:
 
 
 def _where(chosen: Array, new: Moment, old: Moment) -> Moment:
-    """Return the new moment of the chosen slots [N], and the old moment of the others."""
+    """Merge two batched results: `new` where `chosen` [N] is True, else `old`."""
 
     def pick(new: Array, old: Array) -> Array:
         return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -109,5 +109,5 @@ def _where(chosen: Array, new: Moment, old: Moment) -> Moment:
 
 
 def _key(name: Array, time: Array | int) -> Array:
-    """Return the key of a step of the episode `name`; step 0 is the reset."""
+    """Return the random key of step `time` of the episode with reset id `name`; step 0 is the reset."""
     return jax.random.fold_in(jax.random.PRNGKey(name), time)

@@ -24,7 +24,7 @@ _OLD = (
 
 
 def require_env(env_id: str, made: Any) -> Any:
-    """Return the given environment, or class, if it is a Gymnasium environment.
+    """Return the given environment (or class) if it is a Gymnasium environment (or a class of such environments).
 
     Raises:
         ConfigError: it has another type; the message explains how to convert it.
@@ -147,7 +147,7 @@ def flag(env_id: str, name: str, value: Any) -> bool:
 
 
 def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
-    """Return `flag` of each environment of a batch [count].
+    """Return termination or success flags as booleans [count], one for each environment of a batch.
 
     Raises:
         EnvError: values that are neither true nor false, such as a fraction of a goal.

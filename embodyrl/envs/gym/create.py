@@ -62,7 +62,7 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 
 
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build an environment as in `create`; also return all names if a function returns several environments."""
+    """Build an environment as in `create`; also return all names if the function returns several environments."""
     env_id = str(cfg.id)
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
@@ -94,7 +94,7 @@ _COUNTS = ("num_envs", "n_envs")
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
-    """Select one environment of a mapping of suites to environments or tasks; return the environment and all names.
+    """Select one environment of {suite: environment} or {suite: {task: environment}}; return it with all names.
 
     Raises:
         ConfigError: `env.suite` is not one of the names.
@@ -145,7 +145,7 @@ def _parameters(creator: Any) -> dict[str, inspect.Parameter]:
 
 
 def is_vector(cfg: GymSettings) -> bool:
-    """Return True if the name is declared to build one environment for all slots."""
+    """Return True if the function or class of `env.id` builds one vector environment for all slots."""
     assert cfg.id is not None
     if (creator := find_creator(cfg.id)) is not None:
         kind = isinstance(creator, type)
@@ -206,7 +206,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the number of environments as the keyword argument of a vector environment's constructor."""
+    """Return the keyword arguments that pass the number of environments to a vector environment's constructor."""
     if isinstance(creator, type) or "num_envs" in (takes := _parameters(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
@@ -220,7 +220,7 @@ _NAMESPACE = re.compile(r"((?:\w*gym|lerobot_env_)\w*)/[^:]+")
 
 
 def _import_namespace(env_id: str) -> None:
-    """Import the package that registers `gym_pusht/PushT-v0`, as LeRobot spells it, if it is installed."""
+    """Import the package named in an id such as `gym_pusht/PushT-v0`, if installed, so that it registers the id."""
     named = _NAMESPACE.fullmatch(env_id)
     if named and env_id not in gymnasium.registry and importlib.util.find_spec(named[1]) is not None:
         importlib.import_module(named[1])

@@ -72,7 +72,7 @@ class GymFactory(SimFactory[GymSettings]):
             UnknownNameError: no environment or wrapper has this name.
             MissingDependencyError: a required package is not installed.
             ConfigError: the constructor rejects `env.kwargs`, or a space is not supported.
-            EnvError: its first steps violate Gymnasium's interface, crash or hang.
+            EnvError: the environment's first steps violate Gymnasium's interface, crash or hang.
         """
         if _is_loaded(cfg):
             return _describe(cfg, context.pictures)
@@ -86,7 +86,7 @@ class GymFactory(SimFactory[GymSettings]):
             ) from error
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
-        """Build an environment for each slot at its first reset, or a vector environment for all."""
+        """Return simulators: one environment per slot, built at its first reset, or one vector environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
@@ -121,7 +121,7 @@ def _describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
 
 
 def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe the environment, and warn of threads that are still running; the calling process exits afterwards."""
+    """Describe the environment in a separate process that exits afterwards; warn of threads that are still running."""
     spec = _describe(cfg, pictures)
     left = left_after(_CLOSE_S)
     doubt = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
@@ -163,7 +163,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
 
 
 def _with_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
-    """Add the inputs for a person that the config declares.
+    """Add the keyboard and gamepad inputs of `env.controls` to the action spec.
 
     Raises:
         ConfigError: an input does not fit the action space.

@@ -1,4 +1,4 @@
-"""Probe of a Gymnasium environment: its declarations and its first steps."""
+"""Inspection of a Gymnasium environment: reads its attributes, and resets and steps it a few times."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
-"""Number of compared observations."""
+"""Maximum number of observations that are stored and compared for warnings."""
 _TRIED_STEPS, _TRIED_S = 256, 2.0
-"""Maximum steps and seconds of the probed episode, in which the probe looks for a success."""
+"""Maximum steps and seconds of the probed episode, in which `info` is searched for a success key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Probe:
     kwargs: dict[str, Any]
     """Constructor arguments: `env.kwargs`, and the render mode if the constructor accepts a render mode."""
     reports_success: bool
-    """True if the `info` of a step of the first episode contains success."""
+    """True if the `info` of a step of the probed episode has a success key."""
     expert: bool
     """True if the environment or a wrapper has a method `expert_action`."""
     vector: bool
@@ -71,13 +71,13 @@ WARNINGS: Registry[Callable[[gymnasium.Space[Any], Sequence[Any], Any], Iterable
 
 
 class GoalSupport(GoalJudge, Protocol):
-    """Rewards of other goals of an environment, built from its name and one instance."""
+    """Reward function for relabelled goals, built from an environment's id and one instance."""
 
     def __init__(self, env_id: str, env: AnyEnv) -> None: ...
 
     @staticmethod
     def applies(env: AnyEnv, seen: Any, reward: Any) -> bool:
-        """Return True if the environment can compute the reward of `seen`, a first step, for any goal."""
+        """Return True if rewards can be computed for any goal, given observation and reward of a first step."""
         ...
 
 
@@ -100,11 +100,12 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
     Args:
         cfg: settings of the environment.
-        pictures: `render` will be called; False: no render mode, because some environments render each step.
+        pictures: True if `render` will be called; False: set no render mode, because some environments render each
+            step.
         described: results of an earlier probe of the first steps; None: reset and step the environment.
 
     Raises:
-        EmbodyError: see `create`; or its first steps violate Gymnasium's interface.
+        EmbodyError: as for `create`, or the environment's first steps violate Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
     prepare_rendering()
@@ -141,7 +142,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Return the results of `_try_out` from an earlier description of the environment."""
+    """Return the fields that `_try_out` determines, from an earlier spec of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "doubts": (),
@@ -151,7 +152,7 @@ def _shown(spec: EnvSpec) -> dict[str, Any]:
 
 
 def _time_limit(cfg: GymSettings, env: Any) -> int:
-    """Return the environment's own time limit, or that of a wrapper in the config; 0: no limit."""
+    """Return the time limit in env steps of the environment or of a TimeLimit wrapper; 0: no limit."""
     limits = [env.spec.max_episode_steps] if env.spec is not None else []
     for name, arguments in cfg.wrapped:
         wrapper = WRAPPERS.get(name)
@@ -161,7 +162,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
 
 
 def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
-    """Reset and step; return the fields of a `Probe`."""
+    """Reset and step the environment; return the fields of a `Probe` that depend on episodes."""
     env_id, keys = str(cfg.id), success_key(cfg)
     first, begun = begin_episode(env_id, env, 0)
     seen = [copy.deepcopy(first)]
@@ -197,7 +198,7 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
 
 
 def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
-    """Do the same as `_try_out` for two environments, and check that they can be reset separately."""
+    """Run `_try_out` for a vector environment of two environments; check that each can be reset separately."""
     env_id = str(cfg.id)
     result: Any = None
     first: Any = None
@@ -239,7 +240,7 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
 
 
 def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
-    """Return the `info` of one environment of a batch, for keys that are set for this environment."""
+    """Return the `info` of one environment of a batch, without keys that are not set for this environment."""
     return {
         name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
         for name, value in infos.items()

@@ -1,4 +1,4 @@
-"""Instruction and success of an episode, read from observation and info."""
+"""Language instruction and success of an episode, read from a Gymnasium environment's observation and info."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _LIKE_SUCCESS = re.compile(
 )
 _LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
-"""Keys of instructions, the most common first."""
+"""Keys under which environments store instructions, the most common first."""
 _ATTRIBUTES = ("task_description", "task")
-"""Attributes with the instruction in LeRobot's environments."""
+"""Attributes of LeRobot's environments that contain the instruction."""
 
 
 def success_key(cfg: GymSettings) -> tuple[str, ...]:
-    """Return the key of the success flag in info; the first existing key is used."""
+    """Return the possible keys of the success flag in info; the first key that exists is used."""
     return _SUCCESS if cfg.success_key is None else (cfg.success_key,)
 
 
 def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return success according to `info`, for one environment or a batch; None or a missing key means no success."""
+    """Return the success flag in `info`, of one environment or a batch; False if it is missing or None."""
     found = next((value for key in keys if (value := _find(info, key)) is not None), None)
     return False if found is None else found
 
 
 def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Return True if `info` has one of the success keys."""
+    """Return True if `info`, or its `final_info`, has one of the success keys."""
     return any(_find(part, key) is not None for part in (info, info.get("final_info")) for key in keys)
 
 
@@ -60,7 +60,7 @@ def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Ite
 
 
 def names_of(info: Any, before: str = "") -> Iterator[str]:
-    """Yield the dotted names of numbers and flags in nested mappings."""
+    """Yield the dotted names of all numbers, flags and arrays in nested mappings."""
     for key, value in info.items() if isinstance(info, Mapping) else ():
         if isinstance(value, Mapping):
             yield from names_of(value, f"{before}{key}.")
@@ -74,7 +74,7 @@ def instruction_of(
     """Return the instruction of an episode from its first observation and info; None if there is no instruction.
 
     Raises:
-        EnvError: `env.instruction_key` is not the key of a string.
+        EnvError: the key `env.instruction_key` is missing, or its value is not a string.
     """
     if cfg.instruction is not None:
         return cfg.instruction

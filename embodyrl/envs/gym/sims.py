@@ -23,7 +23,7 @@ from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, 
 
 
 class _Slots(Simulators):
-    """Common parts of single environments and a vector environment: last observations, rendering."""
+    """Base class of GymSims and VectorSims: stores the last observations, renders, and returns instructions."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe) -> None:
         super().__init__(spec)
@@ -38,7 +38,7 @@ class _Slots(Simulators):
         """Render the environment, or return its own image observation.
 
         Raises:
-            EnvError: the environment has neither.
+            EnvError: the environment has neither a render mode nor an image observation.
         """
         try:
             frame = self._frame(slot)
@@ -56,7 +56,7 @@ class _Slots(Simulators):
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode; None: that of the task."""
+        """Return the instruction of the slot's episode; None: the instruction of the task in the spec applies."""
         return self._instructions.get(slot)
 
     def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
@@ -87,7 +87,7 @@ class GymSims(_Slots, PerSlot):
         self._infos: dict[int, dict[str, Any]] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode whose seed is the reset id, which determines the initial state and all randomness."""
+        """Reset the environment with the reset id as seed, which determines the initial state and all randomness."""
         if slot not in self._envs:
             self._envs[slot] = self._create()
         env = self._envs[slot]
@@ -97,7 +97,7 @@ class GymSims(_Slots, PerSlot):
         self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", reached)))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]; success comes from `info`."""
+        """Execute one action [A]; read success from `info`."""
         result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
         self._observations[slot], reward, terminated, truncated, info = result
         self._infos[slot] = info
@@ -118,7 +118,7 @@ class GymSims(_Slots, PerSlot):
         return self._flat(self._envs[slot].get_wrapper_attr("expert_action")())
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the environment's own `info`."""
+        """Return the environment's `info` of the last step."""
         return self._infos[slot]
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ def one_frame(frame: Any) -> ByteArray:
 class VectorSims(_Slots):
     """Slots of one vector environment in lock-step.
 
-    Automatic resets of the vector environment are undone: episodes start by the reset mask.
+    Episodes start with `reset_mask`. After an automatic reset, the final observation is restored for the ended episode.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class VectorSims(_Slots):
         self._keep(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start the slots' episodes, whose seeds are the reset ids."""
+        """Reset the environments of the given slots, with the reset ids as seeds."""
         starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._over -= starts.keys()
         seen, infos = self._restart(starts)
@@ -209,7 +209,7 @@ class VectorSims(_Slots):
             self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
 
     def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
-        """Restore the final observations and success of ended episodes after the batch's automatic reset."""
+        """Restore the final observations of slots `over`; return `success` [N] with their final success."""
         ends, said = infos.get("final_obs"), infos.get("final_info", {})
         if ends is None:
             raise EnvError(
@@ -223,7 +223,7 @@ class VectorSims(_Slots):
         return success
 
     def _successes(self, infos: Mapping[str, Any]) -> BoolArray:
-        """Return which environments of the batch report success."""
+        """Return a mask [N] of the environments whose `info` reports success."""
         found = succeeded(infos, self._success_keys)
         return flags(self.spec.name, "success in info", found, len(self._actions))
 
@@ -243,18 +243,18 @@ class VectorSims(_Slots):
         return self._vector.render()[slot] if self._vector.render_mode == "rgb_array" else None
 
     def _restart(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:
-        """Reset some environments of the batch; return the batch's observation and info."""
+        """Reset the environments of the given slots; return observation and info of the whole batch."""
         mask = np.zeros(len(self._actions), np.bool_)
         mask[list(seeds)] = True
         chosen = [seeds.get(slot, 0) for slot in range(len(mask))]
         return self._vector.reset(seed=chosen, options={"reset_mask": mask})
 
     def _keep(self, batch: Any, slots: Iterable[int]) -> None:
-        """Keep a copy of these slots' observations."""
+        """Store copies of the given slots' observations."""
         items = list(iterate(self._vector.observation_space, batch))
         self._observations.update({slot: copy.deepcopy(items[slot]) for slot in slots})
 
 
 def _pick(batch: Any, slot: int) -> Any:
-    """Return one environment's part of a value in a vector environment's `info`."""
+    """Return one environment's element of a batched value, also in nested dictionaries."""
     return {name: _pick(part, slot) for name, part in batch.items()} if isinstance(batch, dict) else batch[slot]

@@ -71,7 +71,7 @@ class ObservationWriter:
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
     def columns(self, name: str) -> tuple[int, int]:
-        """Return the range of state columns of a member of the dictionary; (0, 0) if the member has no columns."""
+        """Return the state columns (start, stop) of an entry of a Dict space; (0, 0) if the entry has none."""
         return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
 
     def write(self, observation: Any, out: ObservationOut) -> None:
@@ -86,7 +86,7 @@ class ObservationWriter:
             out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
 
     def check(self, observation: Any) -> None:
-        """Check an observation; raises the errors of `write`."""
+        """Check an observation against the space; raise the errors of `write`."""
         out = ObservationOut(
             images=np.zeros((len(self.cameras), *self.image_size, 3), np.uint8),
             state=np.zeros(self.state_dim, np.float32),
@@ -137,7 +137,7 @@ class ObservationWriter:
 def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
     """Return the number of values of each action dimension [A], and the lowest values in the shape of the space.
 
-    None: the action has real numbers, or an unsupported space.
+    None: actions are real numbers, or the space is not supported.
     """
     match space:
         case spaces.Discrete():
@@ -154,7 +154,7 @@ def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
 
 
 def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
-    """Describe an action space as data.
+    """Convert a Gymnasium action space to an ActionSpec.
 
     Raises:
         ConfigError: the space is not supported.
@@ -226,7 +226,7 @@ def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
 
 
 def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
-    """Yield the parts of nested spaces with their paths."""
+    """Yield (path, space) of each innermost space of nested Dict and Tuple spaces."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
             yield from leaves(part, (*path, key))
@@ -238,7 +238,7 @@ def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
 
 
 def frames_of(space: Space[Any]) -> _Frames | None:
-    """Return the shape of an image; None if the space is not an image."""
+    """Return number of frames, height, width and channels of an image space; None if the space is not an image."""
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
@@ -263,11 +263,11 @@ def is_text(space: Space[Any]) -> bool:
 
 
 _MOST_CATEGORIES = 2**16
-"""Maximum number of values of a category, each of which becomes a number of the state."""
+"""Maximum number of values of a category in an observation, because each value is one column of the one-hot state."""
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 """Parts of the observation of a goal environment (Gymnasium-Robotics' GoalEnv)."""
 LONGEST_TEXT = 512
-"""Minimum number of UTF-8 bytes for an instruction."""
+"""Minimum number of UTF-8 bytes reserved for an instruction."""
 
 
 def _text_bytes(space: Space[Any]) -> int:
@@ -292,12 +292,12 @@ def _width(env_id: str, name: str, space: Space[Any]) -> int:
 
 
 def member(observation: Any, path: Path) -> Any:
-    """Return the part of an observation at a path."""
+    """Return the part of a nested observation at a path of keys and indices."""
     for key in path:
         observation = observation[key]
     return observation
 
 
 def spell(path: Path) -> str:
-    """Return the dotted name of a path."""
+    """Return a path of keys and indices as a dotted name."""
     return ".".join(map(str, path)) or "observation"

@@ -1,4 +1,4 @@
-"""Environments with a history of observations, and with chunks that are averaged during execution."""
+"""Wrapper for environments: observation history, and temporal ensembling of overlapping action chunks."""
 
 import functools
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class HistorySettings(EnvSettings):
 
     @property
     def delay(self) -> tuple[int, int]:
-        """See `EnvSettings.delay`; with temporal ensembling, chunks enter the average after the delay instead."""
+        """Smallest and largest delay (see `EnvSettings.delay`); (0, 0) with temporal ensembling."""
         return super().delay if self.ensemble_chunk is None else (0, 0)
 
     @property
@@ -54,7 +54,7 @@ class HistorySettings(EnvSettings):
 
 @dataclass(frozen=True)
 class HistoryFactory(SimFactory[Any]):
-    """Implements `EnvFactory` around another factory."""
+    """Factory that wraps the factory of another environment."""
 
     base: str
     """Name of the wrapped factory."""
@@ -65,23 +65,23 @@ class HistoryFactory(SimFactory[Any]):
 
     @cached_property
     def settings(self) -> Any:
-        """Settings class: the keys of the environment and of this module."""
+        """Settings class with the keys of the wrapped environment and of HistorySettings."""
         return _settings(self.base)
 
     def problems(self, cfg: Any) -> Iterator[str]:
-        """Yield problems of the environment (see `SimFactory`)."""
+        """Yield config errors of the wrapped environment (see `SimFactory`)."""
         yield from self._of.problems(cfg)
 
     def suites(self, cfg: Any) -> tuple[str, ...]:
-        """Return the suites of the environment."""
+        """Return the additional suites of the wrapped environment (see `SimFactory`)."""
         return self._of.suites(cfg)
 
     def own_suite(self, cfg: Any) -> str | None:
-        """Return the chosen suite."""
+        """Return the configured suite of the wrapped environment (see `SimFactory`)."""
         return self._of.own_suite(cfg)
 
     def describe(self, cfg: Any, context: EnvContext) -> EnvSpec:
-        """Describe the environment with its history and chunks."""
+        """Describe the environment, with the history in the observation and, for ensembling, a chunk as one action."""
         spec = with_history(self._of.describe(cfg, context), cfg.history)
         return spec if cfg.ensemble_chunk is None else flattened(spec, cfg.ensemble_chunk)
 

@@ -60,11 +60,11 @@ class HistorySims(Simulators):
 
     @property
     def current_slot(self) -> int | None:  # type: ignore[override]
-        """Return the current slot of the inner simulators (see `Simulators.current_slot`)."""
+        """Current slot of the wrapped simulators (see `Simulators.current_slot`)."""
         return self._inner.current_slot
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Reset, and fill the history with the first observation."""
+        """Reset the slots, and fill their histories with the first observation."""
         self._inner.reset(slots, reset_ids, seeds)
         for slot in slots.tolist():
             self._seen.pop(slot, None)
@@ -73,7 +73,7 @@ class HistorySims(Simulators):
         self._look(slots)
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action [n, A] per slot; with chunks as actions [n, H A], the ensembled action."""
+        """Execute one action per slot: `actions` [n, A], or the ensembled action of chunks [n, H*A]."""
         if self._chunk is not None:
             chunks = actions.reshape(len(slots), self._chunk, -1)
             pairs = zip(slots.tolist(), chunks, strict=True)
@@ -104,7 +104,7 @@ class HistorySims(Simulators):
             self._seen[slot] = [*kept[1:], (seen, numbers)]
 
     def render(self, slot: int) -> ByteArray:
-        """Render a slot (see `Simulators`)."""
+        """Return a frame of a slot (see `Simulators.render`)."""
         return self._inner.render(slot)
 
     def info(self, slot: int) -> Mapping[str, Any]:
@@ -124,7 +124,7 @@ class HistorySims(Simulators):
         return self._inner.save(slot), [*self._seen.get(slot, ())], copy.deepcopy(self._ensembles.get(slot))
 
     def load(self, slot: int, state: Any) -> None:
-        """Continue in a saved state."""
+        """Continue the slot's episode in a saved state, with its history and chunks."""
         inner, seen, ensemble = state
         self._inner.load(slot, inner)
         self._seen[slot] = [*seen]

@@ -1,7 +1,7 @@
-"""Scripted experts: pick and place with privileged poses, through the same 7-D actions as a policy.
+"""Scripted experts: pick and place with object poses from the simulator, through the same 7-D actions as a policy.
 
-Closed loop: every action depends on the current state, and a missed or lost object is approached again with another
-grasp. An expert therefore tolerates noise on its actions.
+Experts work in closed loop: every action depends on the current state, and after a missed or lost grasp the next
+grasp is tried. Experts therefore tolerate noise on their actions.
 """
 
 from collections import deque
@@ -20,14 +20,14 @@ _SQUARE = 0.075
 """Objects narrower than this in both directions may be grasped in either direction."""
 
 _RIM_INSET = 0.006
-"""Half the wall of a bowl: bowls are grasped at the rim, with one finger inside."""
+"""Distance in metres from the rim of a bowl inwards to the grasp: half the wall, with one finger inside the bowl."""
 
 _RIM_DEPTH = 0.025
 _BODY_DEPTH = 0.035
 """Distance of the grasp below the object's top."""
 
 _FINGER_REACH = (0.045, 0.06)
-"""Distances of an open finger's middle and outer side from the grasp."""
+"""Distances in metres of an open finger's middle and outer side from the grasp point."""
 
 _FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
@@ -48,7 +48,7 @@ class Grasp:
     axis: DoubleArray
     """[2] horizontal direction from finger to finger."""
     clearance: float
-    """Clearance in metres at pick and place: height of the hand above obstacles and remaining reach; negative: a
+    """Smaller of the hand's height above obstacles and the remaining reach, in metres, at pick and place; negative: a
     collision, or out of reach."""
 
 
@@ -117,11 +117,11 @@ def _clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, without: tup
 OPEN, CLOSED = -1.0, 1.0
 
 _STEP = 0.05
-"""Metres of a position command of 1; for rotations 0.5 rad."""
+"""Motion in metres for a position command of 1 (a rotation command of 1 is 0.5 rad)."""
 _TURN = 0.5
 
 _HOVER = 0.10
-"""Height above an object from which the hand descends."""
+"""Height in metres above an object at which the hand starts to descend."""
 _CLEAR = 0.06
 """Height of a carried object, or of the open hand, above obstacles."""
 _FINGERS = 0.05
@@ -140,13 +140,13 @@ Actions = Iterator[FloatArray]
 
 
 class Expert:
-    """Solves one episode; the seed selects the variant (the first grasp).
+    """Scripted expert for one episode; the seed selects the first grasp.
 
-    Contains no simulator objects, so it survives swapping or reloading the slot's model.
+    An expert contains no simulator objects, so it stays valid if the slot's model is swapped or reloaded.
     """
 
     def __init__(self, seed: int, *, nearest: bool = False) -> None:
-        """Prepare the variant of the seed; with `nearest`, prefer the free grasp that turns the hand least."""
+        """Set the seed that orders the grasps; with `nearest`, prefer the free grasp that turns the hand least."""
         self._seed = seed
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
@@ -177,7 +177,7 @@ class Expert:
                 yield from self._pick_and_place(goal)
 
     def _pick_and_place(self, goal: Goal) -> Actions:
-        """Attempt the goal once; stop early if the object is not in the hand."""
+        """Yield the actions of one attempt to reach the goal; stop early if the object is not in the hand."""
         start, owner = self._now.box(goal.subject), self._now.owner(goal.target)
         drop = self._now.box(owner).top + _DROP[goal.relation]
         grasp = self._next_grasp(
@@ -220,7 +220,7 @@ class Expert:
         return max(object_way + below + _CLEAR, palm_way - PALM_HEIGHT + 0.02, hand[2] + 0.12)
 
     def _next_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
-        """Return the next grasp in the episode's order; the order is recomputed after a failure."""
+        """Return the next grasp to try; grasps are ordered again after a failed attempt."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
         grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))
@@ -253,7 +253,7 @@ class Expert:
         speed: float = 1.0,
         to_rest: bool = False,
     ) -> Actions:
-        """Move the held object above its target; stop if the object is lost, with `to_rest` when it no longer sinks."""
+        """Yield actions that move the held object above its target; end if it is lost or (`to_rest`) at rest."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])
@@ -284,7 +284,7 @@ class Expert:
         axis: DoubleArray | None = None,
         speed: float = 1.0,
     ) -> Actions:
-        """Move to `target` [3] with the fingers along `axis` [2], for at most `limit` steps."""
+        """Yield at most `limit` actions that move the hand to `target` [3] with the fingers along `axis` [2]."""
         for _ in range(limit):
             error = target() - self._now.hand
             turn = 0.0 if axis is None else self._turn(axis)

@@ -57,7 +57,7 @@ PHYSICS_S = {False: 0.139, True: 0.034}
 DRAW_S = {RenderProfile.full: 0.071, RenderProfile.lean: 0.013}
 """CPU seconds for software rendering of one camera of 224 pixels; measured."""
 EGL_DRAW_S = 0.0016
-"""Seconds for a frame on a GPU, which several processes do not render faster than one; measured on an H100."""
+"""Seconds per frame on a GPU; several processes on one GPU are not faster than one process; measured on an H100."""
 
 CONTEXT_BYTES = int(0.2e9)
 """GPU memory of an OpenGL context, estimated."""
@@ -73,16 +73,16 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
 
 
 _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
-"""Suites whose instruction is only in the task's description: their files keep the names of the unchanged tasks."""
+"""Suites whose instructions are read from the task descriptions, because the file names are those of the base suite."""
 
 
 def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
-    """Return the name of measured chunk times (see `EnvCosts.chunk_name`)."""
+    """Return the name under which the chunk time of this configuration is stored (see `EnvCosts.chunk_name`)."""
     return f"LIBERO, {profile} rendering, {'fast' if fast else 'stock'} physics, {'EGL' if on_gpu else 'OSMesa'}"
 
 
 PERSON_STEP, PERSON_TURN = 0.6, 0.3
-"""Action of a pressed key, as seen by the front camera, which faces the robot; the arm moves about 7 mm per step."""
+"""Translation and rotation command of a pressed key in `embodyrl play`; the arm moves about 7 mm per step."""
 
 
 def family(suite: str) -> str:
@@ -101,7 +101,7 @@ def _all_suites() -> list[str]:
 
 
 def _task_ids() -> dict[str, tuple[str, str]]:
-    """Return Gymnasium ids of single tasks, with overrides: `LIBERO-object-0-v0`, `LIBERO-PRO-object-swap-0-v0`."""
+    """Return {Gymnasium id: config overrides} of single tasks, such as `LIBERO-object-0-v0`."""
     titles = {f"libero_{title.lower()}": (title, axes) for title, axes in (("PRO", AXES), ("Plus", PLUS_AXES))}
     options = {suite: f"LIBERO-{suite.removeprefix('libero_')}" for suite in SUITE_TASKS}
     for option, (title, axes) in titles.items():
@@ -118,7 +118,7 @@ TASK_IDS = _task_ids()
 
 
 def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
-    """Return the instructions of `count` states of each task, if a suite has several per task."""
+    """Return the instruction of each state, `count` per task; empty if it depends only on the task."""
     if not any(name.endswith("_language") for name, _ in tasks):
         return ()
     pairs = zip(tasks, told, strict=True)
@@ -179,7 +179,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     settings = LiberoSettings
 
     def problems(self, cfg: LiberoSettings) -> Iterator[str]:
-        """Yield unknown suites, tasks and cameras."""
+        """Yield errors about unknown suites, tasks and cameras."""
         name = cfg.task_suite_name
         known = (
             f"{', '.join(sorted(SUITE_TASKS))}; all except libero_90 also with {', '.join(f'_{a}' for a in ALL_AXES)}"
@@ -198,12 +198,12 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
-        """Return the perturbed suites, and the unchanged suite if a perturbed suite is configured."""
+        """Return the names of perturbed suites, and `base` if a perturbed suite is configured."""
         own = self.own_suite(cfg)
         return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 
     def own_suite(self, cfg: LiberoSettings) -> str | None:
-        """Return `base`, or the configured perturbation."""
+        """Return `base`, or the name of the configured perturbation."""
         name = cfg.task_suite_name or ""
         base = family(name)
         return None if f"{base}_{AXES[0]}" not in _all_suites() else name.removeprefix(base).lstrip("_") or BASE
@@ -269,7 +269,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:
-        """Build the slots; models are loaded when a slot first needs its task."""
+        """Build the simulators; the model of a task is loaded when a slot first starts this task."""
         spec = self.describe(cfg, context)
         install.prepare_process()
         from embodyrl.envs.libero.sims import LiberoSims

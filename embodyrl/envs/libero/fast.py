@@ -37,7 +37,7 @@ _site_jacobian = numba.types.ExternalFunction(
 
 
 class _Arm(NamedTuple):
-    """Views of a simulation's arrays, and limits; float64."""
+    """Views of the simulation's arrays for one arm, and its torque and gripper limits; float64."""
 
     site: int
     first: int
@@ -256,7 +256,7 @@ def _solve(root: DoubleArray, right: DoubleArray) -> None:
 
 
 def _as_slice(indices: Any) -> slice:
-    """Return indices as a slice, so that indexing gives a view."""
+    """Convert consecutive indices to a slice, so that indexing gives a view."""
     numbers = [int(index) for index in indices]
     assert numbers == list(range(numbers[0], numbers[-1] + 1)), numbers
     return slice(numbers[0], numbers[-1] + 1)

@@ -1,4 +1,4 @@
-"""Checks of the machine and the process before LIBERO is imported, and its task list."""
+"""Installation checks before LIBERO is imported, preparation of the process, and LIBERO's task lists."""
 
 import contextlib
 import ctypes.util
@@ -130,7 +130,7 @@ def _no_log_file() -> Iterator[None]:
 
 
 def libero_path(key: str) -> Path:
-    """Return the folder of `bddl_files`, `init_states` or `assets`."""
+    """Return LIBERO's folder `bddl_files`, `init_states` or `assets`."""
     return Path(_libero_module("libero.libero").get_libero_path(key))
 
 
@@ -141,10 +141,10 @@ def suite_tasks(suite: str) -> list[Any]:
 
 @functools.cache
 def instructions(suite: str, *, tells_in_file: bool) -> tuple[str, ...]:
-    """Return the instruction of each task: the benchmark's `language` (the file's name), or that of the description.
+    """Return the instruction of each task: `language` (from the file name), or that in the task description.
 
-    Public checkpoints were trained on the file names of the five suites, which differ from the descriptions. LIBERO-PRO
-    changes the instruction (`_lan`) or the goal (`_task`) in the description only and keeps the file's name.
+    For the five base suites, public checkpoints were trained on the file names, which differ from the descriptions.
+    The LIBERO-PRO suites `_lan` and `_task` change instruction or goal in the description and keep the file name.
     """
     if not tells_in_file:
         return tuple(task.language for task in suite_tasks(suite))
@@ -158,7 +158,7 @@ def _description(task: Any) -> str:
 
 @functools.cache
 def seeded_tasks(suite: str) -> tuple[int, ...]:
-    """Return tasks with furniture on the floor or table: its poses depend on the seed, not on the initial state."""
+    """Return the ids of tasks with furniture other than the table; its poses depend on the seed, not on the state."""
     found = []
     for number, task in enumerate(suite_tasks(suite)):
         fixtures = re.search(r"\(:fixtures([^)]*)\)", _description(task))

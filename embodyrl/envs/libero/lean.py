@@ -62,7 +62,7 @@ def lean_models() -> Iterator[None]:
 
 
 def _physical_meshes(root: ET.Element) -> set[str]:
-    """Return the names of meshes that collide or have mass."""
+    """Return the names of meshes that are used for collisions or masses."""
     visual = {"group": "1", "contype": "0", "conaffinity": "0"}
     return {
         name

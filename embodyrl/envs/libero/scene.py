@@ -1,4 +1,4 @@
-"""Privileged, read-only view of a loaded task for experts: poses, sizes, free space and goals."""
+"""Read-only view of the simulation for scripted experts: poses, sizes, free space and goals of a loaded task."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +75,7 @@ class Scene:
         mujoco.mj_kinematics(self._model, self._data)
 
     def holds(self, goal: Goal) -> bool:
-        """Return True if the benchmark's predicate holds in the current state."""
+        """Return True if the goal's predicate is true in the current state."""
         # Contacts may still be those of another slot on the same model.
         mujoco.mj_fwdPosition(self._model, self._data)
         return bool(self._env._eval_predicate([goal.relation, goal.subject, goal.target]))
@@ -108,7 +108,7 @@ class Scene:
         return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)
 
     def owner(self, name: str) -> str:
-        """Return the object or fixture of a region, or the object itself."""
+        """Return the name of the object or fixture to which a region belongs; other names are returned unchanged."""
         return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
 
     def place(self, name: str) -> DoubleArray:
@@ -145,7 +145,7 @@ class Scene:
         return centers, np.einsum("gij,gj->gi", np.abs(frame.T @ rotation), half)
 
     def _family(self, body: int) -> set[int]:
-        """Return the body and all bodies attached below it."""
+        """Return the ids of a body and of all its descendants."""
         family = {body}
         for child in range(body + 1, self._model.nbody):  # parents come before their children
             if int(self._model.body_parentid[child]) in family:

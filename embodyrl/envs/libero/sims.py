@@ -1,4 +1,4 @@
-"""LIBERO as slot simulators."""
+"""LIBERO tasks as simulators of env slots."""
 
 import logging
 from collections import OrderedDict
@@ -28,7 +28,7 @@ class Loaded:
 
 
 class SimPool:
-    """Loaded task models, evicted by least recent use; a slot's state is swapped in when the slot is used.
+    """Cache of loaded task models (LRU) that slots share: a slot's state is copied into a model when the slot is used.
 
     A swap takes less than a millisecond, loading a model about two seconds.
     """
@@ -105,7 +105,7 @@ class SimPool:
 
 
 class LiberoSims(PerSlot):
-    """Slots of a LIBERO suite, and of additional suites of an evaluation."""
+    """Slots whose episodes are tasks of a LIBERO suite, and of additional suites in evaluations."""
 
     sequential = True  # slots share models: changing the slot swaps the whole simulator state
 
@@ -134,7 +134,7 @@ class LiberoSims(PerSlot):
         """Set initial state `reset_id` and let the objects settle.
 
         Raises:
-            EnvError: the benchmark's files are inconsistent.
+            EnvError: the initial state in the benchmark's files does not fit the task.
         """
         task, index = self.spec.task_of(reset_id)
         suite, number, _ = self._tasks[task]

@@ -24,7 +24,7 @@ from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, DoubleArray, FloatArray
 
 mujoco: Any = _mujoco
-"""The package is compiled and has no type stubs."""
+"""Module mujoco typed as Any, because it is compiled and has no type stubs."""
 
 
 SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # opens the gripper
@@ -33,19 +33,19 @@ JOINT_NOISE = 0.02
 """Standard deviation, rad, of the noise on the robot's joints in the stored states: robosuite's default."""
 
 VIEW_SUBSTEP = 23
-"""Substep (of 25) whose positions the benchmark's observations show.
+"""Substep (of 25) whose positions are visible in the benchmark's observations.
 
-Robosuite reads cameras and poses after substep 24, but MuJoCo's derived poses are then still those before that substep.
+Robosuite reads cameras and poses after substep 24, but MuJoCo's derived poses are then those before that substep.
 The gripper opening is read from the positions after substep 24."""
 
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
 _NEVER_DRAWN = 5
-"""Group of geoms that robosuite does not render."""
+"""Number of the geom group that robosuite does not render."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
 """Fields of the compiled model that change at run time: fixture poses in reset, visible sites (a burner), cameras."""
 _OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
-"""State of the running episode in `TaskSimulator` itself."""
+"""Attributes of `TaskSimulator` that belong to the state of the running episode."""
 _CLOCK_FIELDS = ("timestep", "cur_time")
 FRONT_CAMERA = "agentview"
 
@@ -169,7 +169,7 @@ class TaskSimulator:
         return state
 
     def _qpos_of(self, joints: Sequence[str]) -> np.ndarray:
-        """Return the indices of hinge and slide joints in qpos."""
+        """Return the indices in qpos of hinge and slide joints."""
         return np.array([self._model.joint(name).qposadr[0] for name in joints])
 
     def step(self, action: npt.ArrayLike) -> SimStep:
@@ -274,7 +274,7 @@ class TaskSimulator:
         )
 
     def _look(self, substep: int) -> None:
-        """Record observations after each physics substep (from 1 on), like robosuite's observables."""
+        """Store the values that robosuite's observables would read after physics substep `substep` (counted from 1)."""
         if substep == VIEW_SUBSTEP:
             self._view_qpos = self._data.qpos.copy()
         elif substep == VIEW_SUBSTEP + 1:
@@ -282,7 +282,7 @@ class TaskSimulator:
 
     @contextlib.contextmanager
     def _viewed(self) -> Iterator[None]:
-        """Set the poses of the benchmark's observation, and restore the state afterwards."""
+        """Set the poses of the observed substep inside the block, and restore the state afterwards."""
         qpos, sites = self._data.qpos.copy(), self._model.site_rgba.copy()
         self._data.qpos[:] = self._view_qpos
         self._model.site_rgba[:] = self._view_sites
@@ -333,7 +333,7 @@ class TaskSimulator:
 
 
 def _nothing(force: bool = False) -> None:
-    """Do nothing: replaces robosuite functions whose effect is not needed."""
+    """Do nothing; replaces robosuite methods that are not needed."""
 
 
 @contextlib.contextmanager

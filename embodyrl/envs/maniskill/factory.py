@@ -32,9 +32,9 @@ from embodyrl.types import (
 )
 
 _STEP, _TURN = 0.2, 0.5
-"""Action of a pressed key for a person: 2 cm and 0.05 rad per step."""
+"""Translation and rotation command of a pressed key in `embodyrl play`: 2 cm and 0.05 rad per step."""
 _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
-"""GPU memory, estimated: buffers of PhysX and the renderer, state of a slot, layers of a camera image per pixel."""
+"""Estimated GPU memory in bytes: fixed part of a batch (PhysX and renderer), per slot, and per pixel of a camera."""
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
@@ -61,7 +61,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
             yield f"{', '.join(sized)}: use env.init_params.camera_heights and camera_widths for all cameras."
 
     def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
-        """Describe the task; it is built once in another process, which takes some seconds.
+        """Describe the task after building it once in a separate process, which takes some seconds.
 
         Raises:
             MissingDependencyError: ManiSkill, its Vulkan driver or an asset is missing.
@@ -77,7 +77,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         return EnvCosts(gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + _PIXEL_BYTES * pixels))
 
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
-        """Build the simulators, each at its first reset, or one for all slots."""
+        """Return one simulator per slot, built at its first reset, or one batched simulator for all slots."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
@@ -86,7 +86,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
 
 
 def _sizes(sensors: object, where: str) -> list[str]:
-    """Return the keys with image sizes, for all cameras or for one."""
+    """Return the names of `env.kwargs` entries that set image sizes, for all cameras or for one."""
     inner = sensors if isinstance(sensors, dict) else {}
     here = [f"{where}.{key}" for key in ("height", "width") if key in inner]
     return here + [name for key, value in inner.items() for name in _sizes(value, f"{where}.{key}")]

@@ -37,7 +37,7 @@ FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Properties of a built task."""
+    """Properties of a ManiSkill task, read after building it."""
 
     control_mode: str
     action_low: tuple[float, ...]
@@ -55,9 +55,9 @@ class Description:
 
 
 def vulkan_problem(device: str) -> str | None:
-    """Start SAPIEN's renderer on a device, cpu or cuda; return the error, or None on success.
+    """Start SAPIEN's renderer on a device (cpu or cuda); return the error message, or None on success.
 
-    The CPU is rendered by the software driver even if a GPU's driver is broken.
+    Rendering on the CPU uses the software driver, also if the driver of a GPU is broken.
     """
     done = run_isolated(_START_RENDERER, arguments=(device,))
     return None if done.code == 0 else done.reason

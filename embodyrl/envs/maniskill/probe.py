@@ -1,4 +1,4 @@
-"""The line of `embodyrl doctor` about Vulkan."""
+"""Check of Vulkan for `embodyrl doctor`."""
 
 from importlib import metadata
 

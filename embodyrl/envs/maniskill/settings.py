@@ -1,4 +1,4 @@
-"""Config keys for ManiSkill tasks, and data that ManiSkill lacks: instructions, numbered initial states, experts."""
+"""Config keys for ManiSkill tasks, with the instructions, numbers of initial states and expert tasks that we add."""
 
 import re
 import tomllib
@@ -43,22 +43,23 @@ SEEDS = 100_000
 _TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
 BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
-"""Number of initial states of tasks whose initial states are numbered placements instead of seeds."""
+"""Number of initial states of each Bridge task, whose initial states are numbered object placements instead of
+seeds."""
 
 TASK_IDS = {
     f"ManiSkill-{name}": ("maniskill_bridge" if name in BRIDGE_EPISODES else "maniskill", f"env.id={name}")
     for name in _TOLD["instructions"]
 }
-"""Gymnasium ids of the tasks with an instruction in `tasks.toml`."""
+"""Config overrides of the tasks with an instruction in `tasks.toml`, by Gymnasium id."""
 
 HAND_CAMERA = "hand_camera"
 
 EE_DELTA_POSE = "pd_ee_delta_pose"
-"""Seven numbers: displacement of the hand (1 is 0.1 m), rotation of the hand (1 is 0.1 rad), gripper (1 opens, -1
+"""Control mode with 7-D actions: hand displacement (1 is 0.1 m), hand rotation (1 is 0.1 rad), gripper (1 opens, -1
 closes)."""
 
 DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
-"""Tasks with a scripted expert, in `EE_DELTA_POSE`."""
+"""Tasks with a scripted expert, whose actions are those of control mode `EE_DELTA_POSE`."""
 
 
 def instruction(env_id: str) -> str:

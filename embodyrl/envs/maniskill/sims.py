@@ -1,4 +1,4 @@
-"""ManiSkill as slot simulators, and scripted experts; CPU simulators of one process share renderer and shaders."""
+"""ManiSkill tasks as simulators of env slots, and scripted experts; CPU simulators share renderer and shaders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ _OPEN, _CLOSED = 1.0, -1.0
 
 
 class Expert:
-    """Solves one episode within the tasks' 50 steps."""
+    """Scripted expert for one episode, which needs at most the tasks' limit of 50 steps."""
 
     def __init__(self, env: Any, name: str) -> None:
         self._env = env
@@ -90,7 +90,7 @@ class Expert:
         return _move(cube, goal, _CLOSED, speed=0.5)
 
     def _slide(self, forward: float) -> DoubleArray:
-        """Move behind the cube with a closed hand, then push it along +x or -x to its target."""
+        """Return the action that moves the closed hand behind the cube, then pushes the cube along x to the target."""
         hand, cube, goal = self._hand, _position(self._env.obj), _position(self._env.goal_region)
         height = 0.02 if forward > 0 else 0.03
         start = np.array([cube[0] - forward * 0.06, cube[1], height])
@@ -124,7 +124,7 @@ def _yaw(body: Any) -> float:
 
 
 class _Slots(Simulators):
-    """Common parts of single simulators and a batch. Renders only observed or recorded frames."""
+    """Base class of ManiSkillSims and BatchSims. Renders only frames that are observed or recorded."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec)
@@ -144,14 +144,14 @@ class _Slots(Simulators):
         )
 
     def _read(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
-        """Return states [N, S] and images [N, H, W, 3] of the spec's cameras."""
+        """Return [states [N, S], images [N, H, W, 3] of the first camera, of the second camera, ...]."""
         pictures = env._get_obs_sensor_data() if self.spec.cameras.names else {}
         seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras.names)]
         return [part.cpu().numpy() for part in seen]
 
 
 class ManiSkillSims(_Slots, PerSlot):
-    """Slots of one task, a simulator each."""
+    """Slots of one task, with one simulator per slot."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec, cfg)
@@ -174,7 +174,7 @@ class ManiSkillSims(_Slots, PerSlot):
         return SimStep(reward=float(step.reward[0]), terminated=bool(step.terminated[0]), success=bool(step.success[0]))
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the action [7] of the expert, which starts with the slot's episode."""
+        """Return the expert's next action [7]; a new expert is created at the start of each episode."""
         if slot not in self._experts:
             self._experts[slot] = Expert(self._envs[slot], self.spec.name)
         return self._experts[slot].act()
@@ -191,7 +191,7 @@ class ManiSkillSims(_Slots, PerSlot):
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the task's evaluation as numbers."""
+        """Return the results of ManiSkill's `evaluate()` as numbers, by name."""
         return _row(self._infos[slot], 0)
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class BatchSims(_Slots):
         return self._env.render_rgb_array()[slot].cpu().numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the task's evaluation for the slot, as numbers."""
+        """Return the results of ManiSkill's `evaluate()` for the slot as numbers, by name."""
         return _row(self._info, slot)
 
     def close(self) -> None:

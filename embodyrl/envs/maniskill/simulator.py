@@ -76,11 +76,11 @@ _NO_VULKAN = ("ErrorIncompatibleDriver", "supported physical device", "rendering
 
 
 def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
-    """Build one task, or a batch of it, without Gymnasium's wrappers.
+    """Build one environment of the task, or a batch of `num_envs`, without Gymnasium's wrappers.
 
     Raises:
         MissingDependencyError: a package, asset or the Vulkan driver is missing.
-        UnknownNameError: no such task.
+        UnknownNameError: the task does not exist.
         ConfigError: the task rejects its settings.
     """
     task = _task(cfg)
@@ -120,7 +120,7 @@ def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str,
     """Start the episode whose seed (or numbered placement, on Bridge data) is the reset id; return the info.
 
     The scene is built again, because PhysX keeps state across ManiSkill's resets (the order of contacts, sleeping
-    bodies), so that an earlier episode would change the last bits, and after a contact more than those.
+    bodies), so that results would depend on earlier episodes.
     """
     placement = {"episode_id": reset_id} if cfg.id in BRIDGE_EPISODES else {}
     return _reset(cfg, env, [reset_id], cameras, {"reconfigure": True, **placement})
@@ -131,8 +131,8 @@ def restart_rows(
 ) -> dict[str, Any]:
     """Reset rows of a batch to the episodes whose seeds are their reset ids; return the info.
 
-    ManiSkill would sample all rows from the first row's seed, so that an episode depended on its neighbours. Here each
-    row is sampled separately; the expensive parts on a GPU run once for all.
+    ManiSkill samples all rows from the first row's seed, so that an episode depends on the other rows. Here each row
+    is sampled separately; the expensive parts on a GPU run once for all.
     """
     draw = env._initialize_episode
 
@@ -168,10 +168,10 @@ def _reset(
 
 
 def describe(cfg: ManiSkillSettings) -> Description:
-    """Build the task, read its declarations, and close it.
+    """Build the task, read its properties, and close it.
 
     Raises:
-        EmbodyError: see `build`.
+        EmbodyError: as for `build`.
     """
     # Rendering would take seconds; the tasks on Bridge data have no other mode.
     env = build(cfg, ObsMode.rgb if cfg.id in BRIDGE_EPISODES else ObsMode.state)
@@ -213,7 +213,7 @@ def draws_scene(env: Any) -> bool:
 
 
 def _generators(env: Any) -> list[bytes]:
-    """Return the states of all generators that tasks use."""
+    """Return the states of all random generators that tasks use."""
     torches = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
     numpies = [np.random.get_state(), *(rng.get_state() for rng in env._batched_episode_rng.rngs)]
     return [t.numpy().tobytes() for t in torches] + [
@@ -234,7 +234,7 @@ def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
 
 
 def _task(cfg: ManiSkillSettings) -> Any:
-    """Return ManiSkill's registration of the task after checking that its files exist."""
+    """Return the entry of the task in ManiSkill's registry, after checking that the task's asset files exist."""
     _prepare_process()
     from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
 

@@ -32,7 +32,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         yield from camera_problems(cfg, CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
-        """Describe the tasks, without importing MetaWorld.
+        """Return the spec of the tasks, without importing MetaWorld.
 
         Raises:
             MissingDependencyError: the package is missing.
@@ -68,7 +68,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         )
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
-        """Build the simulators when their tasks first start."""
+        """Return simulators that are built when a slot first starts their task."""
         # Read when MuJoCo is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
         choose_device()

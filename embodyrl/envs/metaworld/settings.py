@@ -22,13 +22,13 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
 }
 """Tasks of each benchmark; the last five of ML45 are its test tasks."""
 TASK_IDS = {f"MetaWorld-{name}": ("metaworld", f"env.id={name}") for name in TASKS}
-"""Gymnasium ids of single tasks."""
+"""Config overrides of single tasks, by Gymnasium id."""
 HIDDEN_GOALS = ("ML45",)
-"""Benchmarks with a hidden goal."""
+"""Benchmarks in which the observation does not contain the goal."""
 
 
 STATE, PROPRIOCEPTION = 39, 4
-"""Number of state observations of a task, and number of proprioceptive observations."""
+"""Dimension of MetaWorld's state observation, and dimension of its proprioceptive part."""
 
 
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
@@ -50,5 +50,5 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tasks of `id`."""
+        """Names of the tasks that `id` selects."""
         return BENCHMARKS.get(self.id, (self.id,))

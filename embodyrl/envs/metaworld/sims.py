@@ -1,4 +1,4 @@
-"""MetaWorld's simulators, one for each task of a slot, and their scripted experts."""
+"""MetaWorld tasks as simulators of env slots (one simulator per slot and task), and the package's scripted experts."""
 
 import copy
 import warnings
@@ -53,13 +53,13 @@ class MetaWorldSims(PerSlot):
         self.note_start(slot, solved=_goal_holds(env))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action. The package clips its first three numbers; this method clips all of them."""
+        """Execute one action [4], clipped to -1..1 in all dimensions (the package clips only the first three)."""
         self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write images with hand and gripper, or the whole state and the task."""
+        """Write images, hand position and gripper, or the 39-dimensional state and the one-hot task id."""
         seen = self._seen[slot]
         if self._cfg.pixels:
             out.state[:] = seen[:PROPRIOCEPTION]
@@ -117,7 +117,7 @@ class MetaWorldSims(PerSlot):
 
 
 def _goal_holds(env: Any) -> bool:
-    """Return whether the goal holds in the state of a reset, and leave the environment unchanged.
+    """Return True if the goal is already reached after a reset; leave the environment unchanged.
 
     `reset` returns an observation from before objects were moved (a window that is still closed). Their true places
     need a forward pass, here on a copy: the next step must start from the package's own state.

@@ -1,1 +1,1 @@
-"""Presets of robot environments from the package index."""
+"""Presets for robot environments in packages on PyPI."""

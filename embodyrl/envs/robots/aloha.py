@@ -1,4 +1,4 @@
-"""Tasks of gym-aloha with the object state, without unused images.
+"""Tasks of gym-aloha that can observe object poses, and render only the images that are used.
 
 The package renders three images of 480 x 640 pixels in every step, also without a camera in the observation.
 """
@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 
 class _CheapObservation(sim.BimanualViperXTask):
-    """Task whose observation has no images, which take time to render."""
+    """Base class of tasks whose observation leaves out the images, which are slow to render."""
 
     def get_observation(self, physics: Any) -> Mapping[str, Any]:
         """Return joint positions and the pose of the objects."""

@@ -27,7 +27,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         yield from GYM.problems(cfg.gym)
 
     def describe(self, cfg: RobotSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment, and compare it with the preset.
+        """Describe the environment, after checking that it matches the preset.
 
         Raises:
             MissingDependencyError: the package is not installed.
@@ -42,7 +42,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         return _declared(cfg, GYM.describe(cfg.gym, context))
 
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
-        """Build an environment for each slot at its first reset."""
+        """Return simulators that build one environment per slot at its first reset."""
         sims = GYM.simulators(cfg.gym, context)
         sims.spec = _declared(cfg, sims.spec)
         return sims
@@ -53,7 +53,7 @@ class RobotFactory(SimFactory[RobotSettings]):
 
 
 def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
-    """Return the spec with the names that the preset declares."""
+    """Return the spec with the names of state and action dimensions from the preset."""
     preset = cfg.preset
     if not cfg.wrappers and (problems := differences(preset, found)):
         raise EnvError(

@@ -1,4 +1,4 @@
-"""Declarations of the presets, read from robots.toml."""
+"""Robot presets, read from robots.toml."""
 
 import tomllib
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ class Preset:
     """Declaration of one robot environment."""
 
     package: str
-    """Distribution on the package index."""
+    """Name of the PyPI package."""
     module: str
-    """Module that the distribution installs."""
+    """Name of the module to import."""
     id: str
     """Gymnasium id or `package.module:attr`, as in env.id of the Gymnasium adapter."""
     horizon: int
@@ -22,19 +22,19 @@ class Preset:
     rate_hz: float
     """Actions per second."""
     success: str
-    """Condition of success."""
+    """Description of the success condition."""
     instruction: str
     meaning: str
     """Meaning and units of an action."""
     action: tuple[str, ...]
     """Name of each action dimension."""
     state: Mapping[str, int]
-    """Parts of the state vector in order, with the number of columns of each."""
+    """Number of columns of each part of the state vector, in order."""
     cameras: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
     process: bool = False
-    """True if the environment runs in the process of another interpreter, `env.python`."""
+    """True if the environment runs in a separate process of the interpreter `env.python`."""
     gripper: tuple[float, float] | None = None
     """Values of the last action dimension that open and close the gripper."""
     wrappers: tuple[str | dict[str, Any], ...] = ()
@@ -58,4 +58,4 @@ def _preset(values: Mapping[str, Any]) -> Preset:
 
 
 PRESETS, PIXEL_PRESETS = _read()
-"""Presets by name: PRESETS with the state of the simulator, PIXEL_PRESETS with camera images."""
+"""Presets by name: PRESETS observe the simulator's state, PIXEL_PRESETS camera images."""

@@ -1,4 +1,4 @@
-"""robosuite 1.5 as a Gymnasium environment: the task runs in the process of another Python environment."""
+"""robosuite 1.5 as a Gymnasium environment: the task runs in a separate process of another Python environment."""
 
 import sys
 from typing import Any
@@ -17,7 +17,7 @@ _LOAD_S, _STEP_S = 300.0, 120.0
 class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
     """One task of robosuite with a Panda arm; success ends an episode.
 
-    Its requirements (numpy 1.26, mink) conflict with those of LIBERO, which needs robosuite 1.4.
+    The requirements of robosuite 1.5 (numpy 1.26, mink) conflict with LIBERO, which needs robosuite 1.4.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}

@@ -1,6 +1,6 @@
 """Tasks of robosuite 1.5, run as a script by a Python that has robosuite but not embodyrl.
 
-Requests are tuples of a name and arguments; arrays are type, shape and bytes, which do not depend on numpy's version.
+Requests are (name, arguments...). Arrays are sent as (dtype, shape, bytes), which does not depend on numpy's version.
 """
 
 import sys
@@ -12,16 +12,16 @@ import numpy as np
 STATE = ("robot0_joint_pos", "robot0_joint_vel", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 CLOSED, OPEN = 1.0, -1.0
 _REACH = 0.05
-"""Motion of the gripper for an action of 1, m."""
+"""Motion of the gripper in metres for an action of 1."""
 _GRASP_WIDTH = 0.065
-"""Sum of the finger positions below which the fingers hold a cube, m."""
+"""Sum of the finger positions, in metres, below which the fingers hold a cube."""
 _ABOVE = 0.08
-"""Height of motions across the table above an object, m."""
+"""Height in metres above an object at which the gripper moves across the table."""
 _GAIN = 2.0
 
 
 def packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """Return type, shape and bytes of an array."""
+    """Convert an array to (dtype, shape, bytes)."""
     found = np.ascontiguousarray(array)
     return found.dtype.str, found.shape, found.tobytes()
 
@@ -53,7 +53,7 @@ class Task:
         self._seen: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of state columns, the bounds of an action, and whether there is an expert."""
+        """Return state dimension, action bounds, and True if there is a scripted expert, by name."""
         low, high = self._env.action_spec
         self._seen = self._env.reset()
         return {
@@ -141,7 +141,7 @@ def grasp(seen: Any, cube: Any) -> Any:
 
 
 def motion(way: Any, gripper: float) -> Any:
-    """Return the action of a motion [3], m, of the gripper without a rotation."""
+    """Return the action that moves the gripper by `way` [3] metres without a rotation."""
     # The controller lags behind, so that small actions do not move the arm.
     return np.array([*np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), 0.0, 0.0, 0.0, gripper], np.float32)
 

@@ -27,7 +27,7 @@ class RobotSettings(GymSettings):
 
     @property
     def preset(self) -> Preset:
-        """Declaration of the chosen preset."""
+        """Preset named by `robot`."""
         return (PIXEL_PRESETS if self.pixels else PRESETS)[self.robot]
 
     def problems(self) -> Iterator[str]:
@@ -49,7 +49,7 @@ class RobotSettings(GymSettings):
 
     @property
     def gym(self) -> GymSettings:
-        """Settings of the Gymnasium environment; keys of the config override the preset's."""
+        """Settings of the Gymnasium environment: values of the preset, overridden by the config."""
         preset = self.preset
         own = {name: getattr(self, name) for name in GymSettings.model_fields}
         own |= {

@@ -23,7 +23,7 @@ SMALLEST_IMAGE = 32
 
 
 TASK_IDS = {f"Tabletop-{task}-v0": ("tabletop", f"env.eval.task_ids=[{task}]") for task in range(len(TASKS))}
-"""Gymnasium ids of single tasks."""
+"""Config overrides of single tasks, by Gymnasium id."""
 
 
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
@@ -45,7 +45,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
     settings = TabletopSettings
 
     def problems(self, cfg: TabletopSettings) -> Iterator[str]:
-        """Yield unknown tasks and cameras, and invalid image sizes."""
+        """Yield errors about unknown tasks and cameras, and about invalid image sizes."""
         yield from task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
         sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
         for key, value in sizes.items():
@@ -60,15 +60,15 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
-        """Return the other variations."""
+        """Return the names of the variations other than the configured one."""
         return tuple(axis.value for axis in Axis if axis is not cfg.axis)
 
     def own_suite(self, cfg: TabletopSettings) -> str | None:
-        """Return the configured variation."""
+        """Return the name of the configured variation."""
         return cfg.axis.value
 
     def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment."""
+        """Return the spec of the tabletop environment."""
         axes = (cfg.axis, *map(Axis, context.suites))
         tasks = [(axis, task) for axis in axes for task in TASKS]
         return EnvSpec(
@@ -96,7 +96,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         )
 
     def simulators(self, cfg: TabletopSettings, context: EnvContext) -> TabletopSims:
-        """Build the slots; each table is built at the first reset."""
+        """Build the simulators; a table is created at each reset."""
         return TabletopSims(self.describe(cfg, context))
 
 

@@ -1,4 +1,4 @@
-"""Tabletop as slot simulators: plain Python per table, because a step takes only a few microseconds."""
+"""Tabletop simulator for env slots; each table is stepped in plain Python, which takes only a few microseconds."""
 
 import copy
 import math
@@ -25,14 +25,14 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 OPEN, CLOSED = -1.0, 1.0
 
 _ABOVE = 0.02
-"""Horizontal distance from a point at which the gripper descends."""
+"""Horizontal distance in metres from a point below which the gripper descends to it."""
 _CONE = 0.05
 """Horizontal distance at which open fingers, or a held block, may descend: there are no obstacles."""
 _HALF = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
 Command = tuple[float, float, float, float]
-"""Next waypoint, metres, and the gripper value."""
+"""(x, y, z, gripper): next waypoint in metres, and the gripper command."""
 
 
 def expert_action(world: World) -> FloatArray:
@@ -100,7 +100,7 @@ STATE_DIM = 4
 """Gripper position x, y, z (m) and opening (1 open, 0 closed)."""
 
 FRAME_SIZE = 288
-"""P: side of each image in a video frame, in pixels."""
+"""P: side length of each image in a video frame, in pixels."""
 
 
 def suite_name(axis: Axis) -> str:
@@ -141,11 +141,11 @@ class TabletopSims(PerSlot):
         return expert_action(self._worlds[slot])
 
     def save(self, slot: int) -> World:
-        """Copy the table."""
+        """Return a copy of the state of the slot's table."""
         return copy.deepcopy(self._worlds[slot])
 
     def load(self, slot: int, state: World) -> None:
-        """Continue on a saved table."""
+        """Replace the slot's table with a copy of a saved state."""
         self._worlds[slot] = copy.deepcopy(state)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:

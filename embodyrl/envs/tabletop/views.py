@@ -19,7 +19,7 @@ _BLOCK_RGB: tuple[tuple[Colour, ...], ...] = (
     ((214, 58, 50), (58, 164, 82), (52, 104, 214)),
     ((158, 26, 62), (112, 196, 150), (112, 168, 240)),
 )
-"""Colours by palette: the default shades, and those of `Axis.colours`."""
+"""RGB of the blocks for each palette: the default shades, and the shades of `Axis.colours`."""
 _PLATE_RGB: tuple[tuple[Colour, ...], ...] = (
     ((246, 200, 52), (150, 84, 186), (250, 248, 244)),
     ((226, 216, 116), (104, 48, 150), (216, 222, 228)),
@@ -48,12 +48,12 @@ _WRIST_LOW, _WRIST_RISE = 0.12, 0.9
 """Half width of the wrist view at height 0, and its increase per metre of height."""
 
 _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
-"""Distance of each finger from the middle."""
+"""Distance in metres of each finger from the middle of the gripper: open, around a block, closed."""
 
 
 _COUNT = np.arange(MAX_SIZE, dtype=np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-"""Preallocated arrays, because most shapes cover few pixels and each numpy call takes time."""
+"""Preallocated arrays and scalars, because most shapes cover few pixels and each numpy call takes time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,11 @@ class _Canvas:
         self._blend(rows, cols, cover, colour)
 
     def finish(self) -> ByteArray:
-        """Round to uint8."""
+        """Return the image rounded to uint8."""
         return (self.pixels + 0.5).astype(np.uint8)
 
     def _ramp(self, centre: float, half: float, soft: float) -> tuple[slice, FloatArray]:
-        """Return the pixels near a stripe and their coverage: exact for boxes whose edges fade over one pixel."""
+        """Return the slice of pixels near an interval, and the coverage (0 to 1) of each pixel."""
         where = _span(centre, half + 0.5 * soft, len(self.pixels))
         cover = np.abs(_COUNT[where] - np.float32(centre - 0.5))
         cover *= np.float32(-1.0 / soft)
@@ -200,7 +200,7 @@ def _finger_distance(world: World) -> float:
 
 
 def _span(centre: float, half: float, size: int) -> slice:
-    """Return the pixels of the interval inside the image; empty if the interval is outside."""
+    """Return the slice of pixels of an interval, clipped to the image; empty if the interval is outside."""
     start = min(max(int(centre - half), 0), size)
     return slice(start, max(min(int(centre + half) + 1, size), start))
 
@@ -212,7 +212,7 @@ def _shade(colour: Colour, factor: float) -> Colour:
 
 @lru_cache(maxsize=1)
 def _texture() -> ByteArray:
-    """Return the table from above [rows, columns, 3], first row at the far end, with the floor around."""
+    """Return an image [rows, columns, 3] of the table and the floor from above; the first row is the far end."""
     count = int(2 * _TEXTURE_HALF * _TEXELS_PER_M)
     axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF
     rng = np.random.default_rng(7)
@@ -229,7 +229,7 @@ def _texture() -> ByteArray:
 
 
 def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
-    """Return the part of the table around a point, `half` metres to each side."""
+    """Return the part of the table image around a point, up to `half` metres to each side."""
     offsets = ((np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF) * _TEXELS_PER_M
     columns = (offsets + x * _TEXELS_PER_M).astype(np.intp)
     rows = (offsets - y * _TEXELS_PER_M).astype(np.intp)
@@ -238,7 +238,7 @@ def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
 
 @lru_cache(maxsize=4)
 def _front_background(size: int) -> FloatArray:
-    """Return the background image: wall, table top and its near edge."""
+    """Return the background of the front view: wall, table top and the near edge of the table."""
     pixel = _FRONT_WIDTH / size
     centres = (np.arange(size, dtype=np.float32) + 0.5) * pixel
     u, v = centres - _FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH - centres

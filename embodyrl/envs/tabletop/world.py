@@ -13,9 +13,9 @@ BLOCK_COLOURS = ("red", "green", "blue")
 PLATE_COLOURS = ("yellow", "purple", "white")
 
 STEP = 0.04
-"""Displacement of the gripper for an action of 1."""
+"""Displacement of the gripper in metres for an action of 1."""
 REACH = 0.32
-"""Limit of the gripper in x and y, +-REACH."""
+"""Maximum absolute x and y of the gripper, in metres."""
 TOP = 0.12
 """Maximum height of the gripper above the table (0)."""
 TRAVEL_HEIGHT = 0.10
@@ -53,7 +53,7 @@ class Axis(StrEnum):
 
 
 class Skill(StrEnum):
-    """Skill that a task requires."""
+    """Kind of a task: touch, push or put."""
 
     touch = "touch"
     push = "push"
@@ -62,7 +62,7 @@ class Skill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction; `plate` is unused for `touch`."""
+    """A task of the tabletop: skill, block and plate; `plate` is unused for `touch`."""
 
     skill: Skill
     block: int
@@ -70,7 +70,7 @@ class Task:
 
     @property
     def instruction(self) -> str:
-        """Instruction of the policy."""
+        """Language instruction of the task."""
         block, plate = BLOCK_COLOURS[self.block], PLATE_COLOURS[self.plate]
         if self.skill is Skill.touch:
             return f"touch the {block} block"
@@ -111,13 +111,13 @@ class World:
     lifted: bool = False
     """True if the task's block was grasped in this episode, not only pushed."""
     palette: int = 0
-    """Palette index; 1: the shades of `Axis.colours`."""
+    """Index of the colour palette; 1: the shades of `Axis.colours`."""
 
     def step(self, dx: float, dy: float, dz: float, close: bool) -> None:
         """Move the gripper by (dx, dy, dz) in -1..1, then open or close the fingers.
 
-        A held block moves along; a released one drops straight down. Open fingers straddle blocks, closed ones push
-        them away. Blocks do not collide with each other.
+        A held block moves with the gripper; a released block drops straight down. Open fingers straddle blocks, closed
+        fingers push blocks away. Blocks do not collide with each other.
         """
         before = self.x, self.y
         self.x = _clip(self.x + STEP * _clip(dx, 1.0), REACH)
@@ -146,7 +146,7 @@ class World:
         return not (self.task.skill is Skill.push and self.lifted)
 
     def distance(self, point: Point) -> float:
-        """Return the horizontal distance of the gripper."""
+        """Return the horizontal distance of the gripper from a point."""
         return math.hypot(point[0] - self.x, point[1] - self.y)
 
     def _between_fingers(self) -> int | None:
@@ -183,7 +183,7 @@ class World:
 def new_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
     """Build the table: three plates at the back in random order, three blocks in front, the gripper above them.
 
-    `Axis.positions` mirrors it, so that plates are in front.
+    `Axis.positions` mirrors the table, so that plates are in front.
     """
     rng = np.random.default_rng([_LAYOUT_SEED, reset_id])
     columns = rng.permutation(len(_PLATE_COLUMNS))

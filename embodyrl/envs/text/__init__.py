@@ -1,1 +1,1 @@
-"""Text tasks: the prompt is the observation, a reply is one chunk of tokens, the reward function the simulator."""
+"""Text tasks: the prompt is the observation, and a reply is an action chunk of tokens, scored by a reward function."""

@@ -1,4 +1,4 @@
-"""Conversations as episodes: rows are initial states, each reply is a chunk whose actions are its tokens."""
+"""Conversations as episodes: each data row is an initial state, and each reply is a chunk whose actions are tokens."""
 
 import json
 import re
@@ -35,11 +35,12 @@ TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
 TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
 
 LAST_BYTES = 1 << 10
-"""Bytes of the last observation for the final reply, which is stored for display only."""
+"""Bytes reserved for the final reply in the last observation, in which the reply is stored for display only."""
 TURN_BYTES = 1 << 12
-"""Bytes for a reply and a tool's answer, per turn after the first; a conversation that exceeds its space ends."""
+"""Bytes reserved for a reply and a tool's answer, per turn after the first; a conversation that needs more bytes
+ends."""
 ANSWER_BYTES = 1 << 10
-"""Bytes kept of a tool's answer."""
+"""Maximum bytes of a tool's answer; longer answers are truncated."""
 
 
 def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
@@ -80,7 +81,7 @@ def clip(text: str, width: int) -> str:
 
 
 def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
-    """Return an empty result, and the index of each reply's last token [n]; `actions` [n, K, 1], padding below 0."""
+    """Return an empty result, and the index [n] of the last token of each reply `actions` [n, K, 1]."""
     result = ChunkResult.empty(*actions.shape[:2], parts=parts)
     result.valid[:] = actions[:, :, 0] >= 0
     result.valid[:, 0] = True  # an empty reply is a decision, too
@@ -121,7 +122,7 @@ class ConversationEnv:
             self._conversations[slot] = _Conversation(row, list(row.messages), [p.pixels() for p in row.pictures])
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Set the replies of the next `step_chunk`, and whether each hit the length limit [n]."""
+        """Set the replies [n] of the next `step_chunk`; `cut_off` [n]: True for replies that hit the length limit."""
         for slot, reply, cut in zip(slots, replies, cut_off, strict=True):
             conversation = self._conversation(slot)
             conversation.reply, conversation.cut_off = reply, bool(cut)
@@ -131,7 +132,7 @@ class ConversationEnv:
     ) -> ChunkResult:
         """Execute tool calls and compute rewards of other replies; `actions` [n, K, 1]: token ids, padding below 0.
 
-        The reward is that of the last token of the last reply.
+        The reward of a conversation is assigned to the last token of the last reply.
         """
         result, last = begin_replies(actions, parts=len(self.spec.reward.components))
         assert result.components is not None
@@ -159,7 +160,7 @@ class ConversationEnv:
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
-        """Answer the tool call of a reply, if the reply has a call and another reply can follow."""
+        """Append the tool's answer and return True, if the reply calls a tool and another reply can follow."""
         conversation.turns += 1
         call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
         if call is None:
@@ -177,7 +178,7 @@ class ConversationEnv:
         raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
-        """Write the images, each into the upper left corner of its frame; the conversation is the instruction."""
+        """Write the images of the prompt, each into the upper left corner of its camera frame."""
         for slot, row in zip(slots, range(len(slots)) if rows is None else rows.tolist(), strict=True):
             images[row] = 0
             for room, pixels in zip(images[row], self._conversation(slot).pictures, strict=False):

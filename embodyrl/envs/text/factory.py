@@ -21,11 +21,11 @@ from embodyrl.types import (
 )
 
 _TURNS = 4
-"""Turns after which the sequence of roles repeats."""
+"""Number of turns after which the sequence of roles is periodic."""
 
 
 class TextFactory:
-    """Builds the environment of the rows in `data` and the rewards in `reward`."""
+    """Factory of conversations with prompts from the rows in `data` and reward functions from `reward`."""
 
     settings = TextSettings
     reads_rows = True
@@ -38,7 +38,7 @@ class TextFactory:
         """Add the rows and the reward function of a run.
 
         Raises:
-            ConfigError: a file, row or reward is wrong.
+            ConfigError: a file, row or reward function is invalid.
         """
         return give_task(cfg, context)
 

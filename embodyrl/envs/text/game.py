@@ -30,9 +30,9 @@ from embodyrl.types import (
 )
 
 SUFFIXES = (".z8", ".ulx")
-"""File names written by `tw-make`."""
+"""File name suffixes of games written by `tw-make`."""
 COMMANDS = "admissible_commands"
-"""Key of info with the allowed commands."""
+"""Key in `info` of the list of allowed commands."""
 
 
 def game_files(place: str) -> list[Path]:
@@ -43,12 +43,12 @@ def game_files(place: str) -> list[Path]:
 
 
 class TextWorldGame:
-    """TextWorld games: the seed of an episode selects the file. Success is a won game."""
+    """Environment of TextWorld games; the seed of an episode selects the game file, and a won game is a success."""
 
     action_space = None
 
     def __init__(self, files: list[Path], seen_bytes: int) -> None:
-        """Prepare the games; `seen_bytes` limits an observation with its commands.
+        """Check the game files; `seen_bytes`: maximum bytes of an observation, including the allowed commands.
 
         Raises:
             MissingDependencyError: textworld is not installed.
@@ -67,7 +67,7 @@ class TextWorldGame:
         self.reset(seed=0)
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Start the game of the seed; the first observation begins with its goal."""
+        """Start the game selected by the seed; the first observation begins with the game's goal."""
         file = self._files[seed % len(self._files)]
         if file != self._open:
             self.close()
@@ -133,7 +133,7 @@ class GameSettings(EnvSettings):
     """Words for the discrete actions, in order, for example [left,down,right,up]; default: the action numbers. The last
     matching whole word of a reply selects the action."""
     prompt: str = ""
-    """Text before every observation, such as the rules."""
+    """System message at the start of every prompt, such as the rules of the game."""
     history: Index = 0
     """Number of earlier turns in the prompt, in addition to the current observation."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 20
@@ -203,7 +203,7 @@ class GameEnv:
         return result
 
     def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
-        """Return reward, terminated, truncated and success of a reply."""
+        """Execute the action that the reply names; return reward, terminated, truncated and success."""
         said = [
             Message(role="user", content=game.seen),
             Message(role="assistant", content=clip(game.reply, REPLY_BYTES)),
@@ -227,7 +227,7 @@ class GameEnv:
         return clip(text, SEEN_BYTES)
 
     def instruction(self, slot: int) -> str:
-        """Return the rules, the last turns, and the current observation."""
+        """Return the system prompt, the last `history` turns, and the current observation as one instruction."""
         game = self._games[slot]
         rules = [Message(role="system", content=self._cfg.prompt)] if self._cfg.prompt else []
         return join_messages([*rules, *game.turns, Message(role="user", content=game.seen)])
@@ -250,9 +250,9 @@ class GameEnv:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Match whole words only:
+    """Return a pattern that matches any of the names as a whole word: "10" is neither action 1 nor 0.
 
-    "10" is neither action 1 nor 0. Longer words first, because one may be a prefix of another.
+    Longer names come first, because one name may be a prefix of another.
     """
     words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     # ASCII word boundaries, because not every script separates words by spaces.
@@ -284,7 +284,7 @@ def make_game(cfg: GameSettings) -> Any:
 
 
 def action_names(cfg: GameSettings, env: Any) -> list[str]:
-    """Return the words of a reply by action number.
+    """Return the word that selects each discrete action, by action number.
 
     Raises:
         ConfigError: the actions are not discrete, or their number differs from that of the words.
@@ -301,7 +301,7 @@ def action_names(cfg: GameSettings, env: Any) -> list[str]:
 
 
 class GameFactory:
-    """Builds text games."""
+    """Factory of Gymnasium environments as conversations."""
 
     settings = GameSettings
 
@@ -343,7 +343,7 @@ class GameFactory:
 
 
 def number(seen: Any, info: Mapping[str, Any]) -> str:
-    """Describe an observation that is a number, for models that read single characters (`env.words`)."""
+    """Return an observation that is a number as text, for `env.words` and character-level models."""
     return f"{int(seen)}:"
 
 

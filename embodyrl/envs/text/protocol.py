@@ -1,4 +1,4 @@
-"""Interfaces of the replies of a text environment and of their rewards."""
+"""Data classes for the reward functions of text environments."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Answer:
     """The last reply."""
     reference: str
     tokens: int
-    """Length of the last reply."""
+    """Number of tokens of the last reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,6 @@ class Judgement:
     reward: float
     success: bool
     components: tuple[float, ...]
-    """Components in the order of `RewardJudge.components`."""
+    """Reward components in the order of `RewardJudge.components`."""
     problem: str | None = None
-    """Error, if the reward is unknown."""
+    """Error message if the reward could not be computed, else None."""
