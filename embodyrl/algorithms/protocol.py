@@ -28,12 +28,12 @@ class Scores:
     greedy: tuple[Episode | None, ...] = ()
     """Greedy episode of each episode's group; None: the episode was lost in a worker crash."""
     part_weights: tuple[float, ...] = ()
-    """[C] weight of each reward component, `EnvSpec.component_weights`."""
+    """[C] weight of each reward component, `RewardSpec.weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossWeights:
-    """Weights of n samples over one whole optimizer step of all ranks.
+    """Loss weights of n samples, normalized over one optimizer step of all ranks.
 
     Losses of micro-batches add up to the same total loss for every split into micro-batches.
     """
