@@ -1,1 +1,1 @@
-"""Optional parts: each folder is one extension, which no module outside the folder imports."""
+"""Extensions, one per folder: optional features that no module outside the extension's folder imports."""

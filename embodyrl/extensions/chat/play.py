@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 SIDES = ("start", "trained")
 _SLICE_S = 0.15
-"""Maximum time in seconds to generate tokens for one response to the page."""
+"""Maximum time to generate tokens for one request of the page, in seconds."""
 _OPEN = 8
-"""Maximum number of replies in progress; a further reply cancels the oldest."""
+"""Maximum number of replies in progress; a new reply above the maximum cancels the oldest."""
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST_TOKENS, _MOST_TURNS, _MOST_TEMPERATURE = 4096, 200, 2.0
 
@@ -88,11 +88,11 @@ def page() -> Answer:
 
 @dataclass
 class _Side:
-    """A reply in progress."""
+    """Reply in progress of one of the two models."""
 
     pieces: Iterator[Piece]
     asked: str
-    """The user's first message, for the reward."""
+    """First message of the user, an input of the reward function."""
     text: str = ""
     tokens: int = 0
     finish: str | None = None
@@ -101,7 +101,7 @@ class _Side:
 
 @dataclass
 class Chat:
-    """Answers the requests of the page: rows of the run, and replies of the models, a few tokens at a time."""
+    """Request handlers of the page: random rows of the run's data, and replies of both models in small increments."""
 
     name: str
     models: Mapping[str, CausalLMPolicy]
@@ -110,11 +110,11 @@ class Chat:
     limit: int
     """Default maximum number of tokens of a reply."""
     _open: OrderedDict[str, tuple[dict[str, _Side], str | None]] = field(default_factory=OrderedDict)
-    """Replies in progress and the reference, by the name that `ask` returned."""
+    """Replies in progress by model, and the reference answer, by the id that `ask` returned."""
 
     @property
     def posts(self) -> dict[str, Any]:
-        """Handlers of the web server."""
+        """Handlers of POST requests by URL path."""
         return {"/hello": self.hello, "/row": self.row, "/ask": self.ask, "/next": self.next}
 
     def hello(self, body: dict[str, Any]) -> Answer:
@@ -132,7 +132,7 @@ class Chat:
         return _json({"messages": messages, "reference": row.reference})
 
     def ask(self, body: dict[str, Any]) -> Answer:
-        """Start a reply of each model to the conversation that the page sends; return a name for `next`."""
+        """Start a reply of each model to the conversation that the page sends; return an id for `next`."""
         from embodyrl.config.shared import SamplingSettings
         from embodyrl.policies.causal_lm.stream import context_length, read_prompt, stream
 
@@ -190,7 +190,11 @@ class Chat:
 
 
 def _messages(body: dict[str, Any], side: str) -> list[Message]:
-    """Return the conversation with a model; raises ValueError."""
+    """Return the conversation with the model `side` from a request.
+
+    Raises:
+        ValueError: the request is malformed.
+    """
     given = body.get(side)
     if not isinstance(given, list) or not 1 <= len(given) <= _MOST_TURNS:
         raise ValueError(f"'{side}' must be a list of 1 to {_MOST_TURNS} messages")

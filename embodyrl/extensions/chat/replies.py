@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
 _LEAST_LOGPROB = -9999.0
-"""Log-probability of a token with probability 0, as in OpenAI's replies: JSON has no infinity."""
+"""Log-probability in a reply for a token with probability 0, as in OpenAI's API: JSON has no infinity."""
 _UNKNOWN_ROOM = 4096
 """Default of max_tokens for a model whose config has no context length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A language model with the name under which clients find the model."""
+    """A language model, and the model name that clients send in requests."""
 
     policy: CausalLMPolicy
     name: str
     created: int
-    """Unix time of the start of the server, seconds."""
+    """Unix time at which the server started, in seconds."""
 
     @property
     def card(self) -> dict[str, Any]:
-        """Entry of the list of models."""
+        """Entry of this model in the reply to GET /v1/models."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "embodyrl"}
 
 
 @dataclass
 class Completion:
-    """Replies to one request: the tokens of each choice in turn, and the bodies that contain them."""
+    """Generation for one request: `n` replies (choices), and the JSON bodies that contain them."""
 
     served: Served
     request: ChatRequest
@@ -46,14 +46,15 @@ class Completion:
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
     tokens: int = 0
-    """Generated tokens of all choices."""
+    """Number of generated tokens, over all choices."""
 
     @classmethod
     def begin(cls, served: Served, request: ChatRequest) -> Completion:
-        """Read the prompt of a request.
+        """Tokenize the prompt of a request, and check its limits.
 
         Raises:
-            ApiError: another model, a prompt that the chat template rejects, or more tokens than the context.
+            ApiError: the request names another model, the chat template rejects the prompt, or prompt and reply exceed
+                the context length.
         """
         if request.model != served.name:
             text = f"The model '{request.model}' does not exist; this server has '{served.name}'."
@@ -76,7 +77,7 @@ class Completion:
         return cls(served, request, prompt, limit)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Generate all choices; yield the index of a choice and its next token."""
+        """Generate the choices one after another; yield the index of the choice with each token."""
         seed = secrets.randbits(62) if self.request.seed is None else self.request.seed
         for index in range(self.request.n or 1):
             yield from (
@@ -92,7 +93,7 @@ class Completion:
             )
 
     def whole(self, pieces: Sequence[tuple[int, Piece]]) -> dict[str, Any]:
-        """Return the body of a reply that is not streamed."""
+        """Return the JSON body of a reply that is not streamed."""
         choices = []
         for index in range(self.request.n or 1):
             mine = [piece for i, piece in pieces if i == index]
@@ -109,7 +110,7 @@ class Completion:
         return {**self._head("chat.completion"), "choices": choices, "usage": self.usage}
 
     def chunks(self, pieces: Iterator[tuple[int, Piece]]) -> Iterator[dict[str, Any]]:
-        """Yield the bodies of a streamed reply."""
+        """Yield the JSON body of each chunk of a streamed reply."""
         started = -1
         for index, piece in pieces:
             self.tokens += 1
@@ -125,7 +126,7 @@ class Completion:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Numbers of tokens."""
+        """Numbers of prompt, reply and total tokens, in the format of OpenAI's field `usage`."""
         total = len(self.prompt) + self.tokens
         return {"prompt_tokens": len(self.prompt), "completion_tokens": self.tokens, "total_tokens": total}
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat completions (https://platform.openai.com/docs/api-reference/chat), and its errors."""
+"""Requests and errors of OpenAI's chat completions (https://platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from embodyrl.config.shared import SamplingSettings
 from embodyrl.conversation import MARK, Message
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 8, 20, 4
-"""Limits of `n`, `top_logprobs` and `stop`."""
+"""Maximum `n`, maximum `top_logprobs`, and maximum number of `stop` strings of a request."""
 _ROLES = {"developer": "system"}
-"""Role names of the protocol and their names in chat templates."""
+"""Role names of OpenAI that differ in chat templates, with the name in chat templates."""
 
 
 class ApiError(Exception):
-    """An error reply: HTTP status, and the fields of OpenAI's error object."""
+    """Error that becomes an HTTP reply: the status, and the fields of OpenAI's error object."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """JSON body of the reply: OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -40,7 +40,7 @@ class _TextPart(_Part):
 
 
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""Field without a value, which clients copy from a reply into a request."""
+"""Type of a field of replies that must be empty in requests: clients copy whole replies into requests."""
 
 
 class _Message(_Part):
@@ -73,7 +73,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class ChatRequest(_Part):
-    """A request for replies. Fields after `n` are extensions of vLLM, or have no effect."""
+    """Request of a chat completion. Fields after `n` are extensions of vLLM, or have no effect."""
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, max_length=1000)]
@@ -108,7 +108,7 @@ class ChatRequest(_Part):
         """Parse a request.
 
         Raises:
-            ApiError: the body is not JSON, a field is unknown or has a wrong value, or two fields contradict.
+            ApiError: the body is not JSON, a field is unknown or has a wrong value, or two fields conflict.
         """
         try:
             given = json.loads(body)
@@ -144,17 +144,17 @@ class ChatRequest(_Part):
 
     @property
     def conversation(self) -> list[Message]:
-        """Messages with roles of chat templates."""
+        """Messages of the request, with the role names of chat templates."""
         return [Message(role=_ROLES.get(m.role, m.role), content=m.text) for m in self.messages]
 
     @property
     def greedy(self) -> bool:
-        """True for temperature 0: always the most probable token."""
+        """True for temperature 0: greedy decoding."""
         return self.temperature == 0
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Sampling parameters; OpenAI's defaults."""
+        """Sampling parameters of the request, with OpenAI's defaults."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingSettings(
             temperature=self.temperature or 1.0,

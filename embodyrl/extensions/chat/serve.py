@@ -1,4 +1,4 @@
-"""`embodyrl serve` of a language model."""
+"""Command `embodyrl serve` for language models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def chat_server(cfg: Config) -> Serving | None:
 
 
 def served_name(cfg: Config) -> str:
-    """Return the model name in requests: the name of the run, checkpoint or model folder."""
+    """Return the model name that clients send: the name of the run and checkpoint, or of the model folder."""
     if cfg.ckpt is None:
         return (cfg.model.weights or cfg.model.model_type).rstrip("/").replace(":", "/").rpartition("/")[2]
     path = Path(cfg.ckpt)

@@ -22,18 +22,18 @@ from embodyrl.policies.causal_lm.stream import Piece
 from embodyrl.policies.remote.settings import ServeSettings
 
 _REQUEST_S = 30.0
-"""Deadline for a client to send its request, seconds."""
+"""Maximum time for a client to send a request, in seconds."""
 _CONNECTIONS = 4
-"""Maximum number of open connections, as a multiple of `serve.max_clients`; further connections are closed."""
+"""Maximum number of open connections as a multiple of `serve.max_clients`; the server closes connections beyond it."""
 _DIGITS = 20
-"""Maximum number of digits of the request size; Python rejects integers with thousands of digits."""
+"""Maximum number of digits of a Content-Length header: Python raises an error for thousands of digits."""
 _POLL_S = 0.5
-"""Maximum wait of the main thread before it checks for signals, seconds."""
+"""Interval at which the main thread checks for signals, in seconds."""
 _CHAT = "/v1/chat/completions"
 
 
 class ChatServer(LimitedServer):
-    """Server whose threads read requests; one thread generates a token for each open request in turn."""
+    """HTTP server: a thread per connection reads requests; one thread generates tokens for open requests in turn."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -75,11 +75,11 @@ class ChatServer(LimitedServer):
                 self.shutdown()
 
     def server_close(self) -> None:
-        """Close the socket without waiting for replies, which end with the process."""
+        """Close the socket without waiting for open replies."""
         self.socket.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors other than lost connections."""
+        """Report an exception of a request handler, unless the connection was lost."""
         if not isinstance(error := sys.exception(), ConnectionError | TimeoutError):
             self.say(f"a request failed: {type(error).__name__}: {error}")
 
@@ -143,7 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(error)
 
     def _refused(self) -> bool:
-        """Reject requests with an Origin header: a web page could send requests on behalf of the user."""
+        """Reject a request with an Origin header, and return True if rejected.
+
+        Browsers set this header: a foreign web page could send requests on behalf of the user.
+        """
         if self.headers.get("Origin") is None:
             return False
         self._fail(ApiError(403, "Requests from web pages are rejected."))
@@ -233,4 +236,4 @@ class _Handler(BaseHTTPRequestHandler):
         self._fail(ApiError(code, message or "The request is malformed."))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: `say` reports errors."""
+        """Suppress the request log of `http.server`; errors are reported by `say`."""

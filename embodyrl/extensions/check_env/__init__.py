@@ -1,4 +1,4 @@
-"""`check-env`: tests of the interface contract of environments, run by their author."""
+"""`check-env`: checks that an environment fulfils the contract of the interface `Env`."""
 
 import contextlib
 import multiprocessing
@@ -24,7 +24,7 @@ from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parent
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
 _START_S, _GRACE_S = 60.0, 10.0
-"""Deadlines in seconds: start of the process, and its report after a check that took too long."""
+"""Maximum time in seconds for the start of the child process, and for its report after a check timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Finding:
 
     check: str
     level: str
-    """ok, warn (allowed but unusual), FAIL or skip (a required check failed)."""
+    """ok, warn (allowed but unusual), FAIL, or skip (a prerequisite check failed)."""
     note: str = ""
     violations: tuple[Violation, ...] = ()
 
@@ -50,7 +50,7 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
         One finding per check, immediately after the check.
 
     Raises:
-        UnknownNameError: no such environment.
+        UnknownNameError: there is no environment with this name.
     """
     # The slots here are all there are, so an environment that shares out memory may use it.
     harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)

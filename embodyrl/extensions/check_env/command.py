@@ -1,4 +1,4 @@
-"""The command `check-env`: tests the interface contract of an environment."""
+"""The command `check-env`, which checks that an environment fulfils its interface contract."""
 
 from __future__ import annotations
 

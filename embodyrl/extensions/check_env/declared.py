@@ -31,7 +31,7 @@ def factory(h: Harness) -> None:
 
 @check()
 def light(h: Harness) -> None:
-    """Check in a separate process that import and validation load no heavy module."""
+    """Check in a separate process that importing the factory and validating a config import no package of `HEAVY`."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, *HEAVY],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

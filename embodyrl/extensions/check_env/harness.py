@@ -1,4 +1,4 @@
-"""Harness of `check-env`: an environment under test, its episodes, and the differences between episodes."""
+"""Harness of `check-env`: runs episodes in the environment under test, and compares episodes."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatA
 SLOTS = 2
 CONTEXT = EnvContext(num_slots=SLOTS)
 CHUNK = 4
-"""K: actions per chunk."""
+"""Number of actions per chunk, K."""
 MOST_TASKS = 3
 MOST_STATES = 4
 LIMIT = 16
@@ -51,7 +51,7 @@ class Trace:
 
     start: EpisodeStart
     actions: FloatArray
-    """[n, A] requested actions; actions after the end were not executed."""
+    """[n, A] requested actions; actions after the end of the episode were not executed."""
     seen: list[Seen] = field(default_factory=list)
     results: list[ChunkResult] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Trace:
         return sum(int(result.valid.sum()) for result in self.results)
 
     def any(self, flag: str) -> bool:
-        """Return whether an action of the episode has this flag."""
+        """Return whether the flag (for example `terminated`) is True for an executed action of the episode."""
         return any(bool(getattr(result, flag).any()) for result in self.results)
 
 
@@ -73,21 +73,21 @@ class Harness:
     cfg: EnvSettings
     seed: int
     note: str = ""
-    """Text after the name of the running check if it passes."""
+    """Text printed after the name of the current check if the check passes."""
     violations: list[Violation] = field(default_factory=list)
     """Violations of the current check."""
     doubts: list[Violation] = field(default_factory=list)
     """Warnings of the current check."""
     ending: Trace | None = None
-    """Episode that terminated by itself at its last action, if one was found."""
+    """Episode that terminated under random actions; None: not found."""
     demo: Trace | None = None
-    """Episode of the expert, with the actions before noise."""
+    """Episode of the scripted expert, with its actions before noise is added."""
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
     """Threads that ran before the environment was built."""
     children: frozenset[int] = field(default_factory=lambda: frozenset(children_left()))
     """Child processes that ran before the environment was built."""
     brightest: int = 0
-    """Largest pixel value of all observations so far."""
+    """Maximum pixel value of all observations so far."""
 
     def expect(self, holds: bool, field: str, expected: str, found: object) -> bool:
         """Add a violation if a condition is false; return the condition."""
@@ -146,7 +146,7 @@ class Harness:
 
     @property
     def horizon(self) -> int:
-        """Time limit of a task, env steps."""
+        """Time limit of an episode, in env steps."""
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
     def tasks(self) -> list[int]:
@@ -165,7 +165,7 @@ class Harness:
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Describe an episode; `ignore` applies if the environment supports it."""
+        """Return the start of an episode; `ignore` terminations applies if the environment supports it."""
         ignore = ignore and self.can_ignore
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
@@ -174,21 +174,21 @@ class Harness:
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
-        """Return the smallest and largest action [A]; -1 and 1 without declared bounds."""
+        """Return the lower and upper action bounds, each [A]; -1 and 1 if the environment declares none."""
         # An unbounded box has no largest action; try typical initial actions, or actions near its only bound.
         low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
         return low, np.where(np.isfinite(high), high, low + 2)
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
-        """Sample actions [count, A] within the bounds; equal streams give equal actions."""
+        """Sample actions [count, A] within the bounds; `stream` seeds the sampling."""
         draw, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
         if self.spec.action.sizes:
             return draw.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
         return draw.uniform(low, high, (count, len(high))).astype(np.float32)
 
     def observe(self, slot: int, fill: int = 0) -> Seen:
-        """Write an observation into arrays prefilled with `fill` (images) and NaN (state)."""
+        """Return the observation of a slot, written into arrays prefilled with `fill` (images) and NaN (state)."""
         spec = self.spec
         images = np.full((len(spec.cameras.names), *spec.cameras.size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
@@ -211,7 +211,7 @@ class Harness:
         chunk: int = CHUNK,
         between: Callable[[], object] | None = None,
     ) -> Trace:
-        """Reset the slot and run `actions` [n, A] in chunks to the end of the episode; call `between` before each."""
+        """Reset the slot and run `actions` [n, A] in chunks to the episode's end; call `between` before each chunk."""
         trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
         trace.seen.append(self.observe(slot))
@@ -256,7 +256,7 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
 
 
 _NEAR = 0.003
-"""Tolerance for equal episodes, relative to the largest value; for pixels, a mean difference of one grey level."""
+"""Tolerance for nearly equal episodes, relative to the largest value; for pixels, about one grey level on average."""
 
 
 def nearly_equal(one: Trace, other: Trace) -> bool:
@@ -288,11 +288,11 @@ def _near(one: FloatArray, other: FloatArray) -> bool:
 Check = Callable[[Harness], None]
 
 CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
-"""Names of each check's prerequisites, in the order of execution."""
+"""Function and prerequisites of each check by name, in the order of execution."""
 
 
 def check(*needs: str) -> Callable[[Check], Check]:
-    """Register a function as a check of that name, which runs if the checks in `needs` have passed."""
+    """Register a function as a check with the function's name; it runs if the checks in `needs` have passed."""
 
     def add(function: Check) -> Check:
         CHECKS[function.__name__] = function, needs

@@ -1,4 +1,4 @@
-"""Warnings about observations that a policy can use, but that are probably unintended."""
+"""Warnings about valid observations that are probably mistakes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from embodyrl.envs.gym.spaces import frames_of, is_text, leaves, member, spell
 _EXACT = 2**24
 """Largest integer that float32 represents exactly."""
 _LOST = 1e-6
-"""Smallest relative change that counts as lost in float32."""
+"""Minimum relative change for a warning if float32 cannot represent the change."""
 _PICTURE = 32
 """Minimum height and width of an array that is probably a greyscale image."""
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield one warning per problem of consecutive observations; the first observation is that of the reset."""
+    """Yield one warning per problem in the consecutive observations `seen`, the first of which is from the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
         name = spell(path)
@@ -49,7 +49,7 @@ def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
 
 
 def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Warn of values that lose precision in float32, the dtype of observations."""
+    """Warn about values that lose precision in float32, the dtype of observations."""
     if values[0].dtype.itemsize < 4 or values[0].dtype == np.float32:
         return
     for before, value in zip((values[0], *values), values, strict=False):
@@ -91,7 +91,10 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
 
 
 def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Warn of colour channels that are read as stacked frames, which shift by one place in each step."""
+    """Warn about colour channels that would be read as stacked frames.
+
+    Real stacked frames shift by one position in each step.
+    """
     if len(shape) != 3 or shape[-1] in (1, 3):
         return
     yield from _stacked_colours(name, shape, values)
@@ -119,7 +122,7 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
 
 
 def _stacked_colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Warn of a stack of RGB images [3n, H, W] or [H, W, 3n], which shifts by three places in each step."""
+    """Warn about stacked RGB images [3n, H, W] or [H, W, 3n], which shift by three channels in each step."""
     axis = int(np.argmin(shape))
     count, rest = divmod(shape[axis], 3)
     frames = [np.moveaxis(value, axis, 0) for value in values]

@@ -1,4 +1,4 @@
-"""Checks of `check-env` on episodes."""
+"""Checks of `check-env` that run episodes."""
 
 import time
 from dataclasses import replace
@@ -19,15 +19,15 @@ from embodyrl.extensions.check_env.harness import (
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
 SHORT = 5
-"""Env steps of the episode that tests the time limit; not a multiple of its chunk."""
+"""Length of the episode that tests the time limit, in env steps; not a multiple of SHORT_CHUNK."""
 SHORT_CHUNK = 3
 FOUND_STEPS = 64
-"""Maximum env steps of random actions in the search for an episode that terminates."""
+"""Maximum number of env steps with random actions to find an episode that terminates."""
 LONG_STEPS = 1000
 LONG_CHUNK = 25
 CLOSE_STEPS = 200
 LONG_SECONDS = 10.0
-"""Limits of the long check: steps, seconds."""
+"""Time limit of the check `lasts`, in seconds."""
 
 
 @check("spec")
@@ -87,7 +87,7 @@ def instruction(h: Harness) -> None:
 
 @check("observe")
 def reset_ids_differ(h: Harness) -> None:
-    """Check that reset ids of a task give different observations; not every pair must differ."""
+    """Check that the observations after different reset ids of a task are not all equal."""
     for task in h.tasks():
         ids = h.reset_ids(task)
         first, *others = (h.first_seen(h.start(reset_id)) for reset_id in ids)
@@ -98,7 +98,7 @@ def reset_ids_differ(h: Harness) -> None:
 
 @check("observe")
 def step(h: Harness) -> None:
-    """Check that a chunk gives arrays [n, K] of the right types, finite rewards, and one `after_step` per step."""
+    """Check that a chunk returns arrays [n, K] with the right dtypes, finite rewards, and one `after_step` per step."""
     slots, called = list(range(SLOTS)), []
     h.env.reset(slots, [h.first_start()] * SLOTS)
     actions = np.stack([h.actions(CHUNK)] * SLOTS)
@@ -179,7 +179,7 @@ def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
 
 @check("step")
 def flags(h: Harness) -> None:
-    """Check that an episode ends terminated or truncated, not both, and executes no action afterwards."""
+    """Check that an episode ends terminated or truncated, not both, and that no later action is executed."""
     traces = [h.play(0, h.first_start(limit=SHORT), h.actions(2 * SHORT), chunk=SHORT_CHUNK)]
     h.ending = h.ending or _find_ending(h)
     if h.ending is not None:
@@ -210,7 +210,7 @@ def _at(flags: BoolArray) -> str:
 
 
 def _find_ending(h: Harness) -> Trace | None:
-    """Find an episode that terminates under random actions."""
+    """Return an episode that terminates under random actions, or None."""
     ids = h.reset_ids(h.tasks()[0])
     played = (h.play(0, h.start(i, limit=h.horizon), h.actions(FOUND_STEPS, stream=i)) for i in ids)
     return next((trace for trace in played if trace.any("terminated")), None)

@@ -1,4 +1,4 @@
-"""Sections of the config that `check-env` uses."""
+"""Config sections that `check-env` uses."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -10,7 +10,7 @@ from embodyrl.leftovers import left_after
 
 MEASURED_STEPS = 64
 CLOSE_SECONDS = 1.0
-"""Time for threads and child processes to exit after `close`, seconds."""
+"""Maximum time for threads and child processes to exit after `close`, in seconds."""
 
 
 @check("step")

@@ -1,1 +1,1 @@
-"""The commands `ckpt` and `push`."""
+"""The commands `ckpt` (manage checkpoints) and `push` (upload to the Hugging Face hub)."""

@@ -99,7 +99,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _target(word: str) -> tuple[CheckpointStore, list[int]]:
-    """Return the store and the steps of a run or of one of its checkpoints."""
+    """Return the checkpoint store of a run and the steps to process: all steps, or that of the named checkpoint."""
     path = Path(word)
     step = path.name.removeprefix("step_")
     if path.parent.name == "checkpoints" and step.isdecimal():

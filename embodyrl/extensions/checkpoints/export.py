@@ -1,4 +1,4 @@
-"""Export: a checkpoint as a folder in the model's public layout, adapters merged, with a card; upload to the hub."""
+"""Export a checkpoint to a folder in the public model layout (merged adapters, model card), and upload to the hub."""
 
 import os
 import re
@@ -28,23 +28,23 @@ from embodyrl.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataExport:
-    """Data-dependent parts of an export."""
+    """Functions of an export that depend on the type of the training data."""
 
     kinds: tuple[type, ...]
-    """Classes of the section `data`."""
+    """Classes of the config section `data` that the functions support."""
     environment: Callable[[Any], EnvSpec]
-    """Return the environment of a policy trained on a section `data`."""
+    """Return the environment spec of a policy trained on the data of a section `data`."""
     task: Callable[[Any], str]
-    """Return the hub's name for the task of a section `data`."""
+    """Return the task category on the Hugging Face hub for a section `data`, for example robotics."""
     upload: Callable[[Path, str], tuple[str, str] | None]
-    """Return card and tag of the data set in a folder, for a repository; None if the folder is not a data set."""
+    """Return README text and git tag for the upload of a data set folder to a repository; None: not a data set."""
 
 
 EXPORTS: Registry[DataExport] = Registry(
     "export", group="embodyrl.exports", wants="a DataExport", fits=lambda found: isinstance(found, DataExport)
 )
 _UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
-"""Sections and keys of a run that exports ignore; code and addresses in them need no trust."""
+"""Config sections and keys that an export ignores, so their code and addresses need no `trust=true`."""
 
 
 def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
@@ -57,7 +57,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         overrides: `trust=true` if the run uses code that is not installed.
 
     Raises:
-        CheckpointError: the checkpoint is damaged; names the file.
+        CheckpointError: the checkpoint is damaged; the message names the file.
         ConfigError: `out` exists.
     """
     if out.exists():
@@ -86,7 +86,7 @@ def _save_merged(cfg: Config, source: Path, target: Path) -> None:
 
 
 def _shown(cfg: Config) -> EnvSpec:
-    """Return the environment of a policy; weights of a language model do not depend on rows."""
+    """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
     if found := _data_export(cfg):
         return found.environment(cfg.data)
     return env_spec(cfg)

@@ -1,1 +1,1 @@
-"""Command `play`: a policy and a person drive an environment from the browser, and episodes are recorded."""
+"""Command `play`: a policy and a person control an environment in turn, on a web page that can record episodes."""

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from embodyrl.extensions.own_loop.environment import SingleEnv
 
 _WATCHED = ("video=all",)
-"""Environment keys that affect rendering, set at construction."""
+"""Override that makes the environment render images."""
 _LONG = ("env.eval.max_episode_steps=100000",)
-"""Override that disables the time limit; the user ends an episode."""
+"""Override of the time limit of an episode: the user ends the episode."""
 _FOR_EVER = ("env.eval.ignore_terminations=true",)
-"""Override that continues episodes after success; recorded episodes end at success."""
+"""Override that continues an episode after success; not used for recorded episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayPage:
-    """The page of a run whose policy does not act in an environment with images."""
+    """Web page for a run without a robot environment, for example a chat page."""
 
     gets: Mapping[str, Callable[[], Answer]]
     posts: Mapping[str, Callable[[Any], Answer]]
@@ -41,7 +41,7 @@ class PlayPage:
 PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
     "page", group="embodyrl.play_pages", wants="a function of a run and of trust arguments", fits=takes(2)
 )
-"""Functions that return the page of a run without a robot environment, or None."""
+"""Functions that return the page for runs with one kind of policy, or None for other runs."""
 
 
 def play(args: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def page() -> Answer:
 
 
 def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
-    """Load the policy of a run, and build its environment without a time limit, if the environment permits."""
+    """Load the policy of a run, and build its environment, without a time limit if the environment permits that."""
     from embodyrl.extensions.own_loop.acting import load_policy
     from embodyrl.extensions.own_loop.environment import env_of
 

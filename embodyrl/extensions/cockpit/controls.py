@@ -1,4 +1,4 @@
-"""Actions of a person's pressed inputs."""
+"""Conversion of pressed keys and gamepad inputs to actions."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from embodyrl.types import ActionKind, ActionSpec, FloatArray
 
 
 def neutral_action(action: ActionSpec) -> FloatArray:
-    """Return the action [A] without an input, with an open gripper."""
+    """Return the action [A] for no pressed input: no motion, open gripper."""
     neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
     if action.gripper is not None:
         neutral[action.gripper.index] = action.gripper.open
@@ -17,11 +17,11 @@ def neutral_action(action: ActionSpec) -> FloatArray:
 
 
 def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
-    """Return the action [A] of pressed inputs.
+    """Return the action [A] for pressed inputs.
 
     Args:
         action: the action space.
-        amounts: how far each input is pressed, from 0 to 1, by its position in `controls_of`.
+        amounts: how far each input is pressed, from 0 to 1, by the index of the input in `controls_of`.
         last: the last executed action [A], whose gripper command is kept.
     """
     controls, found = controls_of(action), neutral_action(action)

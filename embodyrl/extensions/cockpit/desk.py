@@ -1,4 +1,4 @@
-"""Requests of the page: one client has control, the others only show the episode; repeated requests have no effect."""
+"""HTTP requests of the page `play`: one browser has control, all other browsers only show the episode."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from embodyrl.extensions.cockpit.scene import Scene
 from embodyrl.extensions.pages.loopback import Answer
 
 _MOST_CLIENTS = 64
-"""Number of clients whose last request is stored."""
+"""Number of clients (browser pages) whose last request and answer are stored."""
 _LONGEST_ID = 64
 
 
 @dataclass(slots=True)
 class _Client:
     seq: int = 0
-    """Number of the last executed request."""
+    """Sequence number of the last executed request."""
     request: str = ""
     answer: Answer | None = field(default=None, repr=False)
 
 
 class Desk:
-    """Answers the requests of the page.
+    """Request handlers of the page `play`.
 
-    `POST /act` executes the request `seq` of a client, which must follow the last request. A repeated request,
-    for example after a lost connection, returns the stored answer. A refused request does not count.
+    `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated
+    request, for example after a lost connection, returns the stored answer. A refused request does not count.
 
-    The simulator advances only on a request `tick` of the driving client: if its connection is lost or its computer
-    sleeps, the episode waits. Each answer contains the image after the step, so no frame is lost on a slow connection.
+    The simulator advances only on a request `tick` of the client that has control: if the connection is lost or the
+    client's computer sleeps, the episode waits. Each answer contains the image after the step, so no frame is lost
+    on a slow connection.
     """
 
     def __init__(self, name: str, scene: Scene | None = None) -> None:
         self.name, self.scene = name, scene
         self.note = ""
-        """Line of text above the image: the progress of a training."""
+        """Line of text above the image, for example the progress of the training."""
         self._driver = ""
         self._clients: OrderedDict[str, _Client] = OrderedDict()
         self._acts: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
@@ -52,11 +53,11 @@ class Desk:
 
     @property
     def posts(self) -> dict[str, Callable[[dict[str, Any]], Answer]]:
-        """Handlers of the web server."""
+        """Handlers of POST requests by URL path."""
         return {"/hello": self.hello, "/view": self.view, "/act": self.act}
 
     def hello(self, body: dict[str, Any]) -> Answer:
-        """Return the number of the client's last request, and the constants of the scene."""
+        """Return the sequence number of the client's last request, and the constants of the scene."""
         client, scene = _client(body), self.scene
         known = self._clients.get(client)
         content: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
@@ -71,7 +72,7 @@ class Desk:
         return self._answer(client, content, image=True)
 
     def view(self, body: dict[str, Any]) -> Answer:
-        """Return the state, with the image if it is newer than `after`."""
+        """Return the state of the scene, and the image if it is newer than the request's `after`."""
         moment = self.scene.moment if self.scene else 0
         return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
 
@@ -79,7 +80,7 @@ class Desk:
         """Execute a request of the client that has control.
 
         Raises:
-            ValueError: the request is malformed, out of order, or of a client that does not drive.
+            ValueError: the request is malformed or out of order, or the client does not have control.
         """
         name, seq, request = _client(body), _integer(body, "seq", 1), json.dumps(body, sort_keys=True)
         client = self._clients.get(name) or _Client()
@@ -104,7 +105,7 @@ class Desk:
         return client.answer
 
     def _answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
-        """Return the state as JSON behind its length (4 bytes, big-endian), and the image."""
+        """Return the body: length of the JSON (4 bytes, big-endian), the state as JSON, and the image as JPEG."""
         scene = self.scene
         content |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
         content["live"] = scene is not None

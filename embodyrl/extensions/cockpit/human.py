@@ -27,23 +27,23 @@ from embodyrl.plan.schema import Config
 from embodyrl.types import Observation
 
 _NO_LIMIT = 100_000
-"""Time limit of a corrected episode, env steps: the person ends it."""
+"""Time limit of a corrected episode, in env steps: effectively none, because the person ends the episode."""
 _SAMPLES = 4
-"""Number of sampled chunks per observation whose spread is the uncertainty of the policy."""
+"""Number of chunks sampled per observation to estimate the uncertainty of the policy."""
 _POLL_S = 0.2
-"""Interval of checks for signals while a person corrects, seconds."""
+"""Interval of checks for signals while a person corrects episodes, in seconds."""
 _CLOSING_S = 30.0
-"""Deadline for the current request at the end, seconds; a simulator may hang in it."""
+"""Deadline for the current request at the end, in seconds; a simulator may hang in it."""
 
 
 class HumanExpert:
-    """Person at a web page of this process; the address is printed once and is valid for all rounds."""
+    """DAgger expert: a person at a web page, whose address is the same for all rounds."""
 
     scripted: ClassVar[bool] = False
     authors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")
 
     def __init__(self, cfg: Config) -> None:
-        """Start the server of the page."""
+        """Start the web server, and print the address of the page."""
         self._cfg = cfg.dagger
         self._steps = cfg.runner.max_steps
         self._round = 0
@@ -79,7 +79,7 @@ class HumanExpert:
         self._note(f"training, step {step} of {self._steps}" + (f", loss {loss:.3g}" if loss is not None else ""))
 
     def close(self) -> None:
-        """Stop the server of the page; idempotent."""
+        """Stop the web server; idempotent."""
         self.desk.note = "all rounds are done"
         self.server.stop()
         self._thread.join(_CLOSING_S)
@@ -105,7 +105,7 @@ class HumanExpert:
             recording.close()
 
     def _correct(self, policy: LoadedPolicy, recording: Recording, reset_ids: Sequence[int]) -> None:
-        """Wait until a person has finished all episodes."""
+        """Show the episodes `reset_ids` on the page, and wait until a person has finished all of them."""
 
         def begin() -> None:
             cfg = policy.run_plan.cfg
@@ -128,7 +128,7 @@ class HumanExpert:
             self._run(end)
 
     def _run(self, act: Callable[[], None]) -> None:
-        """Run a function in the thread that answers requests."""
+        """Run a function in the thread that handles the requests of the page."""
 
         def answered() -> tuple[str, bytes]:
             act()
@@ -138,7 +138,7 @@ class HumanExpert:
 
 
 def uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:
-    """Return the mean standard deviation of sampled actions along an episode; 0 for a policy without noise."""
+    """Return the standard deviation of sampled actions, averaged over an episode; 0 for a deterministic policy."""
     spec = policy.policy.spec
     if not spec.takes_noise:
         return 0.0

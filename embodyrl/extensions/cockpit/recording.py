@@ -33,16 +33,16 @@ class Step:
     """[S]; None without a state or a recording."""
     instruction: str
     action: FloatArray
-    """[A] executed action."""
+    """[A] action that was executed."""
     reward: float
     success: bool
     actor: Actor
     picture: bytes
-    """Image after the action, JPEG; empty without a recording."""
+    """Rendered frame after the action as JPEG; empty without a recording."""
 
 
 class Recording:
-    """Data set to which every episode is appended as soon as it ends."""
+    """Data set of played episodes; each episode is appended when it ends."""
 
     def __init__(self, root: Path, run_plan: RunPlan, environment: Config | None = None) -> None:
         """Start or continue a data set.
@@ -50,7 +50,7 @@ class Recording:
         Args:
             root: folder of the data set.
             run_plan: plan of the policy and the environment.
-            environment: config whose environment is stored with the data; None: that of the plan.
+            environment: config whose environment is stored with the data; None: the config of `run_plan`.
 
         Raises:
             EmbodyError: the folder contains other files, or a data set of another policy.
@@ -69,7 +69,13 @@ class Recording:
         return self._writer.root
 
     def append(self, steps: Sequence[Step], start: Mapping[str, int], instruction: str) -> None:
-        """Write an episode to disk, and its video; `start`: task, reset_id and seed."""
+        """Write an episode and its video to disk.
+
+        Args:
+            steps: the executed steps.
+            start: task, reset_id and seed of the episode.
+            instruction: the language instruction.
+        """
         task, cameras = start["task"], self._env.cameras
         shape = (len(cameras.names), *cameras.size, 3)
         none, zero = np.zeros(shape, np.uint8), np.zeros(self._env.state_dim, np.float32)
@@ -92,7 +98,7 @@ class Recording:
         self._record_video(number, steps, instruction)
 
     def _record_video(self, number: int, steps: Sequence[Step], instruction: str) -> None:
-        """Write a video of the episode, in which the band below the image names the author of each action."""
+        """Write a video of the episode, with the author of each action in a band below the image."""
         stem = self.root / VIDEOS / f"episode_{number:05d}"
         video = VideoRecorder(stem, round(self._writer.card.fps), instruction, info=True)
         for step in steps:
@@ -101,5 +107,5 @@ class Recording:
         video.finish()
 
     def close(self) -> None:
-        """Stop the writer; idempotent."""
+        """Close the data set; idempotent."""
         self._writer.close()

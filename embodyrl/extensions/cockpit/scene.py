@@ -1,4 +1,4 @@
-"""An environment that a policy and a person drive in turn."""
+"""An environment in which a policy and a person act in turn."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from embodyrl.extensions.own_loop.environment import SingleEnv
 _QUALITY = 90
 """JPEG quality of the images of the page and of recorded videos."""
 _SAVED_STATES = 2000
-"""Number of the last env steps that can be rewound."""
+"""Maximum number of env steps that can be rewound."""
 _LONGEST_TEXT = 200
 """Maximum length of an instruction, in characters."""
 
 
 class Scene:
-    """One episode at a time; every step is executed by the policy or by a person."""
+    """One environment with one episode at a time; each action comes from the policy or from a person."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Scene:
         self.controls = controls_of(env.layout.action)
         self.rewinds = env.layout.simulator.saves_state
         self.moment = 0
-        """Number of changes of the scene so far."""
+        """Counter that increases with every change of the scene; the page compares it with its last image."""
         self.kept = 0
         """Number of recorded episodes."""
         self.assigned = 0
@@ -62,7 +62,7 @@ class Scene:
         return len(self._reset_ids) - self.assigned
 
     def begin(self, task: int = -1) -> None:
-        """Record the open episode, and start the next of `reset_ids` or an episode of a task; -1: any task.
+        """Record the current episode, and start the next episode of `reset_ids`, or one of `task` (-1: any task).
 
         Raises:
             ValueError: the environment has no such task.
@@ -92,7 +92,7 @@ class Scene:
         self._render()
 
     def keep(self) -> None:
-        """Record the open episode and end it."""
+        """Record and end the current episode."""
         if self._recording is not None and self._steps:
             self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
             self.kept += 1
@@ -100,11 +100,11 @@ class Scene:
         self.over = True
 
     def restart(self) -> None:
-        """Discard the open episode, and start it again from its initial state."""
+        """Discard the current episode, and start it again from its initial state."""
         self._reset()
 
     def rewind(self, steps: int) -> None:
-        """Discard the last steps, and continue from the simulator's state before them."""
+        """Discard the last `steps` env steps, and restore the simulator state before them."""
         if not self.rewinds or not self._steps:
             raise ValueError("no earlier state of the simulator is saved")
         first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
@@ -116,10 +116,10 @@ class Scene:
         self._render()
 
     def say(self, instruction: str) -> None:
-        """Set the instruction of the next actions; empty: the task's own.
+        """Set the instruction for the next actions of the policy; empty: the instruction of the task.
 
         Raises:
-            ValueError: the episode is recorded, with the task's own instruction.
+            ValueError: episodes are recorded, which requires the instruction of the task.
         """
         if self._recording is not None:
             raise ValueError(
@@ -130,10 +130,10 @@ class Scene:
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute the action of a person's inputs by index (see `action_of`), or the policy's action if None.
+        """Execute one env step: the action for a person's inputs (see `action_of`), or the policy's if None.
 
-        The person's first action drops the rest of the policy's chunk; after the hand-back, the policy acts on the
-        observation of that moment.
+        The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
+        infers a new chunk from the current observation.
         """
         if self.over:
             return
@@ -167,7 +167,7 @@ class Scene:
     def _render(self) -> None:
         frame = np.ascontiguousarray(self.env.render())
         self.picture: bytes = simplejpeg.encode_jpeg(frame, _QUALITY, "RGB")
-        """The rendered image as JPEG."""
+        """Last rendered frame as JPEG."""
         self.moment += 1
 
     def state(self) -> dict[str, Any]:

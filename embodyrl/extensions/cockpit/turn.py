@@ -1,4 +1,4 @@
-"""The policy's turn in an episode that advances one env step at a time."""
+"""Action selection of a policy in an episode that advances one env step at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodyrl.types import FloatArray
 
 
 class Turn:
-    """Chooses each action of a policy, with the delay and the overlap of its run (see `extensions.delay.env`)."""
+    """Selects the next action from the policy's chunks, with the delay and overlap of its run (see `delay.env`)."""
 
     def __init__(self, policy: LoadedPolicy) -> None:
         self._policy = policy
@@ -22,19 +22,25 @@ class Turn:
         overlap = 0 if self._timing is None else self._timing.overlap
         self._period = policy.policy.spec.num_action_chunks - overlap
         self._chunk: FloatArray | None = None
-        """[K, A] chunk whose action `_next` is executed next; None: the policy has not acted yet."""
+        """[K, A] current chunk, in which `_next` is the index of the next action; None: no chunk yet."""
         self._next = 0
         self._following: tuple[int, FloatArray] | None = None
-        """Delay and actions [K, A] of the next chunk, once its observation was made."""
+        """Delay and actions [K, A] of the next chunk; None before its observation."""
         self._count = 0
         """Number of chunks since the policy began to act."""
 
     def end(self) -> None:
-        """Drop all planned actions: the next chunk is the first one, without delay."""
+        """Discard all planned actions; the next chunk has no delay, as at the start of an episode."""
         self._chunk, self._following, self._next, self._count = None, None, 0, 0
 
     def action(self, seen: dict[str, Any], start: Mapping[str, int], instruction: str | None) -> FloatArray:
-        """Return the next action [A]; `start`: reset_id and seed of the episode, which determine its delays."""
+        """Return the next action [A].
+
+        Args:
+            seen: the current observation.
+            start: reset_id and seed of the episode, which determine its delays.
+            instruction: the language instruction.
+        """
         if self._chunk is None:
             self._chunk = self._infer(seen, 0, None, instruction)
         chunk = self._chunk

@@ -41,7 +41,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def read_settings(words: Sequence[str]) -> ConversionSettings:
-    """Parse and check the settings of the command line.
+    """Parse and check the settings among the command-line arguments.
 
     Raises:
         ConfigError: one line per problem.

@@ -1,6 +1,7 @@
-"""Conversion: episodes of a source become a LeRobot dataset v3.0 with the description of its environment.
+"""Convert the episodes of a source to a LeRobot dataset v3.0 with a description of the environment.
 
-The result is written next to its final folder and renamed when complete; an interrupted conversion continues there.
+The result is written to a temporary folder next to the final folder, which is renamed when complete; an interrupted
+conversion resumes from the temporary folder.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class ConvertResult:
     frames: int
     tasks: int
     left_out: int
-    """Episodes with non-finite numbers."""
+    """Number of episodes left out because of non-finite numbers."""
 
 
 def open_source(path: Path, data: ConversionSettings) -> Source:
     """Open a source; its files determine the format.
 
     Raises:
-        ConfigError: the path contains none of the formats.
+        ConfigError: the path contains no demonstrations in a known format.
         EmbodyError: the source is damaged.
     """
     if not path.exists():
@@ -69,7 +70,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
     """Convert the episodes that are not converted yet, and rename the result to `out`.
 
     Raises:
-        EmbodyError: an episode is damaged; the episodes before it are kept, and the same command continues.
+        EmbodyError: an episode is damaged; earlier episodes are kept, and the same command resumes the conversion.
         ConfigError: the incomplete result was begun with other settings.
     """
     partial = out.with_name(out.name + _PARTIAL)
@@ -103,7 +104,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
 
 
 def _resumed_card(partial: Path, card: Card) -> Card:
-    """Return the card of an incomplete result, or a new card.
+    """Return the metadata card of an incomplete result; without an incomplete result, return `card`.
 
     Raises:
         ConfigError: the incomplete result was begun with other settings.
@@ -131,7 +132,7 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
     """Assemble an episode; return None for an episode with non-finite numbers, which is left out.
 
     Raises:
-        EmbodyError: its columns differ in length or shape, or a number is not finite.
+        EmbodyError: the columns differ in length or shape, or a number is not finite.
     """
     steps = {name: len(values) for name, values in {**raw.columns, **raw.texts}.items()}
     if len(set(steps.values())) != 1 or not all(steps.values()):
@@ -170,7 +171,7 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
 
 
 def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
-    """Return the images of the cameras [T, C, H, W, 3]."""
+    """Return the images of all cameras, [T, C, H, W, 3]."""
     cameras = plan.card.env.cameras
     images = np.zeros((length, len(cameras.names), *cameras.size, 3), np.uint8)
     for camera, name in enumerate(cameras.names):
@@ -185,7 +186,7 @@ def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
 
 
 def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatArray:
-    """Return the columns of a target side by side [T, n]."""
+    """Return the concatenated columns of a target, [T, n]."""
     with np.errstate(over="ignore"):  # reported as non-finite
         parts = [raw.columns[name].astype(np.float32).reshape(length, -1) for name in plan.columns_of(target)]
     joined = np.concatenate(parts, axis=1) if parts else np.zeros((length, 0), np.float32)
@@ -196,10 +197,12 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
 
 
 def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | None:
-    """Return success by step: the column of that name, or reward 1 if all rewards are 0 or 1; None: unknown.
+    """Return the success flag of each step [T], or None if it is unknown.
+
+    The source is the success column, or without one the reward, if all rewards are 0 or 1.
 
     Raises:
-        EmbodyError: the column contains other values than 0 and 1.
+        EmbodyError: the success column contains other values than 0 and 1.
     """
     for name in plan.columns_of(Target.success):
         stored = raw.columns[name].reshape(len(reward), -1)

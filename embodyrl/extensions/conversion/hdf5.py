@@ -39,10 +39,10 @@ def find_hdf5(source: Path) -> list[Path]:
 
 
 class Hdf5Source:
-    """Episodes of one or several files."""
+    """Episodes of one or several HDF5 files."""
 
     def __init__(self, source: Path, files: Sequence[Path]) -> None:
-        """Return a subgroup; raises ValueError.
+        """Read the layout and the metadata of the files.
 
         Raises:
             MissingDependencyError: h5py is not installed.
@@ -117,7 +117,7 @@ def _opened(path: Path, name: str = "") -> Iterator[Any]:
 
 
 def _group(parent: Any, name: str) -> Any:
-    """Return a group of a group; raises ValueError."""
+    """Return the group `name` of `parent`; raise ValueError if it is missing or not a group."""
     found = _member(parent, name)
     if not hasattr(found, "keys"):
         raise ValueError(f"{found.name} is not a group")
@@ -125,7 +125,10 @@ def _group(parent: Any, name: str) -> Any:
 
 
 def _member(parent: Any, name: str) -> Any:
-    """Return a member stored in this file; raises ValueError, since a link or external data may name any other file."""
+    """Return the member `name` of `parent`; raise ValueError if it is missing or stored in another file.
+
+    Links and external data are refused, because they can read any file of the computer.
+    """
     import h5py
 
     item = parent
@@ -139,12 +142,12 @@ def _member(parent: Any, name: str) -> Any:
 
 
 def _is_array(item: Any) -> bool:
-    """Return True for a dataset of numbers with at least one dimension, the step."""
+    """Return True for an HDF5 dataset of numbers with at least one dimension, the time step."""
     return bool(getattr(item, "shape", ())) and item.dtype.kind in "biuf"
 
 
 def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
-    """Yield the arrays of an episode whose first dimension is the step."""
+    """Yield name and shape of the arrays of an episode; the first dimension of an array is the time step."""
     actions, found = _member(demo, "actions"), {}
     if not _is_array(actions):
         raise ValueError(f"{actions.name} is not a numeric array with one row per step")

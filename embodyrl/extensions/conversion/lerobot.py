@@ -20,7 +20,7 @@ _OUTCOMES = (str(Target.reward), str(Target.success))
 
 
 class LerobotSource:
-    """Episodes of a data set with one file per episode."""
+    """Episodes of a LeRobot v2 data set, which has one file per episode."""
 
     def __init__(self, root: Path, data: ConversionSettings) -> None:
         """Read the numeric columns of all episodes.
@@ -92,7 +92,7 @@ class LerobotSource:
 
 
 def _read_outcomes(root: Path, names: Sequence[str], columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
-    """Return rewards and success flags of all steps [N, 1] by column.
+    """Return the reward and success columns `names` of all steps, each [N, 1], by column name.
 
     Raises:
         ConfigError: a column does not exist.
@@ -107,10 +107,10 @@ def _read_outcomes(root: Path, names: Sequence[str], columns: Mapping[str, Colum
 def _settings(
     root: Path, keys: Mapping[str, str], columns: Mapping[str, Column], skip_nonfinite: bool
 ) -> DemonstrationSettings:
-    """Return the settings that read the columns of `keys`.
+    """Return the settings to read the columns in `keys` (source column: target).
 
     Raises:
-        ConfigError: a column does not exist, is named twice, or has a target without a counterpart.
+        ConfigError: a column does not exist, is named twice, or has an unsupported name in the result.
     """
     targets = list(keys.values())
     for name, target in keys.items():

@@ -1,4 +1,4 @@
-"""Plan of a conversion: the columns of a source, their names, and the description of the result."""
+"""Plan of a conversion: the columns to convert, their names in the result, and the metadata of the result."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _FPS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The columns of a source, the names that they get, and the description of the result."""
+    """The columns to convert, their names in the result, and the metadata of the result."""
 
     keys: Mapping[str, str]
     card: Card
-    """Card of the result without tasks, which are complete only at the end."""
+    """Metadata card of the result, without tasks: the tasks are added at the end of the conversion."""
     episodes: int
     kind: str
     assumes_fps: bool
     """True if neither the settings nor the source contain the frame rate."""
 
     def columns_of(self, target: str) -> list[str]:
-        """Return the columns of a target, in order."""
+        """Return the source columns with the name `target` in the result, in order."""
         return [column for column, name in self.keys.items() if name == target]
 
     def facts(self, source: Path, out: Path) -> list[tuple[str, str]]:
-        """Return name and text of the banner lines."""
+        """Return the lines of the start banner, as pairs of name and text."""
         env = self.card.env
         (height, width), images = env.cameras.size, "mp4" if self.card.video else "png"
         cameras = ", ".join(f"{name} ({self.columns_of(CAMERA + name)[0]})" for name in env.cameras.names)
@@ -53,10 +53,10 @@ class Plan:
 
 
 def plan_conversion(described: Description, data: ConversionSettings, origin: str) -> Plan:
-    """Choose columns and conventions from the settings, or else from the source's layout.
+    """Choose columns and conventions from the settings, with defaults from the layout of the source.
 
     Raises:
-        ConfigError: a column does not exist or has another content, or no column is the action.
+        ConfigError: a column does not exist or has the wrong type, or no column is the action.
     """
     keys = _columns(described, data)
     dim, state_dim = (
@@ -92,7 +92,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
 
 
 def _columns(described: Description, data: ConversionSettings) -> dict[str, str]:
-    """Return the name of each column to convert."""
+    """Return the name in the result of each column to convert, by source column."""
     usual = {name: target for name, target in described.conventions.keys.items() if name in described.columns}
     keys = data.keys or usual
     for name, target in keys.items():

@@ -1,4 +1,4 @@
-"""Source: RLDS data sets as TensorFlow Datasets stores them, with nested `steps` in TFRecord files."""
+"""Source: RLDS data sets in the layout of TensorFlow Datasets, with nested `steps` in TFRecord files."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _LIBERO = libero_keys(
     task=_INSTRUCTION,
 )
 _LIBERO_NAME = re.compile("liber_?o")
-"""TensorFlow Datasets turns the class LIBERO_10 into liber_o10."""
+"""Prefix of LIBERO data sets; TensorFlow Datasets converts the class name LIBERO_10 to liber_o10."""
 _COMMON = {"action": "action", "observation/state": "observation.state", "reward": "next.reward", _INSTRUCTION: "task"}
 _LEAVES = {"image": Kind.image, "tensor": Kind.numbers, "text": Kind.text}
 
 
 def find_rlds(source: Path) -> Path | None:
-    """Return the folder with the metadata: the source, or its only version."""
+    """Return the folder with the metadata: the source itself, or the folder of its only version; None: not RLDS."""
     folders = [path.parent for path in (source / FEATURES, *sorted(source.glob(f"*/{FEATURES}"))) if path.is_file()]
     if len(folders) > 1 and folders[0] != source:
         names = ", ".join(folder.name for folder in folders)
@@ -52,14 +52,14 @@ def find_rlds(source: Path) -> Path | None:
 
 
 class RldsSource:
-    """Episodes of one split."""
+    """Episodes of one split of an RLDS data set."""
 
     def __init__(self, folder: Path, data: ConversionSettings) -> None:
-        """Read the metadata.
+        """Read the metadata of the data set.
 
         Raises:
             EmbodyError: a file of metadata is missing or damaged.
-            ConfigError: no such split, or an unsupported file format.
+            ConfigError: the split does not exist, or the file format is not supported.
         """
         info, features = (_read_json(folder / name) for name in (INFO, FEATURES))
         try:
@@ -153,7 +153,7 @@ def _numbers(stored: Feature, column: Column) -> np.ndarray:
 
 
 def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Column]]:
-    """Yield the columns of a step with their paths; parts of unknown size are left out."""
+    """Yield path and shape of the columns of a step; columns of unknown size are left out."""
     if "featuresDict" in feature:
         for name, part in feature["featuresDict"]["features"].items():
             yield from _columns(part, f"{prefix}/{name}" if prefix else name)

@@ -10,7 +10,7 @@ from embodyrl.extensions.demonstrations.settings import FrameFormat
 
 
 class Target(StrEnum):
-    """Names in the converted data set that a column of the source can have; cameras are `observation.images.<name>`."""
+    """Column names of the converted data set, other than those of cameras (`observation.images.<name>`)."""
 
     action = "action"
     state = "observation.state"
@@ -20,7 +20,7 @@ class Target(StrEnum):
 
 
 CAMERA = "observation.images."
-"""Prefix of the name of a camera."""
+"""Prefix of the column name of a camera in the converted data set."""
 
 
 def _is_target(name: str) -> bool:
@@ -28,7 +28,7 @@ def _is_target(name: str) -> bool:
 
 
 class ConversionSettings(Settings):
-    """Settings that describe the source, and the form of the result."""
+    """Settings that describe the source and the format of the result."""
 
     keys: Annotated[
         dict[str, str],
@@ -56,6 +56,6 @@ class ConversionSettings(Settings):
 
 
 class ConvertSettings(Settings):
-    """The settings of the command."""
+    """The settings of `embodyrl convert`."""
 
     data: ConversionSettings = ConversionSettings()

@@ -1,4 +1,4 @@
-"""Interface of sources: a description, and episodes by number as arrays of their columns."""
+"""Interface of sources of demonstrations: a description, and episodes as arrays by column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embodyrl.extensions.conversion.settings import CAMERA, Target
 
 
 class Kind(StrEnum):
-    """Content of a column."""
+    """Type of the values of a column."""
 
     image = "image"
     numbers = "numbers"
@@ -23,21 +23,21 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One value per step."""
+    """Description of a column, which has one value per step."""
 
     kind: Kind
     shape: tuple[int, ...] = ()
-    """[H, W, C] of an image, shape of the numbers of a step; () for a scalar or a text."""
+    """Shape of one value: (H, W, C) for an image, () for a scalar or a text."""
 
     @property
     def size(self) -> int:
-        """Number of values per step."""
+        """Number of scalars per step."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conventions:
-    """Conventions of a known layout; settings override each value."""
+    """Default column names and conventions of a known layout; settings override each value."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     gripper: tuple[float, float] | None = None
@@ -47,10 +47,10 @@ class Conventions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Contents of a source."""
+    """Contents of a source, without its episodes."""
 
     kind: str
-    """Format, for the banner."""
+    """Name of the format, for the start banner."""
     name: str
     """Name of the environment or robot."""
     episodes: int
@@ -64,9 +64,9 @@ class RawEpisode:
     """The requested columns of one episode of T steps."""
 
     number: int
-    """Number in the source, from 0."""
+    """Index of the episode in the source, from 0."""
     where: str
-    """File and position, for error messages."""
+    """File and position of the episode, for error messages."""
     columns: Mapping[str, np.ndarray]
     """Arrays [T, ...] by column name: numbers, and images as uint8 [T, H, W, 3]."""
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class RawEpisode:
 
 
 class Source(Protocol):
-    """A source of episodes."""
+    """A data set in another format, which yields its episodes in order."""
 
     @property
     def description(self) -> Description:
@@ -96,12 +96,12 @@ LIBERO_TARGETS = ("agentview", "robot0_eye_in_hand")
 
 
 def libero_keys(front: str, wrist: str, states: Sequence[str], action: str, **more: str) -> Mapping[str, str]:
-    """Return the names of LIBERO's columns, with the cameras of the environment `libero`."""
+    """Return the names in the result by column of a LIBERO data set; cameras are named as in the env `libero`."""
     cameras = {column: f"{CAMERA}{name}" for column, name in zip((front, wrist), LIBERO_TARGETS, strict=True)}
     named = {column: str(Target[target]) for target, column in more.items()}
     return {**cameras, **dict.fromkeys(states, str(Target.state)), action: str(Target.action), **named}
 
 
 def plain_shape(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Return a shape of whole numbers."""
+    """Return a shape from a JSON file as a tuple of integers."""
     return tuple(int(size) for size in shape)

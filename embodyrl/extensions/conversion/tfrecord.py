@@ -19,7 +19,7 @@ from embodyrl.errors import EmbodyError
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 _POLYNOMIAL = np.uint32(0x82F63B78)
-"""CRC-32C (Castagnoli), bits reversed."""
+"""Polynomial of CRC-32C (Castagnoli), with reversed bits."""
 _LANES = 1024
 _SHORT = 64
 _Words = npt.NDArray[np.uint32]
@@ -62,7 +62,7 @@ def crc32c(data: bytes) -> int:
 
 
 def _shift_by(count: int) -> _Words:
-    """Return the linear map of a state over `count` zero bytes, as the images of its 32 bits."""
+    """Return the linear map of a CRC state by `count` zero bytes, as the images of the 32 unit vectors."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _TABLE[bits & np.uint32(255)] ^ (bits >> np.uint32(8)), bits
     while count:
@@ -73,7 +73,7 @@ def _shift_by(count: int) -> _Words:
 
 
 def _apply(images: _Words, states: _Words) -> _Words:
-    """Apply a linear map to states [n]."""
+    """Apply a linear map over GF(2), given by the images of the 32 unit vectors, to states [n]."""
     result = np.zeros_like(states)
     for bit in range(32):
         result ^= np.where(states >> np.uint32(bit) & np.uint32(1), images[bit], np.uint32(0))
@@ -81,7 +81,7 @@ def _apply(images: _Words, states: _Words) -> _Words:
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the checksum of TFRecord files: rotated, with an offset."""
+    """Return the checksum of TFRecord files: the CRC-32C, rotated and with an offset."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -128,7 +128,7 @@ def parse_example(content: bytes) -> dict[str, Feature]:
     """Return the features of a `tf.train.Example` by name.
 
     Raises:
-        ValueError: the content is not such a message.
+        ValueError: the content is not a valid `tf.train.Example`.
     """
     found: dict[str, Feature] = {}
     for number, features in _fields(memoryview(content)):
@@ -168,7 +168,7 @@ def _integers(content: bytes) -> npt.NDArray[np.int64]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and content of the fields of a message; varints and numbers as their bytes."""
+    """Yield number and content of the fields of a protobuf message; the content of a number is its raw bytes."""
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)

@@ -1,1 +1,1 @@
-"""Chunks that begin some env steps after their observation."""
+"""Inference delay: action chunks that begin some env steps after their observation was made."""

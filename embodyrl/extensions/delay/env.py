@@ -1,10 +1,10 @@
-"""Chunks that begin some env steps after their observation, while the previous chunk continues.
+"""Inference delay: a chunk begins some env steps after its observation; meanwhile the previous chunk continues.
 
-A chunk has K actions, of which the last `overlap` cover steps of the next chunk: one observation every s = K - overlap
-steps. With a delay d <= min(s, overlap), a chunk for the observation of step t executes its actions d..s-1 at steps
-t+d..t+s-1, and then its actions s..s+d'-1 until the next chunk, with delay d', begins. The first chunk of an episode
-has no delay: its actions start at 0. Everything is counted in env steps, so the results do not depend on the speed of
-the policy.
+A chunk has K actions. Its last `overlap` actions are for env steps that the next chunk also covers, so there is one
+observation every s = K - overlap steps. The delay d of a chunk is at most min(s, overlap). The chunk for the
+observation of step t executes its actions d..s-1 at steps t+d..t+s-1. Until the next chunk begins, after delay d', its
+actions s..s+d'-1 follow. The first chunk of an episode has no delay: its actions start at 0. Delays are numbers of env
+steps, so the results do not depend on the speed of the policy.
 
 The record of a chunk contains the results of exactly the actions that this chunk executed; `valid` is False for all
 others. Algorithms therefore need no changes.
@@ -27,15 +27,15 @@ WINDOW = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Delays of the chunks of an environment."""
+    """Distribution of the inference delay of an environment, and the overlap of consecutive chunks."""
 
     low: int
     high: int
     """Maximum delay; delays are uniform in low..high."""
     overlap: int
-    """Number of actions of a chunk that overlap with the next chunk."""
+    """Number of actions at the end of a chunk for env steps that the next chunk also covers."""
     observed: bool
-    """True if the state contains the committed actions."""
+    """True if the state contains the committed actions: those of the previous chunk that will still be executed."""
 
     def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
         """See `envs.factory.Delay` and `with_delay`."""
@@ -50,13 +50,13 @@ class Timing:
         return DelayedEnv(env, self, num_slots)
 
     def fits(self, chunk: int) -> bool:
-        """Return whether chunks with this number of actions are long enough."""
+        """Return whether chunks of `chunk` actions are long enough for the maximum delay and the overlap."""
         return self.overlap >= self.high and chunk - self.overlap >= max(1, self.high)
 
     def delays(self, seed: int, reset_id: int, chunk: int) -> tuple[int, int]:
-        """Return the delay of a chunk of an episode, and the delay that the policy observes, both in 0..high.
+        """Return the delay of chunk number `chunk` of an episode, and the delay that the policy observes.
 
-        The observed delay is the largest of the last `WINDOW` earlier chunks; `high` before there is one.
+        The observed delay is the maximum over the last `WINDOW` delayed chunks, or `high` before the first of them.
         """
         if chunk == 0:
             return 0, 0
@@ -71,7 +71,7 @@ class Timing:
 
 
 def delay_of(cfg: Any, context: EnvContext) -> Timing:
-    """Return the timing of an environment."""
+    """Return the delay and overlap from the settings of an environment and of the run."""
     low, high = cfg.delay
     overlap = high if context.overlap is None else context.overlap
     observed = context.observe_committed or cfg.control.observe_committed
@@ -79,10 +79,10 @@ def delay_of(cfg: Any, context: EnvContext) -> Timing:
 
 
 def with_delay(spec: EnvSpec, timing: Timing, chunk: int) -> EnvSpec:
-    """Return the spec of an environment with a timing, for a policy with `chunk` actions per chunk (0: unknown).
+    """Return the spec of the delayed environment, for a policy with `chunk` actions per chunk (0: unknown).
 
     Raises:
-        ConfigError: the chunks are too short, or the simulator cannot step some of its slots.
+        ConfigError: the chunks are too short, or the simulator can only step all its slots at once.
     """
     problems = []
     if chunk and not timing.fits(chunk):
@@ -113,7 +113,7 @@ def without_committed(spec: EnvSpec) -> EnvSpec:
 
 
 def committed_columns(delay: int, left: FloatArray | None, width: int) -> FloatArray:
-    """Return the last `width` columns of the state (see `CommittedSpec`).
+    """Return the committed actions and the delay as state columns [width] (see `CommittedSpec`).
 
     Args:
         delay: delay that the policy observes.
@@ -129,17 +129,17 @@ def committed_columns(delay: int, left: FloatArray | None, width: int) -> FloatA
 
 @dataclass
 class _Running:
-    """Episode of a slot."""
+    """Current episode of a slot."""
 
     start: EpisodeStart
     chunks: int = 0
     """Number of executed chunks."""
     begin: int = 0
-    """First action of the next chunk that is executed."""
+    """Index of the first action of the next chunk that will be executed."""
     reported: int = 0
     """Delay that the policy observes."""
     left: FloatArray | None = None
-    """[overlap, A] actions of the last chunk after the observation."""
+    """[overlap, A] last actions of the previous chunk, planned for the env steps after the observation."""
 
 
 class DelayedEnv:
@@ -169,7 +169,7 @@ class DelayedEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute the actions [n, K, A] of each chunk, except the actions that another chunk replaces.
+        """Execute the chunks [n, K, A], without the actions that the previous or the next chunk replaces.
 
         Raises:
             EnvError: the chunk is too short for the delay; see also `Env.step_chunk`.
@@ -206,7 +206,7 @@ class DelayedEnv:
         part: slice,
         after_step: AfterStep | None,
     ) -> list[int]:
-        """Execute a part of the chunks of these rows; return the rows whose episode continues."""
+        """Execute the actions `part` of the chunks in `rows`; return the rows whose episode continues."""
         if part.start == part.stop or not rows:
             return rows
         chosen = [slots[row] for row in rows]
@@ -227,13 +227,13 @@ class DelayedEnv:
         instead: FloatArray | None = None,
         after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
-        """Execute the scripted expert, which acts at each step, without a delay (see `Env.expert_chunk`)."""
+        """Run the scripted expert without delay, one action per env step (see `Env.expert_chunk`)."""
         found = self.inner.expert_chunk(slots, num_actions, noise=noise, instead=instead, after_step=after_step)
         self._look(slots)
         return found
 
     def _look(self, slots: Sequence[int]) -> None:
-        """Store the current observations, which the policy gets for the next chunk."""
+        """Store the current observations, from which the policy computes the next chunk."""
         self.inner.observe(slots, self._images, self._state, np.array(slots, np.int64))
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:

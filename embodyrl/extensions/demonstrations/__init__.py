@@ -1,1 +1,1 @@
-"""Demonstrations on disk in the LeRobot dataset layout v3.0: writing, reading, checking. Does not import torch."""
+"""Writer, reader and checks of demonstrations in the LeRobot dataset layout v3.0; importing does not load torch."""

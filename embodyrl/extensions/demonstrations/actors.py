@@ -1,4 +1,4 @@
-"""Start the actor ranks of SFT, which has no simulators."""
+"""Start the training processes (actor ranks) of SFT, which needs no simulators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from embodyrl.workers.lifecycle import PolicyHostInit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedActors(Started):
-    """Running SFT ranks; samples are passed through the arena."""
+    """Running actor ranks of an SFT run; the driver passes samples through shared memory (the arena)."""
 
     loop: EventLoop
 
@@ -40,9 +40,9 @@ class SupervisedActors(Started):
 
     @contextmanager
     def holding(self, samples: Samples, rows: IntArray, plain: BoolArray | None = None) -> Iterator[IntArray]:
-        """Write the samples `rows` into records, which are valid inside the block.
+        """Write the samples with indices `rows` into arena records, and yield their tickets; freed after the block.
 
-        `plain`: mask of the samples without a suffix of their instruction.
+        `plain`: mask of the samples to write without the suffix of the instruction.
         """
         bare = np.zeros(len(rows) * samples.width, np.bool_) if plain is None else np.repeat(plain, samples.width)
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()

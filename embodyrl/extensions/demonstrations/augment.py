@@ -2,8 +2,8 @@
 
 Brightness +-0.2, contrast and saturation 0.8 to 1.2, hue +-0.05, in this order, and a random crop of 0.9 of the area.
 The crop is implemented as a shift: a frame shifted by up to half the crop margin, and then cropped at its
-centre as in the official evaluation, equals a random crop. If evaluation does not crop, a
-shift keeps the scale of evaluation.
+centre as in the official evaluation, equals a random crop. If evaluation does not crop, training and evaluation
+frames have the same scale.
 """
 
 import math
@@ -19,7 +19,7 @@ BRIGHTNESS = 0.2
 CONTRAST = (0.8, 1.2)
 SATURATION = (0.8, 1.2)
 HUE = 0.05
-"""Fraction of the full hue circle."""
+"""Maximum hue rotation, as a fraction of the full circle."""
 CROP_AREA = 0.9
 
 
@@ -54,9 +54,9 @@ def _changed(frames: Tensor, draws: Tensor) -> Tensor:
 
 
 def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None) -> Tensor:
-    """Shift frames [N, H, W, 3] by whole pixels, at most `pixels` to each side; edges repeat their last pixels.
+    """Shift frames [N, H, W, 3] by whole pixels, at most `pixels` in each direction; edge pixels are repeated.
 
-    `down` and `right` [N] are uniform in [0, 1). Without `pixels`: inside the margin of the crop.
+    `down` and `right` [N] are uniform random numbers in [0, 1). Default of `pixels`: the margin of the crop.
     """
     count, height, width, _ = frames.shape
     margin = (1.0 - math.sqrt(CROP_AREA)) / 2.0
@@ -76,7 +76,10 @@ def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None
 
 
 def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
-    """Adjust brightness, contrast, saturation and hue of [N, 3, H, W] in 0..1 by samples [4, N] in [0, 1)."""
+    """Adjust brightness, contrast, saturation and hue of images [N, 3, H, W] in 0..1.
+
+    `draws` [4, N] are uniform random numbers in [0, 1), one row per property.
+    """
     brightness, contrast, saturation, hue = (d[:, None, None, None] for d in draws)
     pixels = pixels + (2.0 * brightness - 1.0) * BRIGHTNESS
     mean = pixels.mean(dim=(2, 3), keepdim=True)
@@ -85,11 +88,12 @@ def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
 
 
 def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
-    """Scale saturation and rotate the hue of [N, 3, H, W] in 0..1, in HSV; factor and turn broadcast over pixels.
+    """Scale the saturation and rotate the hue of images [N, 3, H, W] in 0..1.
 
-    HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6; turns of
-    up to a third of the circle. On a CPU, `where`, `remainder` and a maximum with index are simpler but ten times
-    slower than sums and products.
+    `saturation` (a factor) and `hue` (a fraction of a turn, at most a third) broadcast over pixels.
+
+    HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6. On a CPU,
+    `where`, `remainder` and a maximum with index are simpler but ten times slower than sums and products.
     """
     value = pixels.amax(dim=1, keepdim=True)
     spread = value - pixels.amin(dim=1, keepdim=True)

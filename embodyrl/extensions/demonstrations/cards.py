@@ -1,4 +1,4 @@
-"""Description of a data set's environment: the card of embodyrl, or the metadata of another program."""
+"""Environment spec of a data set, from meta/embodyrl.json (the card), or from the metadata of another program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
 _FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
-"""Keys that only apply to data sets recorded by other programs."""
+"""Config keys that only apply to data sets recorded by other programs."""
 _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -37,7 +37,7 @@ PLAIN = DemonstrationSettings()
 
 
 def camera_column(data: DemonstrationSettings, camera: str) -> str:
-    """Return the column of a camera."""
+    """Return the name of the column with the images of a camera."""
     return data.cameras.get(camera, image_key(camera))
 
 
@@ -48,7 +48,7 @@ def _gripper(data: DemonstrationSettings) -> GripperConvention | None:
 
 
 def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
-    """Read the description of the environment of a data set, with the history length of the settings.
+    """Read the card of a data set, with the observation history of the settings.
 
     Raises:
         EmbodyError, ConfigError: see `stored_card`.
@@ -58,7 +58,7 @@ def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
 
 
 def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
-    """Read the description of the environment of a data set.
+    """Read the card of a data set: its environment spec and the settings of its collection.
 
     Raises:
         EmbodyError: the folder contains no data set, or the description is damaged.
@@ -92,7 +92,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
 
 
 def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
-    """Describe the environment of a data set of another program."""
+    """Build the card of a data set of another program, from its metadata and the settings."""
     features: dict[str, dict[str, Any]] = info["features"]
     columns = _camera_columns(root, features, data)
     kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
@@ -137,7 +137,7 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
 def _camera_columns(
     root: Path, features: Mapping[str, Mapping[str, Any]], data: DemonstrationSettings
 ) -> dict[str, str]:
-    """Return the column of each camera."""
+    """Return the name of the image column of each camera, by camera name."""
     pictures = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
     if data.cameras:
         if unknown := [column for column in data.cameras.values() if column not in pictures]:
@@ -156,7 +156,7 @@ def _camera_columns(
 
 
 def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width; channels are the first or the last dimension."""
+    """Return height and width of a camera column; channels are the first or the last dimension of its shape."""
     info = feature.get("info") or {}
     if info.get("video.is_depth_map") or info.get("is_depth_map"):
         raise ConfigError(f"data.path={root}: '{key}' is a depth map; choose color cameras with data.cameras.")

@@ -23,9 +23,9 @@ from embodyrl.files import read_json
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
-"""Names among `ENV_FIELDS` that determine the shape and meaning of frames."""
+"""Keys of `ENV_FIELDS` that determine the shape and meaning of frames."""
 _TOLERANCE_S = 1e-4
-"""Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
+"""Maximum difference between a timestamp and frame_index / fps that LeRobot accepts, in seconds."""
 
 _Episodes = list[dict[str, Any]]
 
@@ -33,7 +33,7 @@ _Episodes = list[dict[str, Any]]
 def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     """Return the errors of a data set, one line each.
 
-    For a data set of another program, return properties that would be misinterpreted.
+    For a data set of another program, the errors are properties that would be misinterpreted.
 
     Raises:
         ConfigError: the data set has another format, or contradicts the keys that describe it.
@@ -59,7 +59,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
 
 
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
-    """Describe the fields in which two environments of demonstrations differ; `alike`: additional fields to compare."""
+    """Describe the fields in which two environment specs differ; `alike`: additional fields to compare."""
     read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
     return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
 
@@ -127,7 +127,7 @@ def _table_problems(rows: _Episodes) -> Iterator[str]:
 
 
 def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    """Yield files of this package's layout that are missing, have other columns, or are not part of an episode."""
+    """Yield one line per file that is missing, has other columns, or belongs to no episode."""
     named: set[str] = set()
     for number, row in enumerate(rows):
         paths = paths_of(card, row)

@@ -37,12 +37,12 @@ from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode
 
 _HOPELESS = 20
-"""Trials per requested episode of a task before `collect` fails."""
+"""Maximum number of trials per requested episode of a task; beyond it, `collect` fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectResult:
-    """Contents of the data set, and the cost of this call."""
+    """Result of one call of `collect`: contents of the data set, and env steps and time of the call."""
 
     folder: Path
     episodes: int
@@ -54,7 +54,7 @@ class CollectResult:
 
 
 def collection_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the banner lines of a collection."""
+    """Return the lines of the start banner of a collection, as pairs of name and text."""
     run_plan = draw_collection(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
@@ -63,8 +63,8 @@ def collection_facts(cfg: Config) -> list[tuple[str, str]]:
 def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Collect `collect.episodes` episodes into `collect.out`, the same number for each task.
 
-    Every env step is a frame. As in `eval`, all actions of a chunk are executed before the next inference. With
-    expert labels the policy predicts at each step.
+    Every env step is a frame. As in `eval`, all actions of a chunk are executed before the next inference. For
+    expert labels, the policy infers at each step.
 
     Raises:
         EmbodyError: any failure with a known cause; data that are already written stay usable.
@@ -146,7 +146,7 @@ def write_environment(cfg: Config, folder: Path) -> None:
 
 
 def card_of(run_plan: RunPlan) -> Card:
-    """Return the card of the data set; two collections with equal cards contain the same episodes."""
+    """Return the metadata card of the data set; collections with equal cards contain the same episodes."""
     cfg = run_plan.cfg
     return Card(
         env=run_plan.env,
@@ -235,7 +235,7 @@ class _Collecting:
             raise
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Return the missing episodes of each task.
+        """Return task id and trial number of the missing episodes of each task.
 
         Raises:
             EmbodyError: a task fails so often that the collection would take too long.
@@ -310,7 +310,7 @@ def source_of(episode: Episode, *, trial: int, version: int) -> Source:
 
 
 def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
-    """Copy an episode of one env step per record out of its records, which later episodes reuse."""
+    """Copy an episode with one env step per record out of the arena, whose records are reused later."""
     records = episode.records
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(

@@ -27,11 +27,11 @@ class DaggerResult:
     run: Path
     """Run folder of the SFT run of the round."""
     data: tuple[Path, ...]
-    """Folders of the labelled episodes of each round."""
+    """Folder with the labelled episodes of each round."""
 
 
 class ScriptedExpert:
-    """The environment's scripted expert, which labels every state that the policy visits."""
+    """DAgger expert: the scripted expert of the environment, which labels every state that the policy visits."""
 
     scripted: ClassVar[bool] = True
     authors: ClassVar[tuple[str, ...]] = ()
@@ -53,11 +53,11 @@ class ScriptedExpert:
 
 
 def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
-    """Run DAgger from `data.path` and `ckpt` or the model's own weights; each round continues from the last weights.
+    """Run DAgger, starting with the data in `data.path` and the weights of `ckpt` or of the model settings.
 
-    Round n plays `collect.episodes` other episodes into <collect.out>/round_n and trains <name>_round_n for
-    `runner.max_steps` steps on everything so far. The same command resumes with the first round that is not complete,
-    if `runner.experiment_name` is set.
+    Round n collects `collect.episodes` new episodes into <collect.out>/round_n. SFT run <name>_round_n then continues
+    from the last weights for `runner.max_steps` steps, on the data of all rounds so far. The same command
+    resumes with the first incomplete round, if `runner.experiment_name` is set.
 
     Raises:
         EmbodyError: any failure with a known cause.
@@ -95,7 +95,7 @@ def _run_round(
 
 
 def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path]) -> Config:
-    """Return the config of the training of a round, from the weights of the run before it."""
+    """Return the SFT config of a round; the initial weights are those of the previous round."""
     # A round in which no episode was corrected has no data.
     more = [*cfg.data.more, *(str(folder) for folder in data if read_episodes(folder))]
     actors = cfg.data.actors or list(EXPERTS.get(cfg.dagger.expert).authors)
@@ -104,11 +104,11 @@ def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path])
 
 
 def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
-    """Return the keys of a round's initial weights: the weights of the previous round, or of the config."""
+    """Return the config overrides that select the initial weights: those of the previous round, or of the config."""
     ckpt, resumed = cfg.ckpt if before is None else str(before), {"runner.on_existing": OnExisting.resume}
     return resumed | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
 
 
 def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the banner lines of the rounds."""
+    """Return the lines of the start banner of DAgger, as pairs of name and text."""
     return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]

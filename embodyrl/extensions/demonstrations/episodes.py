@@ -11,9 +11,9 @@ from embodyrl.types import EnvSpec, EpisodeSpec
 
 
 def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
-    """Plan demonstrations: task id and trial number determine an episode.
+    """Return the episode list for trials (task id, trial number), which determine the episodes.
 
-    Trials of a task use seeded permutations of its initial states in `env.train`, so all are used equally often.
+    The trials of a task use the initial states of `env.train` in seeded permutations, so each equally often.
     """
     split = cfg.env.train
     episodes = []

@@ -1,4 +1,4 @@
-"""Experts of DAgger: sources of the labels of a round."""
+"""Interface of the experts of DAgger, which label or correct the episodes of a round."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
@@ -8,21 +8,21 @@ from embodyrl.registry import Registry, takes
 
 
 class Expert(Protocol):
-    """Source of labels, open during all rounds."""
+    """Source of expert actions for DAgger; one instance is used for all rounds."""
 
     scripted: ClassVar[bool]
     """True if the environment's scripted expert labels the states."""
     authors: ClassVar[tuple[str, ...]]
-    """Authors of the actions to imitate (`data.actors`); empty: all actions."""
+    """Authors whose actions are imitated (`data.actors`); empty: all authors."""
 
     def __init__(self, cfg: Config) -> None: ...
 
     def collect(self, cfg: Config) -> None:
-        """Record one round of episodes into `collect.out`; an incomplete round is continued."""
+        """Record one round of episodes into `collect.out`; an incomplete round is resumed."""
         ...
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Show the progress of the training after a round."""
+        """Show the progress of the SFT of a round; return True to end the training."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Data-dependent parts of `embodyrl ckpt export` and `embodyrl push`."""
+"""Parts of `embodyrl ckpt export` and `embodyrl push` that depend on the training data."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from embodyrl.types import EnvSpec
 
 
 def _environment(data: DataSettings) -> EnvSpec:
-    """Return the environment of demonstrations; weights of a language model do not depend on rows."""
+    """Return the environment spec of demonstrations; for text, a generic spec that fits all rows."""
     if isinstance(data, DemonstrationSettings):
         return read_card(resolve_asset(str(data.path)), data).env
     return ANY_TEXT
@@ -27,7 +27,9 @@ def _task(data: DataSettings) -> str:
 
 
 def _upload(source: Path, repo: str) -> tuple[str, str] | None:
-    """Return card and tag of a data set; LeRobot reads the layout version from the tag.
+    """Return README text and git tag for the upload of a data set; the tag is the LeRobot layout version.
+
+    Return None if the folder is not a data set.
 
     Raises:
         ConfigError: the data set is damaged.

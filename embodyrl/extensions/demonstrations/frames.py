@@ -18,7 +18,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 def encode_png(frame: ByteArray) -> bytes:
-    """Encode [H, W, 3] uint8 losslessly, with fast compression."""
+    """Encode a frame [H, W, 3] uint8 as PNG, with fast compression."""
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
@@ -53,7 +53,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
 
 
 def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
-    """Write the frames [T, H, W, 3] of several parts in sequence as H.264; frame sizes must be even.
+    """Write concatenated parts [T, H, W, 3] of a video as H.264; height and width must be even.
 
     Raises:
         EmbodyError: the encoder failed.
@@ -74,7 +74,7 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
 
 
 def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
-    """Return the frames per second of a file; `expected` if the container contains the same number, rounded.
+    """Return the frame rate of a file in Hz; `expected` if the stored number is a rounded `expected`.
 
     Raises:
         EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or it has fewer
@@ -107,9 +107,9 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
 
     Args:
         path: the file.
-        numbers: [n] frames to decode, ascending, from 0.
+        numbers: [n] indices of the frames to decode, ascending, from 0.
         outs: [n] output arrays [H, W, 3].
-        exact: require that the last of these frames is the last of the file.
+        exact: require that the last frame in `numbers` is the last frame of the file.
 
     Raises:
         EmbodyError: the file is unreadable, too short or too long, or has frames of another size.

@@ -1,4 +1,4 @@
-"""Learner of SFT: observations and target actions are records, as in RL."""
+"""Learner of SFT; observations and target actions are arena records, as in RL."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ class ImitatesPadded(Policy, Protocol):
     """Policy whose imitation loss uses a mask of padded actions."""
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H, A] (see `Policy.imitate`); `padding` [B, H] marks repetitions."""
+        """Return the loss of actions [B, H, A] (see `Policy.imitate`); `padding` [B, H] is True for padded actions."""
         ...
 
 
@@ -96,7 +96,7 @@ class ImitationLearner(Learner):
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def _deal(self, records: IntArray) -> list[tuple[IntArray, bool]]:
-        """Split positions into micro-batches; see `deal`."""
+        """Split the positions in `records` into the micro-batches of this process (see `deal`)."""
         cfg = self._trainer.cfg
         return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
@@ -114,7 +114,7 @@ class ImitationLearner(Learner):
         return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
     def _samples(self, records: IntArray) -> IntArray:
-        """Return one record of each sample [n], or of a better and a worse episode [n, 2]."""
+        """Return the record of each sample [n], or for pairs of episodes the better and the worse record [n, 2]."""
         of_episodes = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
         return records.reshape(-1, 2) if of_episodes else records
 
@@ -142,7 +142,7 @@ class ImitationLearner(Learner):
         return self._policy.imitate(obs, self._targets(records))
 
     def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
-        """Compute the DPO loss from log-ratios of the chosen answers [B], then of the rejected answers [B]."""
+        """Compute the DPO loss; `tokens` contain the chosen answers [B], followed by the rejected answers [B]."""
         assert self._reference is not None, "no reference policy was built"
         # In one batch, so that both halves of a pair are computed in the same way.
         with torch.no_grad():
@@ -150,7 +150,7 @@ class ImitationLearner(Learner):
         return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
     def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Return the preference loss on values of the conversations with the better and the worse answer."""
+        """Return the preference loss on the values of conversations that end with the better and the worse answer."""
         # The input of a reward model: the user's message and the reply, without the system prompt.
         asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
         answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
@@ -165,12 +165,12 @@ class ImitationLearner(Learner):
         return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
 
     def _pairs(self, records: IntArray) -> list[str]:
-        """Return the better answers [B], then the worse answers [B]."""
+        """Return the better answers [B], followed by the worse answers [B]."""
         pairs = [split_messages(decode_instruction(row)) for row in self._arena[Record.reply][records]]
         return [pair[place].content for place in (0, 1) for pair in pairs]
 
     def _compared(self, scores: Tensor) -> ImitationScores:
-        """Return the preference loss for scores [2B]: first the better answers, then the worse answers."""
+        """Return the preference loss for scores [2B] of the better answers, followed by the worse answers."""
         better, worse = scores.chunk(2)
         loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
         return ImitationScores(loss=loss, accuracy=(better > worse).float())
@@ -182,13 +182,13 @@ class ImitationLearner(Learner):
         return self._policy.score(obs, nothing).value[:, 0]
 
     def _targets(self, records: IntArray) -> FloatArray:
-        """Return the actions [B, K, A]; for text the tokens of the reply."""
+        """Return the target actions [B, K, A]; for text, the tokens of the replies [B, longest, 1]."""
         if not isinstance(self._policy, TextPolicy):
             return self._arena[Record.action][records]
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Return random numbers [D, count, C] for the images of each sample, independent of the rank."""
+        """Return the augmentation random numbers [6, count, C] (see `draw`), the same for any number of ranks."""
         cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
         if not seeds or not cameras:
             return None
@@ -199,21 +199,21 @@ class ImitationLearner(Learner):
 
 
 def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
-    """Return the tokens [B, longest, 1] of replies in records, in place of actions."""
+    """Return the tokens [B, longest, 1] of the UTF-8 replies of records, in the format of actions."""
     return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
-    """Repeat the observations [B] with the instructions [2B] or [B]."""
+    """Return the observations [B] twice in sequence, with the instructions [2B], or [B] repeated."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
 
 
 def preference_loss(better: Tensor, worse: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Compute -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
+    """Return -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B] (Bradley and Terry, 1952).
 
-    With scores of a value head: loss of a reward model. With beta (log pi - log pi_ref), summed over an answer's
-    tokens: DPO (arXiv 2305.18290), with smoothing s its conservative form.
+    For scores of a value head, this is the loss of a reward model. For scores beta (log pi - log pi_ref), summed over
+    the tokens of an answer, it is DPO (arXiv 2305.18290), and conservative DPO with smoothing s > 0.
     """
     gap = better - worse
     # -log sigmoid(x) = log(1 + exp(-x)), in a form that does not overflow.

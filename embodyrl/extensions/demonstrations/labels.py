@@ -1,4 +1,4 @@
-"""Labels of frames in addition to data sets: returns, values, advantages and the positive label of RECAP."""
+"""File of RECAP's frame labels: return, value, advantage and positive label of each frame of the data sets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Labels of N frames of the data sets of a run, in their order."""
+    """Labels of all N frames of the data sets of a run, in the order of the data sets."""
 
     episode: IntArray
-    """[N] episode over all data sets, from 0."""
+    """[N] index of the episode, from 0 over all data sets."""
     frame: IntArray
-    """[N] env step within the episode."""
+    """[N] index of the env step within the episode."""
     returns: FloatArray
     """[N] normalised return."""
     value: FloatArray
@@ -47,13 +47,13 @@ class Labels:
 
 
 def places(demos: Demonstrations) -> tuple[IntArray, IntArray]:
-    """Return the episode of each frame, and the env step within the episode."""
+    """Return the episode index [N] of each frame, and the index [N] of the env step within the episode."""
     length = demos.stop - demos.start
     return np.repeat(np.arange(len(length)), length), np.arange(int(length.sum())) - np.repeat(demos.start, length)
 
 
 def read_positive(path: Path, demos: Demonstrations) -> IntArray:
-    """Return the label [N] of all frames, 0 or 1.
+    """Return the positive label [N] of all frames, 0 or 1.
 
     Raises:
         ConfigError: the file is missing or damaged, or was written for other data.

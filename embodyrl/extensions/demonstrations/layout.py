@@ -1,4 +1,4 @@
-"""The folder layout: LeRobot dataset v3.0, and an additional file that describes the environment.
+"""Folder layout of data sets: LeRobot dataset v3.0, and an additional file that describes the environment.
 
 The layout is that of the `lerobot` package (`codebase_version` v3.0): files contain several episodes, and
 `meta/episodes/` lists the file and the rows of each episode.
@@ -33,7 +33,7 @@ from embodyrl.types import (
 
 CODEBASE_VERSION = "v3.0"
 CHUNKS_SIZE = 1000
-"""Files per chunk folder."""
+"""Maximum number of files per chunk folder."""
 DATA_FILE_MB, VIDEO_FILE_MB = 100, 200
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
@@ -41,19 +41,19 @@ EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.par
 INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
 CARD_PATH = "meta/embodyrl.json"
 ENVIRONMENT_PATH = "meta/environment.yaml"
-"""Settings of the environment of the data."""
+"""File with the config of the environment in which the data were recorded."""
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
 ACTOR = "embodyrl.actor"
-"""Column of the data files: number of an `Actor`."""
+"""Column of the data files with the author of each action, a value of `Actor`."""
 OWN = "embodyrl/"
-"""Prefix of embodyrl's columns in the table of episodes: source of an episode."""
+"""Prefix of the columns in meta/episodes that only embodyrl writes, such as the fields of `Source`."""
 
 
 class Actor(IntEnum):
     """Author of a recorded action."""
 
     unknown = -1
-    """Data of other programs or older versions."""
+    """Not recorded: data of other programs or older versions."""
     policy = 0
     expert = 1
     """The scripted expert, including labels for states that another policy visited."""
@@ -122,11 +122,11 @@ ENV_FIELDS = {
     "unnorm_key": "benchmark.unnorm_key",
     "max_episode_steps": "max_episode_steps",
 }
-"""Names in `meta/embodyrl.json`, and the attribute of the environment's specification for each."""
+"""Keys of `meta/embodyrl.json`, each with its attribute path in `EnvSpec`."""
 
 
 def _env_to_json(env: EnvSpec) -> dict[str, Any]:
-    """Return the part of an environment spec that describes the data."""
+    """Return the fields of an environment spec that describe the data, as JSON values."""
     fields = {name: attrgetter(path)(env) for name, path in ENV_FIELDS.items()}
     space = {name: getattr(env.action, name) for name in ("kind", "sizes", "low", "high")}
     return fields | {"gripper": env.action.gripper and asdict(env.action.gripper), "action_space": space}
@@ -161,7 +161,7 @@ def is_ours(root: Path) -> bool:
 
 
 def image_key(camera: str) -> str:
-    """Return the feature name of a camera."""
+    """Return the column name of a camera."""
     return f"observation.images.{camera}"
 
 
@@ -185,7 +185,7 @@ def features_of(card: Card) -> dict[str, dict[str, Any]]:
 
 
 def info_of(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, Any]:
-    """Return `meta/info.json`."""
+    """Return the content of `meta/info.json`."""
     return {
         "codebase_version": CODEBASE_VERSION,
         "robot_type": card.env.name,
@@ -224,7 +224,7 @@ def schema_of(card: Card) -> pa.Schema:
 
 
 def tasks_table(tasks: list[str]) -> pa.Table:
-    """Return `meta/tasks.parquet`: a data frame with the instruction as index, as pandas stores it."""
+    """Return the content of `meta/tasks.parquet`, in the format of a pandas data frame indexed by the instruction."""
     columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
     described = [
         {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
@@ -236,7 +236,7 @@ def tasks_table(tasks: list[str]) -> pa.Table:
 
 
 def file_place(number: int) -> dict[str, int]:
-    """Return chunk and file index of the n-th file."""
+    """Return chunk and file index of file `number`, counted from 0."""
     return {"chunk_index": number // CHUNKS_SIZE, "file_index": number % CHUNKS_SIZE}
 
 

@@ -1,4 +1,4 @@
-"""Numpy inference of reward models trained by `embodyrl sft objective.name=success`; env workers do not load torch."""
+"""NumPy inference of reward models trained by `embodyrl sft objective.name=success`, for workers without torch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 
 class LearnedReward:
-    """Reward of a value head trained by `embodyrl sft objective.name=success`.
+    """Reward function from a success classifier trained by `embodyrl sft objective.name=success`.
 
     The reward is the increase of the success probability over its maximum in the episode so far. The return is the
     highest probability, so staying close to success gives no further reward.
@@ -33,14 +33,18 @@ class LearnedReward:
         self._best: dict[int, float] = {}
 
     def __call__(self, step: RewardStep) -> float:
-        """Return the reward of an env step; CheckpointError: the weights expect other observations."""
+        """Return the reward of an env step.
+
+        Raises:
+            CheckpointError: the weights expect other observations.
+        """
         found = self.probability(step.observation)
         best = 0.0 if step.step == 1 else self._best.get(step.slot, 0.0)
         self._best[step.slot] = max(best, found)
         return max(0.0, found - best)
 
     def probability(self, seen: ObservationOut) -> float:
-        """Return the predicted probability that the goal is reached in a frame."""
+        """Return the predicted probability that the goal is reached in an observation."""
         if not self._weights:
             self._load(seen)
         x, shape = seen.state.astype(np.float64), self._shape

@@ -1,4 +1,4 @@
-"""Reader of a data set into memory: frames are decoded once, so that a batch is one gather."""
+"""Load data sets into memory; frames are decoded once, so a batch is a single indexing operation."""
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,19 +50,19 @@ class Demonstrations:
     success: BoolArray
     """[N] True if the goal is reached after the action; False if the data set has no such column."""
     start: IntArray
-    """[E] first step of each episode."""
+    """[E] index of the first env step of each episode."""
     stop: IntArray
     """[E] end index of each episode (exclusive)."""
     instruction: npt.NDArray[np.object_]
     """[N] instruction of each step; an episode may have several."""
     actor: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[N] `Actor` of each action; empty for text."""
+    """[N] author of each action, as a value of `Actor`; empty for text."""
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[E] initial state of each episode; -1 for data sets of other programs; empty for text."""
+    """[E] reset id (initial state) of each episode; -1 for data sets of other programs; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Indices of the skipped episodes with non-finite numbers."""
     doubts: tuple[str, ...] = ()
-    """Properties that are probably mistakes, one line each."""
+    """Warnings about probable mistakes in the data, one line each."""
 
     @property
     def num_episodes(self) -> int:
@@ -78,17 +78,17 @@ class Demonstrations:
         return shown
 
     def steps_of(self, episodes: Sequence[int]) -> IntArray:
-        """Return all steps of the given episodes."""
+        """Return the indices of all env steps of the given episodes."""
         return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
-        """Return the actions [B, K, A] from each step on; the last action of an episode repeats."""
+        """Return the action chunks [B, K, A] that begin at `steps` [B], padded with the last action of the episode."""
         return self.action[self.window(steps, length)[0]]
 
     def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
-        """Return windows of steps [B, K] that begin `before` steps earlier, and a mask [B, K] of the episode's steps.
+        """Return the step indices [B, K] of windows that begin `before` steps before `steps` [B], and a mask [B, K].
 
-        Masked positions repeat the first or the last step of the episode.
+        The mask is False for padding, which repeats the first or the last step of the episode.
         """
         episode = np.searchsorted(self.stop, steps, side="right")
         wanted = steps[:, None] + np.arange(-before, length - before)
@@ -96,9 +96,10 @@ class Demonstrations:
         return found, found == wanted
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
-        """Return pairs of steps [M, 2]: chunk starts of an episode and of a worse episode from the same initial state.
+        """Return pairs of chunk starts [M, 2]: in an episode, and in a worse episode from the same initial state.
 
-        The better episode succeeds, or else has the higher return; pairs end with the shorter episode.
+        A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
+        same env step of their episodes, up to the length of the shorter episode.
         """
         worth = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
         pairs = [
@@ -117,7 +118,7 @@ class Demonstrations:
 def load_demonstrations(
     root: Path, data: DemonstrationSettings = PLAIN, *, only: Collection[int] | None = None
 ) -> Demonstrations:
-    """Load all episodes, or `only` those with these numbers; frames are decoded to uint8 in memory.
+    """Load all episodes, or only the episodes with the numbers `only`; frames are decoded to uint8 in memory.
 
     Raises:
         EmbodyError: see `EpisodeReader`; or the frames are larger than the free memory.
@@ -126,7 +127,7 @@ def load_demonstrations(
 
 
 class EpisodeReader:
-    """A data set whose numbers are in memory, and whose frames are decoded when episodes are read."""
+    """A data set with states, actions and rewards in memory; frames are decoded when episodes are read."""
 
     def __init__(self, root: Path, data: DemonstrationSettings = PLAIN) -> None:
         """Read states, actions and rewards.
@@ -157,7 +158,7 @@ class EpisodeReader:
         if not ours:
             check_gripper(str(root), env.action.gripper, action)
         self.episodes: _Episodes = [e for e in episodes if e["episode_index"] not in skipped]
-        """Rows of the table of episodes, without skipped episodes."""
+        """Rows of meta/episodes, without skipped episodes."""
         self._numbered = {int(e["episode_index"]): e for e in self.episodes}
         self._root, self._data, self._rows, self._action, self._state = root, data, rows, action, state
         self._reward = numbers.get(layout.REWARD)
@@ -169,7 +170,7 @@ class EpisodeReader:
         self._left_out = np.array(sorted(skipped), np.int64)
 
     def read(self, only: Collection[int] | None = None) -> Demonstrations:
-        """Return all episodes, or `only` those with these numbers.
+        """Return all episodes, or only the episodes with the numbers `only`.
 
         Raises:
             EmbodyError: no such episode, a frame is damaged, or the frames are larger than the free memory.
@@ -201,7 +202,7 @@ class EpisodeReader:
 
 
 def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
-    """Return the episodes with non-finite numbers.
+    """Return the numbers of the episodes that contain non-finite values.
 
     Raises:
         EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
@@ -226,7 +227,7 @@ def _count_doubts(root: Path, episodes: int) -> list[str]:
 
 
 def check_gripper(where: str, gripper: GripperConvention | None, action: FloatArray) -> None:
-    """Compare the gripper actions of data of other programs with the gripper convention.
+    """Check that the gripper actions of data of other programs follow the gripper convention.
 
     Raises:
         ConfigError: an action violates the convention.
@@ -247,7 +248,7 @@ def check_gripper(where: str, gripper: GripperConvention | None, action: FloatAr
 
 
 def gripper_doubts(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
-    """Describe gripper actions [N, A] that are constant, or cover at most half of the range of the convention."""
+    """Return warnings if the gripper actions in [N, A] are constant or cover at most half of the declared range."""
     if gripper is None or not len(action):
         return ()
     values = action[:, gripper.index]
@@ -271,7 +272,7 @@ def _read_frames(
     *,
     whole: bool,
 ) -> ByteArray:
-    """Decode the frames of the rows in `keep`, in that order; `whole`: video files end with their last frame."""
+    """Decode the frames of the rows in `keep`, in that order; `whole`: require that video files end with them."""
     shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decoded into their place: a list of frames that is stacked later takes the memory twice.
@@ -322,7 +323,7 @@ def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
 def _read_videos(
     root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray, *, exact: bool
 ) -> None:
-    """Decode the frames of a camera [N, H, W, 3] at the timestamps of the table of episodes."""
+    """Decode the video frames of a camera into `images` [N, H, W, 3], at the timestamps of meta/episodes."""
     wanted: dict[str, list[tuple[IntArray, npt.NDArray[np.float64], IntArray]]] = {}
     start = 0
     for episode in episodes:
@@ -346,7 +347,7 @@ def _read_videos(
 
 
 def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[bytes]:
-    """Yield the image bytes of each row of a column: stored in the row, or in a file below the data set."""
+    """Yield the encoded image of each row of a column; the row contains the bytes or the path of a file."""
     for value, place in zip(column, places, strict=True):
         row = value.as_py()
         row = row if isinstance(row, dict) else {"bytes": row}

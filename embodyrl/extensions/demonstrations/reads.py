@@ -1,4 +1,4 @@
-"""Sections of the config that `collect`, `sft` and `dagger` use."""
+"""Config sections that the commands `collect`, `sft` and `dagger` use."""
 
 from collections.abc import Iterator
 from typing import Any

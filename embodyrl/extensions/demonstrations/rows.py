@@ -1,4 +1,4 @@
-"""The rows of a data set by number, independent of the files that contain them."""
+"""Index of the rows (env steps) of a data set over all its files, and readers of their columns."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from embodyrl.files import by_number
 from embodyrl.types import FloatArray, IntArray
 
 _RESOLUTION = 1e-3
-"""Largest float32 spacing of a number as a fraction of its range."""
+"""Maximum distance between adjacent float32 values of a column, as a fraction of the column's range."""
 _LFS = b"version https://git-lfs"
 COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Position and counters of each of N rows, ordered by `index`."""
+    """File position and index columns of the N rows of a data set, ordered by `index`."""
 
     files: tuple[Path, ...]
     file: IntArray
     """[N] index of the file in `files`."""
     place: IntArray
-    """[N] row within the file."""
+    """[N] index of the row within its file."""
     counters: dict[str, npt.NDArray[Any]]
-    """[N] values of each column in `COUNTERS`."""
+    """Values [N] of each column in `COUNTERS`."""
 
     def __len__(self) -> int:
         return len(self.file)
 
 
 def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
-    """Find all rows by their column `index`, or by episode and frame where each episode has its own file.
+    """Find the file position of all rows, by the column `index`, or by episode and frame for v2.0 and v2.1.
 
-    The file numbers in the table of episodes are not used for v3.0 data of other programs: lerobot's converter from
-    v2.1 writes wrong ones where a file ends.
+    For v3.0 data of other programs, the file numbers in meta/episodes are not used: the v2.1 converter of lerobot
+    writes wrong numbers for episodes at the end of a file.
 
     Raises:
         EmbodyError: a file is missing or damaged, lacks a column, or has the rows of another episode.
@@ -80,7 +80,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
 
 
 def _counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
-    """Return a column of numbers [n], which may be stored as vectors of one number."""
+    """Return a column as numbers [n]; the file can contain numbers or vectors of length 1."""
     column = table[name].combine_chunks()
     column = column.flatten() if _is_list(column.type) else column
     if len(column) != len(table) or not _is_number(column.type):
@@ -120,13 +120,13 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = None) -> FloatArray:
-    """Return a column of vectors [N, width]; a missing number is NaN.
+    """Return a column as vectors [N, width]; missing values are NaN.
 
     Args:
         rows: rows of the data set.
         key: name of the column.
         width: declared length of the vectors.
-        doubts: takes a description of numbers that differ by less than float32 can represent.
+        doubts: list to which warnings about values that lose precision in float32 are appended.
 
     Raises:
         EmbodyError: the column is missing, or its vectors have another length or another type.
@@ -161,7 +161,7 @@ def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = No
 
 
 def read_success(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return the success of each step [N]; a missing value is False.
+    """Return the success flag of each step [N]; a missing value is False.
 
     Raises:
         EmbodyError: see `read_vectors`.
@@ -177,7 +177,7 @@ def _lengths(column: Any) -> IntArray:
 
 
 def _matrix(column: Any, width: int) -> npt.NDArray[Any] | None:
-    """Return vectors, or plain numbers, as [n, width]; None if they do not contain numbers."""
+    """Return a column of vectors or numbers as an array [n, width]; None if the column is not numeric."""
     kind = column.type.value_type if _is_list(column.type) else column.type
     if not _is_number(kind):
         return None
@@ -195,7 +195,7 @@ def _as_float32(values: npt.NDArray[Any]) -> FloatArray:
 
 
 def _lossy(values: npt.NDArray[Any]) -> set[int]:
-    """Return the columns of [n, width] whose differences are mostly lost in float32."""
+    """Return the column indices of [n, width] whose variation is mostly lost in float32."""
     if not len(values) or values.dtype.itemsize < 4 or values.dtype.kind not in "iuf":
         return set()
     exact = values.astype(np.float64)
@@ -206,7 +206,7 @@ def _lossy(values: npt.NDArray[Any]) -> set[int]:
 
 
 def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) -> tuple[str, npt.NDArray[np.float64]]:
-    """Return an episode's video file, relative to the data set, and the timestamp of each step in seconds.
+    """Return the video file of an episode (a relative path), and the timestamp [T] of each step in the file in s.
 
     Raises:
         EmbodyError: a timestamp is outside the episode's part of the video.
@@ -233,7 +233,7 @@ def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) ->
 def non_finite(
     rows: Rows, episodes: Sequence[dict[str, Any]], columns: dict[str, FloatArray]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield episode, step and a description of each row that has a non-finite number in a column."""
+    """Yield episode number, step and a description for each row with a non-finite value in a column."""
     for name, values in columns.items():
         for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
             index = int(rows.counters["episode_index"][row])

@@ -1,4 +1,4 @@
-"""Samples of SFT: env steps with their target actions."""
+"""Samples of SFT: observations with their target actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Env steps of training or validation with their target actions."""
+    """Training or validation samples: M env steps of `demos` with their target actions."""
 
     demos: Demonstrations
     steps: IntArray
-    """[M] steps of `demos`."""
+    """[M] indices of the env steps in `demos`."""
     actions: FloatArray
-    """[M, K, A] actions from each step on, in the policy's gripper convention."""
+    """[M, K, A] action chunk that begins at each step, in the policy's gripper convention."""
     shown: BoolArray
-    """[N] True if the goal is reached in the observation."""
+    """[N] for each step of `demos`: True if the goal is reached in the observation."""
     valid: BoolArray
-    """[M, K] True for actions of the episode; other entries repeat its first or last action."""
+    """[M, K] False for padding, which repeats the first or last action of the episode."""
     history: int = 1
-    """Number of observed steps of a sample."""
+    """Number of observation steps per sample."""
     tags: Sequence[str] = ()
-    """[M] suffix of the instruction of each sample; empty: no suffixes."""
+    """[M] suffix of the instruction (label of the advantage); empty: no suffixes."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1
-    """2: a sample is a chunk of a better episode and a chunk of a worse episode."""
+    """Number of steps per sample; 2: a pair of a chunk of a better and a chunk of a worse episode."""
 
     def __len__(self) -> int:
         return len(self.steps) // self.width
@@ -41,7 +41,7 @@ class Samples:
         return text if plain or not self.tags else tagged(text, self.tags[row])
 
     def write(self, arena: Arena, record: int, row: int, *, plain: bool = False) -> None:
-        """Write one sample into a record; `plain`: without the suffix of the instruction."""
+        """Write step `row` of the samples into an arena record; `plain`: without the suffix of the instruction."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
         if self.history == 1:

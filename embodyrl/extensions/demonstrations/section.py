@@ -1,4 +1,4 @@
-"""The config section `data`, whose class depends on the content of `data.path`."""
+"""The config section `data`; its class depends on the command and on the content of `data.path`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def _choose(chosen: Chosen) -> type[Settings] | None:
 
 
 def _problems(cfg: Any) -> Iterator[str]:
-    """Yield an error for an objective that needs other data."""
+    """Yield an error if the SFT objective needs another type of data than `data.path` contains."""
     objective = getattr(cfg, "objective", None)
     if objective is None or objective.name in ("imitation", "dpo"):
         return
@@ -33,7 +33,7 @@ def _problems(cfg: Any) -> Iterator[str]:
 
 
 def _derive(cfg: Any) -> Mapping[str, Any]:
-    """Return the length of an answer in SFT: one chunk."""
+    """Return the derived key for SFT on text: one chunk per reply."""
     return {"model.num_action_chunks": 1} if isinstance(cfg.data, RowSettings) and not cfg.reads_rows else {}
 
 

@@ -82,7 +82,7 @@ class ObjectiveSettings(Settings):
     inference; 0: the policy without the suffix."""
 
     def problems(self) -> Iterator[str]:
-        """Yield an error if guidance needs outputs that are not trained."""
+        """Yield an error if the guidance weight needs samples without a suffix, but `label_dropout` is 0."""
         yield from super().problems()
         if self.labels is not None and self.label_dropout == 0 and self.guidance != 1:
             yield "objective.label_dropout=0 trains no sample without a suffix; raise it, or set objective.guidance=1."
@@ -94,7 +94,7 @@ class ObjectiveSettings(Settings):
 
     @property
     def of_pairs(self) -> bool:
-        """True if rows with two answers are required."""
+        """True if the data must be rows of text with two answers."""
         return self.name in PAIRED
 
     @property

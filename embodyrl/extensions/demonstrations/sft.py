@@ -39,12 +39,12 @@ START_FOLDER = "start"
 
 
 DECIDES = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
-"""Keys that determine the weights of a run, except those in `FREE`."""
+"""Config sections and keys that determine the weights of a run, except the keys in `FREE`."""
 FREE = (
     *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
     *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
 )
-"""Keys for memory and speed, which change results by rounding only."""
+"""Config keys that affect only memory and speed; results change by rounding errors only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class _Sft:
             session.save_if_due(lambda: self._save(actors))
 
     def _update(self, actors: SupervisedActors) -> dict[str, float]:
-        """Run one optimizer step on the batch of this step, which does not depend on earlier steps."""
+        """Run one optimizer step on the batch of the current step."""
         step, cfg = self.session.step, self.cfg
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
@@ -193,7 +193,7 @@ class _Sft:
         return {f"actor/{name}": value for name, value in done.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
-        """Return the rows of a step's batch: consecutive rows of one seeded permutation per epoch."""
+        """Return the sample indices of the batch of a step, from one seeded permutation per epoch."""
         count, size = len(self.material.train), self.cfg.actor.global_batch_size
         parts: list[IntArray] = []
         position, missing = step * size, size
@@ -206,7 +206,7 @@ class _Sft:
         return np.concatenate(parts)
 
     def _plain(self, step: int) -> BoolArray | None:
-        """Return a mask of the samples of a step's batch whose instruction has no suffix."""
+        """Return a mask of the samples in the batch of a step without the instruction suffix (label dropout)."""
         if not self.material.train.tags:
             return None
         # Computed from the step, as the batch is: the same samples in a resumed run and for any number of ranks.

@@ -1,4 +1,4 @@
-"""Samples of SFT from data sets: pairs, labels, and the split into training and validation."""
+"""Load the samples of SFT from data sets, add pairs or labels, and split them into training and validation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
 
     Raises:
         EmbodyError: a folder is damaged, empty, or too large for the memory.
-        ConfigError: further or validation data belong to another environment.
+        ConfigError: data.more or data.val_path belongs to another environment.
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
@@ -56,10 +56,10 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
 
 
 def _checked(cfg: Config, training: Samples) -> Samples:
-    """Return the samples after checking them.
+    """Check that there are training samples, and return them.
 
     Raises:
-        ConfigError: no chunk is by the authors of `data.actors`.
+        ConfigError: no action chunk is only by the authors in `data.actors`.
     """
     if cfg.data.actors and not len(training):
         raise ConfigError(
@@ -71,7 +71,7 @@ def _checked(cfg: Config, training: Samples) -> Samples:
 def _labelled(
     cfg: Config, demos: Demonstrations, aside: BoolArray, env: EnvSpec, policy: PolicySpec
 ) -> tuple[Samples, Samples | None]:
-    """Return samples of training and validation with the suffixes of `objective.labels`."""
+    """Return training and validation samples with the instruction suffixes of `objective.labels`."""
     if not policy.inputs.instructions:
         raise ConfigError(
             f"objective.labels: model '{policy.name}' has no instruction input, so the advantage cannot be "
@@ -88,7 +88,7 @@ def _labelled(
 
 
 def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
-    """Load demonstrations of `env` in addition to `data.path`; `alike`: fields in which all data sets must agree."""
+    """Load additional demonstrations of `env`; `alike`: fields of the spec that must be equal to those of `env`."""
     other = read_card(resolve_asset(folder), data).env
     if differs := differences(other, env, *alike):
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")

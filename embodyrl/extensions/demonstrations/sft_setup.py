@@ -1,4 +1,4 @@
-"""Training data of SFT: demonstrations with a checkpoint folder that contains their statistics, or text."""
+"""Load the data of SFT (demonstrations or text), and store normalisation statistics in a checkpoint folder."""
 
 import json
 import math
@@ -59,7 +59,7 @@ class Material:
 
     @property
     def left_out(self) -> str:
-        """Describe the skipped episodes and the samples without an instruction."""
+        """Text about skipped episodes and samples with an empty instruction."""
         demos = self.train.demos
         numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
         skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
@@ -68,7 +68,7 @@ class Material:
 
     @property
     def layout(self) -> RecordLayout:
-        """Arena layout for these samples."""
+        """Arena layout for the training and validation samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
         prompts |= {tagged(text, tag) for text in prompts for part in parts for tag in {*part.tags}}
@@ -152,11 +152,11 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
-    """Return one entry of `dataset_statistics.json`.
+    """Return the entry of `dataset_statistics.json` for a data set.
 
     Args:
         actions: [N, A] in the policy's gripper convention.
-        states: [N, S]
+        states: [N, S] proprioceptive states.
         env: spec with the gripper dimension, which is not normalised.
         episodes: number of demonstrations.
     """
@@ -198,12 +198,12 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
 
 
 def augments(cfg: Config) -> bool:
-    """Return whether images are augmented."""
+    """Return whether the training images are augmented."""
     return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
 
 
 def sft_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return name and text of the banner lines.
+    """Return the lines of the start banner, as pairs of name and text.
 
     Raises:
         EmbodyError: the data set is damaged or missing.
@@ -247,7 +247,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
 
 
 def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
-    """Describe how the inputs in the data differ from the inputs of the initial weights."""
+    """Return warnings about differences between the inputs in the data and the inputs of the initial weights."""
     found = [] if model.weights is None else weight_problems(model, env, resolve_asset(model.weights))
     return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
 
@@ -260,10 +260,10 @@ def _counted(folder: str) -> str:
 
 
 def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
-    """Return the rows, their environment, and the policy.
+    """Return the text rows, and the specs of the environment and of the policy.
 
     Raises:
-        ConfigError: a source or a row is wrong, or the model is not a language model.
+        ConfigError: a source or a row is malformed, or the model is not a language model.
     """
     assert isinstance(cfg.data, RowSettings)
     factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
@@ -283,7 +283,7 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
 
 
 def _text(cfg: Config) -> Material:
-    """Load rows of text; the targets are the reference and its end token.
+    """Load text rows; the target of a row is the reference answer with an end token.
 
     Raises:
         ConfigError: see `_text_parts`.
@@ -297,7 +297,7 @@ def _text(cfg: Config) -> Material:
 
 
 def _text_samples(rows: TextRows, part: range) -> Samples:
-    """Convert each row to an episode of one step with the conversation as its only observation."""
+    """Convert each row to an episode of one step, whose observation is the conversation."""
     chosen, steps = [rows[i] for i in part], np.arange(len(part))
     none = np.zeros((len(part), 0), np.float32)
     demos = Demonstrations(
@@ -322,7 +322,7 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
 
 
 def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
-    """Return the rows' images [M, C, H, W, 3], each in the upper left corner of its array.
+    """Return the images [M, C, H, W, 3] of the rows; smaller images are in the upper left corner.
 
     Raises:
         ConfigError: the images do not fit into the free memory.

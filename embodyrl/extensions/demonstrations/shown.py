@@ -1,4 +1,4 @@
-"""Demonstrations for training in addition to the policy's own episodes."""
+"""Demonstrations as additional or only training data of RL algorithms (`algorithm.demonstrations`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from embodyrl.types import IntArray
 
 
 def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
-    """Load and join data sets of one environment; gripper actions take the policy's convention."""
+    """Load and join data sets of one environment; gripper actions are converted to the policy's convention."""
     found = [resolve_asset(folder) for folder in folders]
     demos = join_demonstrations([load_demonstrations(folder) for folder in found])
     actions = demos.action.copy()
@@ -23,7 +23,7 @@ def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
 
 
 def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
-    """Return the observations of some steps as record fields, with instructions of `width` bytes."""
+    """Return the observations of `steps` as record fields; instructions are padded to `width` bytes."""
     words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
     arrays = (demos.images[steps], demos.state[steps], words)
     return {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}

@@ -1,4 +1,4 @@
-"""Statistics of features in the layout's format: per episode, and over all frames."""
+"""Statistics of features in the format of LeRobot data sets, per episode and over all frames."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
 def vector_stats(values: np.ndarray) -> Stats:
-    """Compute statistics over the first axis of [T] or [T, D]; shapes [1] or [D], count [1]."""
+    """Return statistics over the first axis of [T] or [T, D], with shape [1] or [D]; `count` has shape [1]."""
     array = values.reshape(len(values), -1).astype(np.float64)
     stats = {
         "min": array.min(axis=0),
@@ -25,7 +25,7 @@ def vector_stats(values: np.ndarray) -> Stats:
 
 
 def pixel_counts(frames: np.ndarray) -> IntArray:
-    """Count the values of each channel [3, 256] in all pixels of [T, H, W, 3] uint8."""
+    """Return the histogram [3, 256] of the pixel values of each channel in frames [T, H, W, 3] uint8."""
     counts = np.zeros((3, 256), np.int64)
     for frame in frames:  # `bincount` copies its input as int64
         counts += [np.bincount(channel, minlength=256) for channel in frame.reshape(-1, 3).T]
@@ -33,7 +33,7 @@ def pixel_counts(frames: np.ndarray) -> IntArray:
 
 
 def image_stats(counts: IntArray, frames: int) -> Stats:
-    """Compute statistics per channel of pixels scaled to 0..1, shape [3, 1, 1], from results of `pixel_counts`."""
+    """Return statistics [3, 1, 1] per channel of pixels scaled to 0..1, from the result of `pixel_counts`."""
     values, total = np.arange(256) / 255.0, counts.sum(axis=1)
     mean = counts @ values / total
     stats = {
@@ -48,7 +48,7 @@ def image_stats(counts: IntArray, frames: int) -> Stats:
 
 
 def _quantile(counts: IntArray, q: float) -> float:
-    """Return the quantile of counted values 0..255, scaled to 0..1, with linear interpolation as in `np.quantile`."""
+    """Return a quantile from a histogram [256] of pixels, scaled to 0..1, with the interpolation of `np.quantile`."""
     place, upto = (counts.sum() - 1) * q, np.cumsum(counts)
     low, high = (int(np.searchsorted(upto, number, side="right")) for number in (np.floor(place), np.ceil(place)))
     return (low + (high - low) * (place - np.floor(place))) / 255.0

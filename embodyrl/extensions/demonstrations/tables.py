@@ -1,6 +1,6 @@
-"""Tables of a data set: its episodes with their files, and its instructions, in each version of LeRobot's layout.
+"""Read the metadata tables of a data set (episodes and instructions) in all versions of LeRobot's layout.
 
-v3.0 stores them in parquet files, v2.0 and v2.1 in JSON lines and with files of one episode each.
+The tables are parquet files in v3.0, and JSON lines in v2.0 and v2.1, where each episode also has its own files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
 VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
 """Versions of the layout that can be read."""
 DATA_FILE = "data/path"
-"""Column of the data file of an episode, relative to the data set; only for files of one episode."""
+"""Column with the path of an episode's data file, relative to the data set; only in v2.0 and v2.1."""
 _EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
 _LEROBOT_TASK = ("task", "__index_level_0__")
-"""Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
+"""Names of the instruction column: lerobot stores a pandas index, with or without a name."""
 _FETCH = "Download the data set again."
 _NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
 
@@ -71,13 +71,13 @@ def video_file(episode: Mapping[str, Any], column: str) -> str:
 
 
 def data_file(episode: Mapping[str, Any]) -> str:
-    """Return the data file of an episode according to the table of episodes, relative to the data set."""
+    """Return the path of an episode's data file from its row of meta/episodes, relative to the data set."""
     place = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
     return DATA_PATH.format(**place)
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
-    """Read the table of episodes with the columns of v3.0, in order; empty if the table is missing.
+    """Read the rows of meta/episodes with the columns of v3.0, in order; empty if the folder is missing.
 
     Raises:
         EmbodyError: a file of the table is damaged, or a path template refers to files outside the data set.
@@ -108,7 +108,7 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
 
 
 def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read the episodes of v2.0 and v2.1; each has its own files, whose times begin at 0."""
+    """Read the rows of meta/episodes.jsonl (v2.0, v2.1), converted to the columns of v3.0."""
     cameras = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
     rows: list[dict[str, Any]] = []
     start = 0
@@ -136,7 +136,7 @@ def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, An
 
 
 def read_tasks(root: Path) -> dict[int, str]:
-    """Read the instructions by their numbers.
+    """Read the instructions by task index.
 
     Raises:
         EmbodyError: the file is missing or damaged.
@@ -158,7 +158,7 @@ def read_tasks(root: Path) -> dict[int, str]:
 
 
 def _numbered(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
-    """Return the instructions by number, in the order of the numbers.
+    """Return the instructions by task index, in ascending order.
 
     Raises:
         EmbodyError: an instruction has no number, or a number has two instructions.
@@ -174,7 +174,7 @@ def _numbered(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
 
 
 def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
-    """Read a file of JSON lines whose objects have fields of these types."""
+    """Read a file of JSON lines, and check the types of the given fields."""
     path, found = root / name, []
     if not path.is_file():
         raise EmbodyError(f"{path} is missing. {_FETCH}")
@@ -200,7 +200,7 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
     """Fill in a path template of `meta/info.json`; return the path relative to the data set.
 
     Raises:
-        EmbodyError: the template has other fields, or leaves the data set.
+        EmbodyError: the template has unknown fields, or refers to files outside the data set.
     """
     if not template:
         raise EmbodyError(f"{root / INFO_PATH} has no path template for data or videos. {_FETCH}")

@@ -29,7 +29,7 @@ FLUSH_BYTES = 512 * 2**20
 """Maximum size in bytes of raw frames per batch; a crash loses at most one batch."""
 _ENCODERS = 2
 _PIXELS = f"{layout.OWN}pixels/"
-"""Prefix of embodyrl's columns in the table of episodes: pixel value counts, for quantiles over all frames."""
+"""Prefix of columns in meta/episodes with histograms of pixels, from which quantiles of all frames are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class _Pending:
 
 
 class DatasetWriter:
-    """Writer that appends demonstrations to a folder; background threads encode the frames."""
+    """Writer that appends demonstrations to a data set; background threads encode the frames."""
 
     def __init__(self, root: Path, card: Card) -> None:
-        """Start or continue a data set.
+        """Create a data set, or open a data set to append to.
 
         Raises:
             EmbodyError: the folder contains other files, or a data set with other collection settings.
@@ -65,7 +65,7 @@ class DatasetWriter:
 
     @property
     def episodes(self) -> Sequence[dict[str, Any]]:
-        """Rows of the table of episodes on disk, without statistics."""
+        """Rows of meta/episodes on disk, without statistics."""
         return self._episodes
 
     @property
@@ -92,7 +92,7 @@ class DatasetWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write all appended episodes: first the files, then the table that adds them to the data set."""
+        """Write all appended episodes: first their files, then their rows of meta/episodes."""
         batch = [future.result() for future in self._batch]
         self._batch, self._batch_bytes = [], 0
         if not batch:
@@ -141,7 +141,7 @@ class DatasetWriter:
         layout.write_file(path, self.card.to_json().encode())
 
     def _drop_orphans(self) -> None:
-        """Delete files of a crashed process: scratch files, and files that are not in the table of episodes."""
+        """Delete files of a crashed process: temporary files, and files that no row of meta/episodes refers to."""
         known = {self.root / path for row in self._episodes for path in paths_of(self.card, row)}
         for folder in ("data", "videos", "meta"):
             for path in sorted((self.root / folder).rglob("*")):
@@ -164,7 +164,7 @@ class DatasetWriter:
             encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
 
     def _write_summary(self) -> None:
-        """Write the summary files, which are derived from the table of episodes."""
+        """Write meta/info.json, stats.json and tasks.parquet, which are derived from meta/episodes."""
         self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
         info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
@@ -175,7 +175,7 @@ class DatasetWriter:
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
 
     def _known(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
-        """Read the vectors and pixel counts of the episodes on disk."""
+        """Read the numeric columns and pixel histograms of the episodes on disk, by feature."""
         if not self._episodes:
             return {}, {}
         rows = find_rows(self.root, self._episodes)
@@ -270,20 +270,20 @@ class DatasetWriter:
 
 
 def _episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return the table of episodes; an unknown success of all episodes is a Boolean column, too."""
+    """Return meta/episodes as a table; a column without values has the type bool, for example unknown success."""
     table = pa.Table.from_pylist(rows)
     fields = [pa.field(f.name, pa.bool_()) if pa.types.is_null(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields, table.schema.metadata))
 
 
 def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
-    """Return the files with an episode's data, relative to the folder."""
+    """Return the paths of the data and video files of an episode, relative to the data set."""
     cameras = card.env.cameras.names if card.video else ()
     return [data_file(row), *(video_file(row, image_key(camera)) for camera in cameras)]
 
 
 def _slim(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the table of episodes without its statistics, which are large."""
+    """Return a row of meta/episodes without its statistics, which are large."""
     return {name: value for name, value in row.items() if not name.startswith((_PIXELS, "stats/"))}
 
 
@@ -292,7 +292,7 @@ def _number(row: dict[str, Any]) -> int:
 
 
 def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
-    """Add up the counts of pixel values and the lengths of episodes, by feature."""
+    """Return `before` plus the pixel histograms and the numbers of frames of the episodes, by feature."""
     found = dict(before)
     for row in rows:
         for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):

@@ -1,1 +1,1 @@
-"""Lists of what exists, keys with their sources, shell completion, and the benchmarks of a checkout."""
+"""The commands `list` (components, runs), `show` (config keys), `completion` (shell) and `bench` (benchmarks)."""

@@ -42,7 +42,7 @@ def list_things(args: argparse.Namespace) -> int:
 
 
 _POINTS = {"envs": "embodyrl.envs", "models": "embodyrl.policies", "launchers": "embodyrl.launchers"}
-"""Entry-point groups of each list."""
+"""Entry-point group of the components in each list."""
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -51,7 +51,7 @@ def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _missing(names: Iterable[str]) -> list[str]:
-    """Return a line for each extension without its dependencies."""
+    """Return an install hint for each extension with missing dependencies."""
     lines = {name: extensions()[name].install_line() for name in names}
     return [f"{name} is not installed: {line}" for name, line in lines.items() if line]
 

@@ -1,1 +1,1 @@
-"""The command `doctor`: checks of this machine."""
+"""The command `doctor`, which checks the installation, this machine and its GPUs."""

@@ -1,4 +1,4 @@
-"""Declarations of the checks of `embodyrl doctor --gpu` that need no other extension."""
+"""Registration of the checks of `embodyrl doctor --gpu` that need no other extension."""
 
 from embodyrl.findings import GpuCheck
 

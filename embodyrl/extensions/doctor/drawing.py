@@ -1,4 +1,4 @@
-"""GPU check of EGL rendering: devices, a frame, frames per second of several processes, and memory of a context."""
+"""GPU check of EGL rendering: devices, a test frame, frames per second of several processes, and GPU memory."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from embodyrl.findings import GpuParts, GpuResult
 
 _MIB = 2**20
 _MOST = 32
-"""Largest number of rendering processes that is measured."""
+"""Maximum number of concurrent rendering processes in the measurement."""
 _SCALES = 1.5
 """Minimum speed-up over one process; below it the report contains "more processes do not render faster"."""
 _FRAMES = """
@@ -75,7 +75,7 @@ def check_drawing() -> GpuResult:
 
 
 def measure_frames(parts: GpuParts, backend: str, device: str, gpu: str) -> str:
-    """Measure total frames per second with 1, 8, and one process per core, and the GPU memory of a context."""
+    """Measure the frames per second of 1 process, 8 processes and one per core, and the GPU memory per process."""
     cores, said, rates = min(available_cores(), _MOST), list[str](), list[float]()
     for count in sorted({1, min(8, cores), cores}):
         before = _free(gpu)
@@ -100,7 +100,7 @@ def _free(gpu: str) -> int:
 
 
 def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int]:
-    """Return the total frames per second of concurrent processes, and the free memory while each has a context."""
+    """Return the total frames per second of `count` processes, and the free GPU memory while they run."""
     environ = rendering(backend, device)
     command = [sys.executable, "-c", _FRAMES]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -124,7 +124,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def page_of(report: dict[str, Any]) -> list[str]:
-    """Return the results as Markdown for a bug report: all results and values, and the logs of failed checks."""
+    """Return the Markdown report: the results and values of all checks, and the logs of failed checks."""
     packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
     gpus = [
         f"GPU {gpu['number']}: {gpu['name']}, {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free, "

@@ -20,7 +20,7 @@ _FILES = 4096
 
 
 def check_host() -> GpuResult:
-    """Read the limits of the host."""
+    """Check the limits of the host; return warnings and values."""
     parts, gpus = GpuParts(), visible_gpus()
     fix = ""
     with parts.part("/dev/shm"):
@@ -54,7 +54,7 @@ def _limit(value: int) -> str:
 
 
 def cgroup_limits() -> dict[str, str]:
-    """Return the limits of this process's control groups and all parent groups, by file."""
+    """Return the limits of this process's control group and of all parent groups, by path of the cgroup file."""
     found = {}
     for controller in ("memory", "cpu", "pids", "cpuset"):
         for folder, unified in control_groups(controller):
@@ -79,7 +79,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def _compare_nodes(parts: GpuParts) -> None:
-    """Compare the NUMA node of each GPU with the cores that this process may use."""
+    """Add a warning if no core of a GPU's NUMA node is available to this process."""
     affinity = os.sched_getaffinity(0)
     nodes = {int(path.name[4:]): parse_cpus((path / "cpulist").read_text()) for path in _NODES.glob("node[0-9]*")}
     parts.note("cores of NUMA nodes", {node: len(cores & affinity) for node, cores in nodes.items()})
@@ -95,7 +95,7 @@ def _compare_nodes(parts: GpuParts) -> None:
 
 
 def _buses() -> dict[int, str]:
-    """Return the PCI address in /sys of each GPU."""
+    """Return the directory name in /sys (PCI address) of each GPU, by GPU number."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

@@ -1,4 +1,4 @@
-"""GPU check of collectives: one process per GPU, as for the ranks of a training run."""
+"""GPU check of NCCL collectives, with one process per GPU as in a training run."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def check_links() -> GpuResult:
 
 
 def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: int) -> str:
-    """Run one process for each GPU; return a sentence with the seconds and transports.
+    """Run one process for each GPU; return a sentence with the times and NCCL transports.
 
     Raises:
         RuntimeError: a process failed; the message contains the last lines of its log.

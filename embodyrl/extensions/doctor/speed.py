@@ -36,7 +36,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(call: Callable[[], object], device: str, seconds: float) -> float:
-    """Return the median time of a call, after one warm-up call."""
+    """Return the median duration of a call in seconds, after one warm-up call."""
     call()
     synchronize(device)
     times, started = list[float](), time.perf_counter()
@@ -75,7 +75,7 @@ def check_speed() -> GpuResult:
 
 
 def measure_device(parts: GpuParts, device: str, name: str) -> str:
-    """Measure one device; return a sentence. Among devices with the same name, the slowest rates are kept."""
+    """Measure one device; return the result as a sentence. For equal device names, the slowest rates are stored."""
     rates, said = dict[str, float](), [f"{device} ({name})"]
     on_gpu = device.startswith("cuda")
     with parts.part(f"{device} products and copies"):

@@ -1,4 +1,4 @@
-"""The command `data`: describe, join and filter data sets."""
+"""The command `data`, which describes, joins and filters data sets."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from embodyrl.plan.settings import KeptEpisodes
 from embodyrl.types import Episode
 
 _PER_STEP = 10**6
-"""Factor of the step in the number of an episode."""
+"""Factor in the unique number of an episode: training step times this factor, plus the episode id."""
 
 
 class KeptEpisodesWriter:
-    """Writer of episodes into a data set up to `runner.keep_episodes_gb`; a resumed run appends no episode twice."""
+    """Writer of episodes into a data set of at most `runner.keep_episodes_gb`; a resumed run writes no duplicates."""
 
     def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> None:
         cfg = run_plan.cfg
@@ -37,7 +37,7 @@ class KeptEpisodesWriter:
         self._full = False
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """See `EpisodeWriter`. Episodes that a training step cuts are left out."""
+        """See `EpisodeWriter`. Episodes cut into two parts by a training step are left out."""
         for episode in episodes:
             trial = step * _PER_STEP + episode.spec.episode_id
             whole = not episode.cut and episode.earlier is None
@@ -57,7 +57,7 @@ class KeptEpisodesWriter:
         return self._kind is KeptEpisodes.all or episode.success_once is (self._kind is KeptEpisodes.successes)
 
     def _frame_bytes(self) -> int:
-        """Return an upper estimate of the bytes of a frame: lossless images are at most as large as their pixels."""
+        """Return an upper bound of the bytes per frame, from the uncompressed size of the images."""
         fields = (Record.images, Record.observed_state, Record.action)
         return sum(self._arena[name][0].nbytes for name in fields)
 
@@ -68,5 +68,5 @@ class KeptEpisodesWriter:
 
 
 def open_writer(run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> KeptEpisodesWriter:
-    """Create or reopen the data set of a run's episodes."""
+    """Create or reopen the data set with the episodes of a run, and return its writer."""
     return KeptEpisodesWriter(run_plan, arena, folder, say)

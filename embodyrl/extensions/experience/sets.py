@@ -1,4 +1,4 @@
-"""Descriptions and copies of data sets, a few episodes at a time."""
+"""Summaries of data sets, and filtered copies with a few episodes in memory at a time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episod
 from embodyrl.types import EnvSpec, IntArray
 
 _AT_A_TIME = 16
-"""Episodes in memory while a data set is copied."""
+"""Maximum number of episodes in memory while a data set is copied."""
 _UNKNOWN = {"task_id": 0, "reset_id": -1, "trial": 0, "seed": 0, "version": -1}
-"""Source of an episode of another program."""
+"""Values of the fields of `Source` for an episode that another program recorded."""
 _OUTCOMES = (f"{OWN}success", f"{OWN}return")
 
 
@@ -46,17 +46,17 @@ class DataSet:
     root: Path
     card: Card
     rows: list[dict[str, Any]]
-    """Table of episodes."""
+    """Metadata of the episodes, one dict per episode."""
     actor: IntArray
-    """[N] `Actor` of each action."""
+    """[N] author of each action, as a value of `Actor`."""
 
     def actors_of(self, row: dict[str, Any]) -> set[int]:
-        """Return the authors of an episode's actions."""
+        """Return the distinct authors of the actions of an episode, as values of `Actor`."""
         return set(self.actor[row["dataset_from_index"] : row["dataset_to_index"]].tolist())
 
 
 def open_set(root: Path) -> DataSet:
-    """Read the descriptions of a data set, without frames.
+    """Read the metadata of a data set, without its frames.
 
     Raises:
         ConfigError: the folder contains no data set, or the data set is damaged.
@@ -74,7 +74,7 @@ def open_set(root: Path) -> DataSet:
 
 
 def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
-    """Add success and return to the episodes of another program, if the data files contain them."""
+    """Add success and return to the metadata of a data set of another program, if its columns contain them."""
     found = find_rows(root, rows) if rows and len(card.without) < len(_OUTCOMES) else None
     success = None if found is None or SUCCESS in card.without else read_success(found)
     reward = None if found is None or REWARD in card.without else read_vectors(found, REWARD, 1)[:, 0]
@@ -87,7 +87,7 @@ def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
 
 
 def describe(found: DataSet) -> dict[str, Any]:
-    """Return the contents of a data set in numbers."""
+    """Return a summary of a data set: numbers of episodes, frames and tasks, success rate and mean return."""
     rows = found.rows
     success, earned = ([row[key] for row in rows if row.get(key) is not None] for key in _OUTCOMES)
     counts = Counter(Actor(number).name for number in found.actor.tolist())
@@ -106,7 +106,7 @@ def describe(found: DataSet) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Conditions on episodes; None: no condition."""
+    """Filter of episodes; a field that is None imposes no condition."""
 
     success: bool | None = None
     low: float | None = None
@@ -114,7 +114,7 @@ class Selection:
     high: float | None = None
     """Maximum return."""
     actor: Actor | None = None
-    """Author of at least one action."""
+    """Required author of at least one action."""
     version: int | None = None
 
     def chooses(self, found: DataSet, row: dict[str, Any]) -> bool:
@@ -165,7 +165,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
 
 
 def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
-    """Return the card of a copy; tasks and initial states are those of all sources."""
+    """Return the metadata card of the new data set, with the tasks and initial states of all sources."""
     first = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
@@ -184,7 +184,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
 
 
 def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:
-    """Return the first environment with the tasks of all, each once, in order."""
+    """Return the spec of the first environment with the distinct tasks of all environments, in order."""
     first = envs[0]
     if all((env.tasks, env.states_per_task) == (first.tasks, first.states_per_task) for env in envs):
         return first
@@ -196,7 +196,7 @@ def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:
 
 
 def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
-    """Return the origin of an episode with the numbers of its task and initial state in a joined environment."""
+    """Return the origin of an episode, with its task id and reset id converted from the spec `old` to `new`."""
     if old == new or task not in new.tasks:
         return source
     number = new.tasks.index(task)
@@ -207,7 +207,7 @@ def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
 
 
 def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
-    """Append episodes to a writer of the environment `env`."""
+    """Append the episodes `indices` of a data set to a writer with the environment `env`."""
     demos = load_demonstrations(source.root, only=indices)
     for place, index in enumerate(indices):
         row = source.rows[index]
@@ -218,7 +218,7 @@ def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: Dataset
 
 
 def episode_of(demos: Demonstrations, place: int, source: Source) -> Demonstration:
-    """Return one of the episodes in memory."""
+    """Return the episode at index `place` of the episodes in memory, with its origin."""
     part = slice(int(demos.start[place]), int(demos.stop[place]))
     return Demonstration(
         images=demos.images[part],

@@ -1,4 +1,4 @@
-"""Download of repositories, and errors of the hub as one line."""
+"""Download of repositories from the Hugging Face hub, with one-line error messages."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _FILES = (
     *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
     *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
 )
-"""File patterns to download: data only, no programs, pickles or other formats of the same weights."""
+"""File patterns to download: no programs, no pickles, and no other formats of the same weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -37,16 +37,16 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
 
 @contextmanager
 def hub_errors(before: str, after: str) -> Iterator[None]:
-    """Convert errors of `huggingface_hub` to one line between `before` and `after`.
+    """Convert an error of `huggingface_hub` to a ConfigError with the message `before` REASON `after`.
 
     Raises:
-        ConfigError: instead of the hub's error.
+        ConfigError: the block raised an error of the hub or of the network.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     of_http = HfHubHTTPError.__bases__[0]
-    """Base error of the HTTP library of `huggingface_hub`, which differs between versions."""
+    """Base class of errors of the HTTP library; the library differs between versions of `huggingface_hub`."""
     try:
         yield
     except HfHubHTTPError as error:

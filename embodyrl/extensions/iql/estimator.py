@@ -1,4 +1,4 @@
-"""The estimator of implicit Q-learning (Kostrikov et al., arXiv 2110.06169), and its keys."""
+"""Algorithm entry of implicit Q-learning (IQL; Kostrikov et al., arXiv 2110.06169), and its config keys."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class IqlSettings(BufferSettings, DiscountSettings):
 
 
 def no_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list[Credit]:
-    """Return zero credits, because training does not use the policy's own episodes."""
+    """Return zero advantages: training does not use the policy's own episodes."""
     del cfg
     return [Credit(advantage=np.zeros_like(e.reward), returns=np.zeros_like(e.value)) for e in episodes]
 
 
 def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return violated requirements of implicit Q-learning."""
+    """Return the requirements of implicit Q-learning that a config violates, one line each."""
     from embodyrl.extensions.off_policy.plan import replay_problems
 
     problems = []

@@ -1,4 +1,4 @@
-"""Learner of implicit Q-learning: critics on features of a data set, and SFT weighted by their advantages."""
+"""Learner of implicit Q-learning: critics on features of a data set, and advantage-weighted SFT of the policy."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from embodyrl.policies.vla.conditioning import HasFeatures
 from embodyrl.types import ImitationScores, IntArray
 
 CRITICS = "critics"
-"""Name of the file with critics and value network in a checkpoint."""
+"""Name of the checkpoint file with the critics and the value network."""
 
 
 class IqlLearner(Learner):
@@ -80,7 +80,10 @@ class IqlLearner(Learner):
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
     def _evaluate(self, chosen: IntArray) -> tuple[Tensor, dict[str, float]] | None:
-        """Update the critics on some transitions; return the weights of their chunks, and metrics."""
+        """Update the critics on the transitions `chosen` [B]; return the SFT weights [B] of the chunks, and metrics.
+
+        Return None if a loss of the critics is not finite.
+        """
         steps = self._steps
         parts = (steps.start[chosen], steps.after[chosen], steps.reward[chosen], steps.discount[chosen])
         found = self._values.update(*(on_device(part, self._device) for part in parts))
@@ -93,17 +96,17 @@ class IqlLearner(Learner):
         return weights, metrics | means
 
     def _imitate(self, frames: IntArray) -> ImitationScores:
-        """Return the SFT losses of the chunks at some frames."""
+        """Return the SFT losses of the chunks that start at `frames`."""
         obs = observations(self._demos, frames)
         return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))
 
     def _deal(self) -> list[tuple[IntArray, bool]]:
-        """Split sample positions into micro-batches (see `deal`)."""
+        """Split the positions of a batch into the micro-batches of this process (see `deal`)."""
         costs = np.ones(self._batch_size, np.int64)
         return deal(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
 
     def save(self, folder: Path) -> None:
-        """Save critics, value network, their optimizers, and the features of the data."""
+        """Save the critics, the value network, their optimizers, and the features of the data."""
         save_state(folder, CRITICS, self._values.state())
 
     def load(self, folder: Path) -> None:

@@ -4,13 +4,16 @@ from torch import Tensor
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """Return |expectile - 1(u < 0)| u^2 for differences u, equation 5; its minimum is the expectile of the data."""
+    """Return |expectile - 1(u < 0)| u^2 for differences u = target - prediction, equation 5.
+
+    The prediction that minimizes the mean loss is the expectile of the targets.
+    """
     weight = (difference < 0).to(difference.dtype).sub(expectile).abs()
     return weight * difference.square()
 
 
 def critic_loss(value: Tensor, reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor:
-    """Return the squared error of estimates [n, B] to r + d V(s') [B], equation 6: sum over critics, mean over samples.
+    """Return the squared error between Q [n, B] and r + d V(s') [B], equation 6: sum over critics, mean over samples.
 
     `discount` is gamma, and 0 after a terminal state.
     """

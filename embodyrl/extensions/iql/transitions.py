@@ -1,4 +1,4 @@
-"""Transitions of a data set, in which a chunk starts at every frame."""
+"""Transitions of action chunks in a data set; a chunk starts at every frame."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,23 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataTransitions:
-    """M transitions between frames of a data set."""
+    """M transitions of chunks, with observations as frame indices of a data set."""
 
     start: IntArray
-    """[M] frame of the observation."""
+    """[M] index of the frame with the observation."""
     after: IntArray
-    """[M] frame of the next observation; ignored for terminal transitions."""
+    """[M] index of the frame with the next observation; ignored for terminal transitions."""
     reward: FloatArray
     """[M] sum of the rewards of the chunk."""
     discount: FloatArray
-    """[M] gamma, or 0 after the end of the episode."""
+    """[M] gamma, or 0 if the chunk ends in a terminal state."""
 
 
 def ends_of(demos: Demonstrations) -> BoolArray:
     """Return a mask [E] of the episodes of one data set that end in a terminal state.
 
-    Its last action is its first success, or it is shorter than the longest episode: time limits cut at equal lengths.
+    An episode is terminal if its last action is its first success, or if it is shorter than the longest episode: all
+    episodes that a time limit cuts have the same length.
     """
     length = demos.stop - demos.start
     wins = np.concatenate([[0], demos.success.cumsum()])
@@ -37,9 +38,9 @@ def ends_of(demos: Demonstrations) -> BoolArray:
 def transitions_of(
     parts: Sequence[Demonstrations], length: int, gamma: float, reward_scale: float
 ) -> tuple[Demonstrations, DataTransitions]:
-    """Join data sets; return their frames, and the transitions of all chunks of `length` actions.
+    """Return the joined data sets, and the transitions of all chunks of `length` actions.
 
-    The last chunk of an episode without terminal state has no next observation, and is left out.
+    A chunk without a next observation is left out, unless the episode ends in a terminal state.
     """
     demos, ended = join_demonstrations(list(parts)), np.concatenate([ends_of(part) for part in parts])
     earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])

@@ -1,4 +1,4 @@
-"""Critics and value network of implicit Q-learning on fixed features of all frames."""
+"""Critics and value network of implicit Q-learning; their inputs are precomputed features of all frames."""
 
 import math
 from typing import Any
@@ -14,14 +14,14 @@ from embodyrl.learners.training import load_optimizer
 from embodyrl.policies.actor_critic.critics import Critics
 
 MINIMUM_SCALE = 1e-3
-"""Smallest standard deviation by which features and actions are divided."""
+"""Lower bound of the standard deviations that normalise features and actions."""
 
 
 class IqlValues:
-    """Two critics Q(s, a), their targets, and the value V(s)."""
+    """Two critics Q(s, a), their target networks, and the value network V(s)."""
 
     def __init__(self, features: Tensor, actions: Tensor, rules: IqlSettings, optim: OptimSettings, seed: int) -> None:
-        """Build networks with random weights for features [N, F] and chunks [N, L] of all frames."""
+        """Build networks with random weights for the features [N, F] and flattened chunks [N, K A] of all N frames."""
         self._features, self._actions = _standardised(features), _standardised(actions)
         self._rules, self._clip = rules, optim.value_clip_grad
         hidden = (rules.critic_width, rules.critic_width)
@@ -45,11 +45,11 @@ class IqlValues:
     ) -> tuple[Tensor, dict[str, float]] | None:
         """Update V, then Q, then the target critics; return the advantages [B], and metrics.
 
-        Return None if a loss is not finite; its network is unchanged then.
+        Return None if a loss is not finite; the network with that loss is not updated.
 
         Args:
-            start: [B] frames of the observations and chunks.
-            after: [B] frames of the next observations.
+            start: [B] frame indices of the observations and chunks.
+            after: [B] frame indices of the next observations.
             reward: [B]
             discount: [B] gamma, 0 after a terminal state.
         """
@@ -76,7 +76,7 @@ class IqlValues:
         return self.value(features, features[:, :0])[0]
 
     def _descend(self, name: str, loss: Tensor) -> bool:
-        """Take one optimizer step and return True, unless the loss is not finite."""
+        """Take one optimizer step of the network `name` and return True; return False if the loss is not finite."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad()
         if not math.isfinite(loss.item()):
@@ -95,7 +95,7 @@ class IqlValues:
         """Restore the result of `state`.
 
         Raises:
-            ValueError, KeyError, RuntimeError: the state is of other networks or other data.
+            ValueError, KeyError, RuntimeError: the state belongs to other networks or other data.
         """
         if state["features"].shape != self._features.shape:
             raise ValueError(f"features {[*state['features'].shape]}, expected {[*self._features.shape]}")
@@ -111,6 +111,6 @@ class IqlValues:
 
 
 def _standardised(values: Tensor) -> Tensor:
-    """Return values [N, X] with mean 0 and deviation 1."""
+    """Return values [N, X], each column normalised to mean 0 and standard deviation 1."""
     values = values.float()
     return (values - values.mean(0)) / values.std(0, correction=0).clamp(min=MINIMUM_SCALE)

@@ -1,4 +1,4 @@
-"""The command `latency`: success of evaluations against the delay of their chunks."""
+"""The command `latency`, which tabulates and plots the success rate against the inference delay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def latency(args: argparse.Namespace) -> int:
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """Return one line per delay and one column per method."""
+    """Return a table as lines of text, with a row per delay and a column per method."""
     methods = list(dict.fromkeys(point.method for point in points))
     delays = sorted({point.delay for point in points})
     cells = {(point.delay, point.method): point for point in points}

@@ -1,4 +1,4 @@
-"""Scores of evaluations by method and delay."""
+"""Scores of evaluations, grouped by method and delay."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAIVE, ENSEMBLE = "naive", "ensembling"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Evaluations of one method at one delay."""
+    """Pooled evaluations of one method at one delay."""
 
     method: str
     delay: tuple[int, int]
-    """Smallest and largest delay, env steps."""
+    """Minimum and maximum delay in env steps."""
     score: Score
     runs: int
 

@@ -1,1 +1,1 @@
-"""Meshes with fewer triangles, which a CPU renders faster."""
+"""Mesh simplification for faster rendering on a CPU (`env.render_profile=lean`)."""

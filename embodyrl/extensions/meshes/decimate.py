@@ -21,13 +21,13 @@ from embodyrl.errors import EnvError, MissingDependencyError
 
 _NORMAL_WEIGHT = 0.5
 _TEXCOORD_WEIGHT = 1.0
-"""Weight of a change of the unit normal or texture coordinate, relative to a change of position."""
+"""Weights of normals and texture coordinates in the simplification error, relative to positions."""
 
 _WELD = 1.0e-6
-"""Vertices closer than this fraction of the mesh's size are merged."""
+"""Maximum distance of vertices that are merged, as a fraction of the size of the mesh."""
 
 _SEAM_SLACK = 3
-"""Factor by which topology-preserving simplification may miss the target before clustering is used."""
+"""Ratio of faces to the target above which topology-preserving simplification is replaced by clustering."""
 
 _Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.uint32]
@@ -38,7 +38,7 @@ class VisualMesh:
     """Triangles with one normal and one texture coordinate per vertex."""
 
     position: _Floats
-    """[P, 3], units of the file."""
+    """[P, 3] positions of the vertices, in the units of the file."""
     normal: _Floats
     """[P, 3] unit vectors."""
     texcoord: _Floats
@@ -48,7 +48,7 @@ class VisualMesh:
     textured: bool
 
     def subset(self, faces: _Indices) -> VisualMesh:
-        """Keep `faces` [F', 3] and their vertices."""
+        """Return a mesh with only `faces` [F', 3] and the vertices of these faces."""
         used, index = np.unique(faces, return_inverse=True)
         return VisualMesh(
             position=self.position[used],
@@ -59,7 +59,7 @@ class VisualMesh:
         )
 
     def to_msh(self) -> bytes:
-        """Encode in MuJoCo's binary mesh format."""
+        """Return the mesh in MuJoCo's binary format (.msh)."""
         texcoord = self.texcoord if self.textured else self.texcoord[:0]
         header = struct.pack("4i", len(self.position), len(self.normal), len(texcoord), len(self.faces))
         arrays = (self.position, self.normal, texcoord, self.faces.astype(np.int32))
@@ -174,7 +174,7 @@ def _library() -> ctypes.CDLL:
 
 
 _VERSION = 2
-"""Part of the cache key; increase it when the same settings give other files."""
+"""Version in the cache key; increase it when the code writes different files for the same settings."""
 
 
 def cache_folder() -> Path:

@@ -32,9 +32,9 @@ with mujoco.Renderer(model, 64, 64) as renderer:
     print("one colour" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
 """
 EGL_TABLE, _EGL_ID = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
-"""Mapping from CUDA's to EGL's device numbers (0:2,1:0), which a process passes to its children; MuJoCo's variable."""
+"""Environment variables: the EGL device index of each CUDA device (0:2,1:0), and MuJoCo's EGL device index."""
 _EGL_CUDA_DEVICE = 0x323A
-"""EGL_CUDA_DEVICE_NV."""
+"""Value of the EGL constant EGL_CUDA_DEVICE_NV."""
 _LIST_EGL = f"""
 import ctypes
 egl = ctypes.CDLL("libEGL.so.1")
@@ -57,19 +57,19 @@ class Frame:
     """Result of rendering one frame."""
 
     driver: str = ""
-    """OpenGL's name of the renderer."""
+    """Name of the OpenGL renderer (GL_RENDERER)."""
     problem: str = ""
-    """Error, if there is no frame."""
+    """Error message if no frame was rendered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A value of MUJOCO_GL with its reason."""
+    """Selected value of MUJOCO_GL, with the reason."""
 
     backend: str
     why: str
     fix: str = ""
-    """Fix for a GPU that cannot render."""
+    """Instruction for the user if a GPU cannot render."""
 
 
 def choose_renderer() -> Renderer:
@@ -105,22 +105,22 @@ def check_egl(frame: Frame) -> Renderer:
 
 
 def cuda_number(gpu: str) -> int | None:
-    """Return CUDA's number of a GPU; None for a slice of one (MIG), which cannot render, or an unknown id."""
+    """Return the CUDA device index of a GPU; None for an unknown id, or a MIG slice, which cannot render."""
     if gpu.isdigit():
         return int(gpu)
     return next((one.number for one in query_gpus() if one.uuid.startswith(gpu)), None)
 
 
 def egl_device(gpu: str) -> str:
-    """Return EGL's number of a GPU: drivers number their devices differently."""
+    """Return the EGL device index of a GPU, which can differ from the CUDA index; empty if unknown."""
     number = cuda_number(gpu)
     return "" if number is None else str(egl_table().get(number, number))
 
 
 def egl_table() -> dict[int, int]:
-    """Return EGL's device numbers by CUDA's, read once on a host; empty if EGL does not report them.
+    """Return the EGL device index of each CUDA device; empty if EGL does not report CUDA devices.
 
-    Read without CUDA_VISIBLE_DEVICES, which hides and renumbers CUDA devices only.
+    The table is read once, by a process without CUDA_VISIBLE_DEVICES, which renumbers CUDA devices but not EGL devices.
     """
     if EGL_TABLE not in os.environ:
         environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -135,14 +135,14 @@ def egl_table() -> dict[int, int]:
 
 
 def choose_device() -> None:
-    """Make EGL render on the first visible GPU."""
+    """Set MuJoCo's EGL device to the first visible GPU."""
     if (gpus := visible_gpus()) and (device := egl_device(gpus[0])):
         os.environ[_EGL_ID] = device
 
 
 @contextmanager
 def without_egl_device() -> Iterator[None]:
-    """Hide EGL's device number from robosuite's import, which interprets it as a CUDA number."""
+    """Remove MUJOCO_EGL_DEVICE_ID inside the block: robosuite's import would interpret the value as a CUDA index."""
     device = os.environ.pop(_EGL_ID, None)
     try:
         yield
@@ -160,7 +160,7 @@ def rendering(backend: str, device: str) -> dict[str, str]:
 
 @functools.cache
 def draw_frame(backend: str, device: str = "") -> Frame:
-    """Render a frame in a separate process, within a minute: a broken driver may crash or hang."""
+    """Render a frame in a separate process with a timeout, because a broken driver may crash or hang."""
     environ = rendering(backend, device)
     command = [sys.executable, "-c", _SCENE]
     try:
@@ -175,7 +175,7 @@ def draw_frame(backend: str, device: str = "") -> Frame:
 
 
 def _first_error(output: str) -> str:
-    """Return the first exception; cleanup of a partly built renderer raises additional exceptions."""
+    """Return the message of the first exception in the output; later exceptions come from the cleanup."""
     lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return lines[0] if lines else "no message"
 

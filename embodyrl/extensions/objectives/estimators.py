@@ -26,14 +26,14 @@ def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> 
 
 
 def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return a group number for each chunk step; equal states within one group have the same number (GiGPO).
+    """Return a step-group id for each chunk step: equal states within an episode group share an id (GiGPO).
 
     Args:
         states: [T_i] state hash of each chunk step of each episode.
         groups: group id of each episode.
 
     Returns:
-        [sum T_i] ids, episode by episode.
+        [sum T_i] step-group ids, concatenated over episodes.
     """
     numbers: dict[tuple[Hashable, int], int] = {}
     keys = [(group, int(state)) for group, own in zip(groups, states, strict=True) for state in own]
@@ -48,7 +48,10 @@ class GigpoSettings(StdSettings, DiscountSettings):
 
 
 def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
-    """Add the episode's group advantage to the step advantage, which compares visits of the same state (GiGPO)."""
+    """Return the sum of the episode advantage and the weighted step advantage (GiGPO).
+
+    The step advantage compares the returns after visits of the same state.
+    """
     groups = [episode.spec.group_id for episode in episodes]
     normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
     episode_level = grpo(
@@ -79,13 +82,13 @@ class ReturnSettings(CreditSettings, DiscountSettings):
 
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
-    """Whiten discounted returns-to-go over the batch (REINFORCE++, arXiv 2501.03262)."""
+    """Return discounted returns-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
     parts = [_to_go(episode, cfg, cfg.gamma) for episode in episodes]
     return _whitened_credits(episodes, parts, [credited_steps(episode.valid, cfg) for episode in episodes])
 
 
 def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
-    """Subtract the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
+    """Return R minus the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
 
     The advantage is 0 where the greedy episode was lost to a worker crash.
     """
@@ -96,7 +99,10 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettin
 
 
 def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
-    """Whiten R - mean_g over all executed actions of the batch (arXiv 2501.03262); longer episodes have more weight."""
+    """Return R - mean_g, whitened over all executed actions of the batch (arXiv 2501.03262).
+
+    Longer episodes have more weight in the mean and variance.
+    """
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
     centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)

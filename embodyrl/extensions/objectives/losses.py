@@ -78,14 +78,14 @@ def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
 
 
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """Clip the sequence ratio exp(mean d), which all units of the sequence share (arXiv 2507.18071)."""
+    """Compute the PPO clip loss with the sequence ratio exp(mean d) for all units of a sequence (arXiv 2507.18071)."""
     # Only an upper bound is needed: for very small values, exp is 0.
     ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
 
 
 def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """Compute -A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A: geometric mean (arXiv 2507.20673)."""
+    """Compute -A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A (geometric mean, arXiv 2507.20673)."""
     log_ratio, sign = _log_ratio(u), u.advantage.sign()
     inside = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
     kept = sign * (sign * log_ratio).minimum(sign * inside)
@@ -94,14 +94,14 @@ def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
 
 
 def sapo(u: Units, cfg: SapoSettings) -> LossTerms:
-    """Compute -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft clip (arXiv 2511.20347)."""
+    """Compute the soft clip -A (4 / tau) sigmoid(tau (r - 1)); tau depends on the sign of A (arXiv 2511.20347)."""
     ratio = ratio_of(u)
     tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
     return _unclipped(-u.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
 
 
 def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
-    """Compute -sg(weight) A log pi: every unit keeps a gradient."""
+    """Compute -sg(weight) A log pi; sg stops the gradient, so a clipped weight does not remove the gradient."""
     return -weight.detach() * u.advantage * u.logprob
 
 
@@ -151,10 +151,10 @@ def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
-    """Remove the gradient of a random `cov_share` of the units with a covariance in `cov_bounds` (arXiv 2505.22617).
+    """Compute the PPO clip loss, without gradient for randomly selected units (arXiv 2505.22617).
 
-    The remaining loss is the PPO clip. The selection uses torch's generator, which the run seeds and checkpoints;
-    covariances are those of the micro-batch.
+    A fraction `cov_share` of all units is selected, among those with a covariance in `cov_bounds`. The selection uses
+    torch's generator, which the run seeds and checkpoints. Covariances are computed in each micro-batch.
     """
     import torch
 
@@ -172,7 +172,7 @@ def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
 def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
     """Compute -A r, plus log_ratio_coef |d| on the `cov_share` of units with the largest covariance (arXiv 2505.22617).
 
-    Covariances are those of the micro-batch.
+    Covariances are computed in each micro-batch.
     """
     log_ratio = _log_ratio(u)
     covariance, mask = _covariance(u)

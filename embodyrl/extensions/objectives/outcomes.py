@@ -13,7 +13,7 @@ from embodyrl.types import DoubleArray
 
 
 def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
-    """Subtract the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
+    """Subtract the mean of the group's other episodes: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
 
     def leave_one_out(rewards: DoubleArray) -> DoubleArray:
         n = len(rewards)
@@ -38,7 +38,7 @@ def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Credit only the best episode of a group, with its lead over the second best: R1 - R2, arXiv 2503.19595.
+    """Return R1 - R2 (best minus second best) for the best episode of a group, 0 for the others; arXiv 2503.19595.
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
@@ -55,19 +55,19 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
     """Compute sum_k w_k grpo(R_k), whitened over the batch (arXiv 2601.05242).
 
-    Each part of the reward is normalised separately, so that no part dominates.
+    Each reward component R_k is normalised separately, so that no component dominates.
 
     Args:
-        parts: [E, C] outcome of each part of the reward.
+        parts: [E, C] return of each episode in each reward component.
         group: [E] group ids.
-        weight: [C]
+        weight: [C] weight w_k of each reward component.
     """
     columns = zip(np.asarray(parts, dtype=np.float64).T, weight, strict=True)
     return whiten(sum(w * grpo(part, group) for part, w in columns))
 
 
 class PassAtKSettings(GroupSettings, NormalizeSettings):
-    """Settings of pass@k, which credits the best episode of a group."""
+    """Settings of pass@k, where only the best episode of a group has a nonzero advantage."""
 
 
 class GdpoSettings(GroupSettings):
@@ -89,7 +89,7 @@ class GdpoSettings(GroupSettings):
 
 
 def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
-    """Compute `gdpo` from the reward components; without components, the return is the only component."""
+    """Return `gdpo` of the reward components; without components, the return is the only component."""
     weights = outcomes.scores.part_weights
     if not weights:
         return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])

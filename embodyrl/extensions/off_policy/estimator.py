@@ -1,4 +1,4 @@
-"""The estimator of soft actor-critic (SAC, RLPD), and its keys."""
+"""Algorithm entry of soft actor-critic (SAC, RLPD), and its config keys."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -50,7 +50,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
 
 
 def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
-    """Return the reward of each action as its credit, for the replay buffer."""
+    """Return the reward of each action in place of an advantage; the replay buffer stores these rewards."""
     del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 

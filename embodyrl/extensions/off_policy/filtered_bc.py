@@ -29,7 +29,7 @@ class FilteredSettings(BufferSettings):
 
 
 def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
-    """Return credit 1 for all actions of episodes above the return threshold, else 0."""
+    """Return advantage 1 for all actions of episodes with a return above `imitate_above`, else 0."""
     return [
         Credit(
             advantage=np.full(e.reward.shape, e.episode_return > cfg.imitate_above, np.float32),

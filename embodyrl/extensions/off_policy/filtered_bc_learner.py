@@ -21,11 +21,11 @@ from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
 REPLAY, TRAINED = "replay", "trained"
-"""Files of a checkpoint; the second contains the trained weights if the policy uses their moving average."""
+"""Names of checkpoint files: the replay buffer, and the trained weights if the policy acts with their average."""
 
 
 class FilteredLearner(Learner):
-    """One rank that trains its policy on its own successful episodes and on demonstrations."""
+    """Learner that trains the policy by SFT on its own episodes with a high return and on demonstrations."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
@@ -86,7 +86,7 @@ class FilteredLearner(Learner):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap the weights in the module with the stored copy."""
+        """Exchange the weights of the policy with the stored copy: trained weights and their moving average."""
         for name, weight in self._weights.items():
             there = weight.clone()
             weight.copy_(self._aside[name])
@@ -95,14 +95,14 @@ class FilteredLearner(Learner):
             weights_changed(self._policy.module)
 
     def _deal(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
-        """Split sample positions into micro-batches (see `deal`)."""
+        """Split the positions of a batch into the micro-batches of this process (see `deal`)."""
         cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
         if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
             costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
         return deal(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _draw(self, rng: np.random.Generator, stored: IntArray, share: int) -> tuple[Observation, FloatArray]:
-        """Sample observations [B] and target actions [B, H, A]: own samples first, then a `share` of demonstrations."""
+        """Sample B observations and target actions [B, H, A]; the last `share` samples are demonstrations."""
         own = rng.choice(stored, self._batch_size - share)
         fields = {str(name): self._replay[name][own] for name in OBSERVATION}
         actions = self._replay["action"][own]
@@ -142,7 +142,7 @@ class FilteredLearner(Learner):
         return records
 
     def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
-        """Return the actions [N, H, A] that follow from each chunk on; the last action of an episode repeats."""
+        """Return the H executed actions from the start of each chunk [N, H, A], padded with the last action."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
         # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.
@@ -155,7 +155,7 @@ class FilteredLearner(Learner):
         return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:
-        """Save the buffer, if `save_replay`, and the trained weights, if the policy uses their average."""
+        """Save the buffer if `save_replay` is set, and the trained weights if the policy acts with their average."""
         # All ranks gather, for that is collective, and the first one writes; of the buffer all hold the same.
         trained = self._trainer.ranks.gathered(self._aside)
         if self._trainer.ranks.rank_info.rank:

@@ -16,7 +16,10 @@ _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
 class GymGoals:
-    """Implements `GoalSupport`. Its functions receive goals in the shape and dtype of their space."""
+    """Implements `GoalSupport` with `compute_reward` and related functions of a GoalEnv.
+
+    These functions receive goals in the shape and dtype of the goal space.
+    """
 
     @staticmethod
     def applies(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
@@ -71,7 +74,10 @@ class GymGoals:
 
 
 def _in_batches(function: Callable[..., Any], achieved: np.ndarray, desired: np.ndarray) -> Callable[..., np.ndarray]:
-    """Return a batched function: `function` itself if it supports batches, tested with two goals, else a loop."""
+    """Return a batched version of `function`: a single call if `function` supports batches, else a loop.
+
+    The support is tested with the given goals.
+    """
 
     def one_by_one(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
         return np.array([function(a, d, {}) for a, d in zip(achieved, desired, strict=True)])

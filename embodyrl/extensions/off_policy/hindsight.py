@@ -1,4 +1,4 @@
-"""Hindsight experience replay (HER, arXiv 1707.01495): transitions relabelled with goals that were reached later."""
+"""Hindsight experience replay (HER, arXiv 1707.01495): relabel transitions with goals that are achieved later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, IntArray
 
 
 class Hindsight:
-    """Relabels sampled transitions with other goals; the environment computes their rewards."""
+    """Relabels sampled transitions with achieved goals; the environment computes the new rewards."""
 
     def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "checked by the run plan"
@@ -29,10 +29,11 @@ class Hindsight:
         self._achieved, self.desired = slice(*env.goal.achieved), slice(*env.goal.desired)
 
     def relabel(self, drawn: Transitions, rng: np.random.Generator) -> Transitions:
-        """Relabel `hindsight_goals` of `hindsight_goals` + 1 transitions with a goal that their episode reached later.
+        """Relabel transitions with a goal that is achieved later in the same episode.
 
-        All rewards of a transition are those of the new goal, r = sum of gamma^j R(achieved after chunk j, goal), up to
-        n chunks or where that goal ends the episode. Transitions without a recorded outcome keep their goal.
+        A fraction `hindsight_goals` / (`hindsight_goals` + 1) of the transitions is relabelled. The new reward is the
+        sum of gamma^j R(achieved after chunk j, goal), over n chunks or until the new goal terminates the episode.
+        Transitions without a later observation keep their goal.
         """
         buffer = drawn.buffer
         moved = np.flatnonzero((rng.random(len(drawn.places)) < self._share) & (buffer["left"][drawn.places] > 0))
@@ -69,7 +70,7 @@ class Hindsight:
 
 
 class OpenEpisodes:
-    """Frames of episodes that continue in the next training step; their outcome is unknown."""
+    """Stored frames of unfinished episodes, which continue in the next training step."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Frames]] = {}
@@ -79,8 +80,8 @@ class OpenEpisodes:
 
         Args:
             new: frames of some episodes.
-            earlier: key of the earlier frames, by number of the continued episode in `new`.
-            going_on: key for storing the frames, by episode number.
+            earlier: key of the stored frames, by number of the continued episode in `new`.
+            going_on: key under which to store the frames of an unfinished episode, by episode number in `new`.
         """
         held, self._held = self._held, {}
         found: list[Frames] = []
@@ -98,7 +99,7 @@ class OpenEpisodes:
         return [*map(join, held.values()), *found]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; a resumed run starts new episodes, so the stored episodes have ended."""
+        """Return the stored frames for a checkpoint; a resumed run does not continue these episodes."""
         held = [join(parts) for parts in self._held.values()]
         numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
         whole = join(numbered, one=False) if held else None
@@ -106,7 +107,7 @@ class OpenEpisodes:
 
 
 def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Concatenate parts of one episode (`one`), or one part of each episode."""
+    """Concatenate parts of one episode (`one`), or of several episodes."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

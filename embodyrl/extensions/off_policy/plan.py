@@ -1,4 +1,4 @@
-"""Requirements of off-policy learning for environment, policy and demonstrations."""
+"""Checks that environment, policy and demonstrations support off-policy learning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return violated requirements of off-policy learning."""
+    """Return the requirements of off-policy learning that a config violates, one line each."""
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(
@@ -52,7 +52,7 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
 
 
 def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
-    """Yield keys that have no effect with critics, and the reasons."""
+    """Yield config keys that have no effect for SAC, each with the reason."""
     yield "actor.micro_batch_size", "an update takes actor.global_batch_size samples at once"
     if policy.steering:
         yield "algorithm.image_shift", f"{policy.steering.key} freezes the model, whose features are stored"
@@ -61,7 +61,7 @@ def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield the reasons why frames, or transitions, of a data set do not match this environment."""
+    """Yield the reasons why a data set cannot be used as demonstrations in this environment."""
     if env.action.kind is ActionKind.text:
         yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
         return
@@ -90,7 +90,7 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
 
 
 def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield the reasons why rewards and next states of a data set are not results of its actions."""
+    """Yield the reasons why rewards and next observations of a data set are not results of the recorded actions."""
     if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
         yield (
             f"algorithm.demonstrations: {folder} contains labels of the expert, not the executed actions that led "
@@ -120,7 +120,7 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
 
 
 def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
-    """Yield the reasons why transitions cannot be relabelled with another goal."""
+    """Yield the reasons why hindsight relabelling is impossible for an environment and policy."""
     key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
     if env.goal is None:
         yield (

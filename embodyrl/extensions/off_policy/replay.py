@@ -1,4 +1,4 @@
-"""Replay buffer: each observation is stored once, and transitions refer to their first and last observation."""
+"""Replay buffer that stores each observation once; a transition is a pair of observation indices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """N consecutive observations of some episodes, and the action after each."""
+    """N observations of one or more episodes, with the action chunk after each observation."""
 
     seen: Mapping[str, np.ndarray]
-    """[N, ...] stored fields of the observations, or the features of a frozen policy."""
+    """Arrays [N, ...] by name: the fields of the observations, or the features of a frozen policy."""
     action: FloatArray
     """[N, L] sampled latent actions, within -1..1."""
     reward: FloatArray
     """[N] reward of the chunk."""
     acted: BoolArray
-    """[N] True if an action was executed; False for the final observation of an episode."""
+    """[N] True if an action follows; False for the final observation of an episode."""
     terminated: BoolArray
     """[N] True if the episode terminated with this chunk."""
     episode: IntArray
-    """[N] number of the episode; its frames are consecutive."""
+    """[N] number of the episode; frames of an episode are consecutive."""
 
     def map(self, change: Callable[[Any], Any]) -> Frames:
         """Return a copy with a function applied to each array."""
@@ -36,24 +36,24 @@ class Frames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """Batch of B transitions."""
+    """Batch of B transitions of a replay buffer."""
 
     buffer: ReplayBuffer
     places: IntArray
-    """[B] indices of the first observations."""
+    """[B] buffer indices of the first observations."""
     after: IntArray
-    """[B] indices of the last observations; arbitrary where the discount is 0."""
+    """[B] buffer indices of the next observations; arbitrary where the discount is 0."""
     reward: FloatArray
     discount: FloatArray
-    """[B] discount; `reward` has the same shape."""
+    """[B] discount of the next value: gamma^n, or 0 after termination. `reward` has the same shape."""
     moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[R] indices of the transitions with a relabelled goal."""
+    """[R] positions in the batch of the transitions with a relabelled goal."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[R, G] goals of the relabelled transitions."""
 
 
 class ReplayBuffer:
-    """Ring buffer of observations that grows up to its capacity, with the transitions between them."""
+    """Ring buffer of observations and of the n-step transitions between observations; memory grows on demand."""
 
     def __init__(self, size: int, gamma: float, n_step: int) -> None:
         self._size = size
@@ -65,8 +65,9 @@ class ReplayBuffer:
     def add(self, frames: Frames) -> None:
         """Add frames and drop the oldest frames beyond the capacity.
 
-        A transition is r = sum of gamma^j r_j over up to n chunks, the observation after them, and gamma^n, or 0 where
-        the episode terminated among them. A final observation without a recorded action begins no transition.
+        A transition contains the reward sum of gamma^j r_j over up to n chunks, the observation after these chunks, and
+        the discount gamma^n, or 0 if the episode terminated. A final observation without an action begins no
+        transition.
         """
         reward, discount, ahead = self._steps(frames)
         new = dict(frames.seen) | {"action": frames.action, "reward": reward, "discount": discount, "ahead": ahead}
@@ -87,18 +88,19 @@ class ReplayBuffer:
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """Return a field [n, ...] of all observations, or `action`, `reward` or `discount` of their transitions.
+        """Return an array [n, ...] by observation: a field, or `action`, `reward` or `discount` of the transition.
+
         `ahead` is the length of a transition in chunks, `left` the number of later observations in the episode.
         """
         return self._arrays[field]
 
     def later(self, places: IntArray, steps: IntArray) -> IntArray:
-        """Return the indices n chunks later in the same episode."""
+        """Return the buffer indices of the observations `steps` chunks after `places`, in the same episode."""
         # The second modulo: until the ring is full, frames behind the last one are unwritten.
         return (places + steps) % self._size % self._count
 
     def transitions(self, places: IntArray) -> Transitions:
-        """Return the transitions at these indices."""
+        """Return the transitions that begin at the buffer indices `places` [B]."""
         ahead, reward, discount = (self._arrays[name][places] for name in ("ahead", "reward", "discount"))
         after = self.later(places, ahead)
         return Transitions(buffer=self, places=places, after=after, reward=reward, discount=discount)
@@ -108,7 +110,7 @@ class ReplayBuffer:
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; of a larger buffer, restore only the newest part."""
+        """Restore the result of `state`; from a larger buffer, restore only the newest observations."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return

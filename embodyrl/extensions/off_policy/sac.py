@@ -9,7 +9,7 @@ def soft_target(reward: Tensor, discount: Tensor, next_value: Tensor, next_logpr
     Args:
         reward: [B] sum of n discounted rewards.
         discount: [B] gamma^n, 0 after the end of an episode.
-        next_value: [n, B] estimates of the target critics.
+        next_value: [n, B] Q values of the target critics, of which the minimum is used.
         next_logprob: [B] log-probability of the next action.
         alpha: weight of the entropy.
     """
@@ -17,15 +17,15 @@ def soft_target(reward: Tensor, discount: Tensor, next_value: Tensor, next_logpr
 
 
 def critic_loss(value: Tensor, target: Tensor) -> Tensor:
-    """Return half the squared error of the estimates [n, B]: sum over critics, mean over samples; equation 5."""
+    """Return half the squared error of Q values [n, B]: sum over n critics, mean over B samples; equation 5."""
     return 0.5 * (value - target).square().mean(1).sum()
 
 
 def actor_loss(value: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
     """Return the mean of alpha log pi(a|s) - Q(s, a) for values [n, B] and log-probabilities [B]; equation 9.
 
-    Q is the smaller value of two critics, and the mean of more than two (REDQ, arXiv 2101.05982, algorithm 1, as in
-    RLPD): the minimum of ten would penalise rarely tried actions.
+    Q is the minimum of two critics, or the mean of more than two (REDQ, arXiv 2101.05982, algorithm 1, as in RLPD).
+    The minimum of ten critics would penalise rare actions.
     """
     estimate = value.amin(0) if len(value) == 2 else value.mean(0)
     return (alpha * logprob - estimate).mean()

@@ -31,15 +31,15 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
 
 CRITICS, REPLAY = "critics", "replay"
-"""Files of a checkpoint."""
+"""Names of the checkpoint files with the critics and with the replay buffer."""
 OPEN = "open"
-"""Key in the replay file: unfinished episodes."""
+"""Key of the unfinished episodes in the checkpoint file `REPLAY`."""
 FEATURES = "features"
-"""Field of the buffer that replaces the observations for a frozen base policy."""
+"""Field of the buffer with the features of a frozen base policy, stored instead of observations."""
 
 
 class SacLearner(Learner):
-    """Learner that trains critics and the policy, which the rollout worker also uses."""
+    """Learner that trains the critics and the policy."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
@@ -108,7 +108,7 @@ class SacLearner(Learner):
     def _step(
         self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
     ) -> dict[str, float]:
-        """Update temperature, critics, actor and target critics, in this order; return no metrics for a skipped update.
+        """Update temperature, critics, actor and target critics, in this order; return metrics (skipped: empty).
 
         Without `acting`, temperature and actor are not updated.
         """
@@ -167,16 +167,16 @@ class SacLearner(Learner):
         return numbers | {"alpha": alpha.item()}
 
     def _features(self, seen: Observation | FloatArray) -> Tensor:
-        """Return features [B, F] of the result of `_look`."""
+        """Return the features [B, F] of observations; stored features are returned unchanged."""
         if isinstance(seen, Observation):
             return self._policy.features(seen)
         return on_device(seen, next(self._critics.parameters()).device)
 
     def _look(self, drawn: Transitions, places: IntArray) -> Observation | FloatArray:
-        """Return observations with random image shifts, one shift for all images of an observation (DrQ, arXiv
-        2004.13649).
+        """Return the observations at the buffer indices `places`, with relabelled goals and random image shifts.
 
-        A frozen policy returns the stored features.
+        All images of an observation have the same shift (DrQ, arXiv 2004.13649). For a frozen policy, the stored
+        features are returned instead.
         """
         if self._policy.frozen:
             return drawn.buffer[FEATURES][places]
@@ -191,7 +191,7 @@ class SacLearner(Learner):
         return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
 
     def _backward(self, name: str, loss: Tensor) -> float:
-        """Compute the gradients of an optimizer's weights, clipped for critics; return their norm before clipping."""
+        """Compute the gradients of an optimizer's weights, clip those of critics; return the norm before clipping."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad()
         loss.backward()
@@ -230,13 +230,13 @@ class SacLearner(Learner):
         return acted
 
     def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
-        """Return the stored fields of the observations of some records."""
+        """Return the observation fields that the buffer stores for some arena records."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
         return self._kept(self._arena, records)
 
     def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
-        """Return the frozen policy's features of the observations of some records."""
+        """Return the features of a frozen policy for the observations of some records."""
         with torch.no_grad():
             features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
         return {FEATURES: torch.cat(features).cpu().numpy()}
@@ -246,9 +246,10 @@ class SacLearner(Learner):
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
     def _load_demonstrations(self) -> ReplayBuffer:
-        """Load all chunks of the data sets; a demonstration that ends with its first success terminates there.
+        """Return a buffer with all chunks of the data sets.
 
-        For a frozen policy, store features and corrections of its proposals, which takes two passes per chunk.
+        A demonstration is terminal if its last action is its first success. For a frozen policy, the buffer contains
+        features, and the corrections of the policy's proposals; both take a forward pass per chunk.
         """
         demos = load_shown(self._rules.demonstrations, self._policy.spec)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
@@ -276,14 +277,14 @@ class SacLearner(Learner):
         return buffer
 
     def save(self, folder: Path) -> None:
-        """Save critics, temperature, their optimizers and, if `save_replay`, the buffer."""
+        """Save critics, temperature and optimizers, and the replay buffer if `save_replay` is set."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         save_state(folder, CRITICS, state | {"log_alpha": self._log_alpha.detach()})
         if self._rules.save_replay:
             save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
 
     def _parts(self) -> dict[str, Any]:
-        """Return the components with a `state_dict`."""
+        """Return the critics, target critics and optimizers by name in the checkpoint."""
         return {"nets": self._critics, "targets": self._targets, **self._optimizers}
 
     def load(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Episodes on an OpenEnv server: an observation is the prompt, a reply becomes an action."""
+"""Text environment on an OpenEnv server: the prompt contains the observation, and the reply is the action."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from embodyrl.extensions.openenv.settings import OpenEnvSettings
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 REPLY_BYTES = 1 << 12
-"""Number of bytes of an earlier reply that the prompt keeps; the server receives the whole reply."""
+"""Maximum bytes of an earlier reply in the prompt; the server receives the whole reply."""
 
 
 @dataclass
 class _Episode:
-    """Episode of one slot."""
+    """Current episode of one slot."""
 
     seen: str = ""
     turns: list[Message] = field(default_factory=list)
@@ -67,7 +67,7 @@ class OpenEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute each reply as an action; `actions` [n, K, 1] are token ids, padding below 0.
+        """Send each reply to the server as an action; `actions` [n, K, 1] are token ids (negative: padding).
 
         Raises:
             EnvError: see `Session`.
@@ -91,7 +91,7 @@ class OpenEnv:
         return result
 
     def instruction(self, slot: int) -> str:
-        """Return the rules, the last turns, and the current observation."""
+        """Return the prompt: `env.prompt`, the last `env.history` turns, and the current observation."""
         rules = [Message(role="system", content=self._cfg.prompt)] if self._cfg.prompt else []
         episode = self._episodes[slot]
         return join_messages([*rules, *episode.turns, Message(role="user", content=episode.seen)])
@@ -114,7 +114,7 @@ class OpenEnv:
         self._sessions.clear()
 
     def _tell(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text."""
+        """Return the observation as text for the prompt, cut to `env.observation_bytes`."""
         found: Any = {name: value for name, value in observation.items() if name != "metadata"}
         for part in (self._cfg.observation_key or "").split(".") if self._cfg.observation_key else ():
             if not isinstance(found, Mapping) or part not in found:

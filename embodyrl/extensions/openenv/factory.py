@@ -1,4 +1,4 @@
-"""Checks, description and construction of environments on OpenEnv servers."""
+"""Factory of environments on OpenEnv servers: config checks, spec and construction."""
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.extensions.openenv.environment import REPLY_BYTES, OpenEnv
@@ -24,7 +24,7 @@ class OpenEnvFactory:
         return []
 
     def spec(self, cfg: OpenEnvSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment: one task, whose initial states are the seeds.
+        """Return the spec of the environment: one task, with one initial state per seed.
 
         Raises:
             EnvError: no server answers.

@@ -23,7 +23,7 @@ from embodyrl.extensions.openenv.settings import OpenEnvSettings
 
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 24
-"""Maximum size of a message or of the schema, in bytes."""
+"""Maximum size of a message or of the action schema, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Turn:
 
 
 class Session:
-    """Connection to the server, with a separate environment on the server."""
+    """Connection to the server; the server creates a separate environment for each connection."""
 
     def __init__(self, cfg: OpenEnvSettings) -> None:
         """Connect, with retries until `env.connect_timeout_s`.
@@ -93,7 +93,7 @@ class Session:
 
 
 def read_action_key(cfg: OpenEnvSettings) -> str:
-    """Return the field of an action that contains the reply, from the settings or from the server's schema.
+    """Return the name of the action field that contains the reply, from the settings or from the server's schema.
 
     Raises:
         EnvError: no server answers at the address, or it has no schema.

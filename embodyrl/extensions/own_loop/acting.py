@@ -30,7 +30,7 @@ class LoadedPolicy:
     """A policy in this process, with the spec of its training environment."""
 
     policy: Policy
-    """Policy with its interface: `module`, `score` for gradients, `values`, `save`."""
+    """The policy: `module`, `score` (log-probabilities with gradients), `values`, `save`."""
     run_plan: RunPlan
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class LoadedPolicy:
         return self.run_plan.env.name
 
     def make_env(self) -> SingleEnv:
-        """Build the policy's environment with its cameras and sizes."""
+        """Build the environment of the run, with the cameras and image sizes of the policy."""
         return env_of(self.run_plan)
 
     def act(
@@ -63,14 +63,14 @@ class LoadedPolicy:
             [K, A] actions to execute in order, in the environment's units; for a batch [B, K, A].
 
         Raises:
-            ConfigError: the observation does not match this environment.
+            ConfigError: the observation does not match the spec of the environment.
         """
         batched = _is_batch(obs)
         out = self.decide(self.observe([obs] if not batched else _rows(obs), instruction), noise=noise)
         return out.actions if batched else out.actions[0]
 
     def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
-        """Stack observations of single environments into a batch for the policy."""
+        """Return a batch for the policy from the observations of several environments."""
         env, reads = self.run_plan.env, self.policy.spec
         shape = (len(env.cameras.names), *env.cameras.size, 3)
         images = [self._part(one, "images", shape, reads.inputs.num_images > 0)[: shape[0]] for one in seen]
@@ -83,7 +83,7 @@ class LoadedPolicy:
         )
 
     def _part(self, one: dict[str, Any], name: str, shape: tuple[int, ...], read: bool) -> np.ndarray:
-        """Return an entry of an observation; zeros for an entry that the policy does not use."""
+        """Return the entry `name` of an observation; zeros for an entry that the policy does not use."""
         if name not in one and not (read and np.prod(shape)):
             return np.zeros(shape, np.uint8)
         found = np.asarray(one[name]) if name in one else None

@@ -43,10 +43,10 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
             cfg: config of the run.
             settings: settings of the environment.
             split: tasks and initial states; default `env.eval`.
-            takes_delay: the caller delays the actions of its policy, as the config requires.
+            takes_delay: the caller implements the inference delay of the config.
 
         Raises:
-            ConfigError: actions have a delay, which the caller does not take into account.
+            ConfigError: the config sets an inference delay, and `takes_delay` is False.
         """
         context = env_context(cfg)
         if context.overlap and not takes_delay:
@@ -74,7 +74,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Start an episode.
 
         Args:
-            seed: determines initial state and simulator.
+            seed: seed of the choice of the initial state, and of the simulator.
             options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state,
                 `{"episode": 3}` for an episode of `embodyrl eval` with these settings, counted from 0.
 
@@ -101,7 +101,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return self._look(), float(result.reward[0, 0]), ended, cut, {"success": bool(result.success[0, 0])}
 
     def save_state(self) -> Any:
-        """Return a copy of the episode's state for `load_state`; needs `layout.simulator.saves_state`."""
+        """Return a copy of the episode's state for `load_state`; requires `layout.simulator.saves_state`."""
         if not isinstance(self.env, SavesState) or not self.layout.simulator.saves_state:
             raise EnvError(f"env '{self.layout.name}' cannot save its state.")
         return self.env.save(0)

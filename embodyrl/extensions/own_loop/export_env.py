@@ -1,4 +1,4 @@
-"""The command `export-env`: a repository of an environment in LeRobot's EnvHub form."""
+"""The command `export-env`, which writes a repository for an environment in LeRobot's EnvHub format."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def export_env(args: argparse.Namespace) -> int:
 
 
 def _other_files(folder: str, names: list[str]) -> list[str]:
-    """Return the entries of a folder that are not options."""
+    """Return the entries of a config folder that are neither options (.yaml) nor folders."""
     return [name for name in names if not name.endswith(".yaml") and not Path(folder, name).is_dir()]
 
 
 def _requirement(env_type: str) -> str:
-    """Return the requirement of the simulator of an environment in the format of pip."""
+    """Return the pip requirement of embodyrl with the extras of an environment's simulator."""
     found = extensions().get(env_type)
     extras = ",".join(sorted(set(found.requires.values()))) if found else ""
     return f"embodyrl{f'[{extras}]' if extras else ''}=={__version__}"

@@ -1,1 +1,1 @@
-"""Web pages on localhost."""
+"""Web servers for pages on localhost."""

@@ -23,12 +23,12 @@ Answer = tuple[str, bytes]
 _LONGEST = 1 << 20
 """Maximum size of a request in bytes; the chat page sends whole conversations."""
 _MOST_CLIENTS = 64
-"""Maximum number of open connections; further connections are closed."""
+"""Maximum number of open connections; the server closes connections above the maximum."""
 _REQUEST_S = 10.0
-"""Deadline for a client to send its request."""
+"""Maximum time for a client to send a request, in seconds."""
 _STRANGER = b"not from this page: open the address that the command printed, with its token"
 _SIGNALS_S = 0.5
-"""Maximum wait in one system call: a signal just before the call does not interrupt the call."""
+"""Maximum wait in one system call, in seconds: a signal just before the call does not interrupt it."""
 
 
 class Loopback(LimitedServer):
@@ -192,11 +192,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because the command uses the terminal."""
+        """Suppress the request log of `http.server`, because the command uses the terminal."""
 
 
 def _object_of(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; raises ValueError."""
+    """Parse a request body as a JSON object; raise ValueError for any other content."""
     try:
         found = json.loads(body)
     except RecursionError as error:

@@ -1,1 +1,1 @@
-"""Estimates of memory and time of a run."""
+"""Estimates of the memory and the speed of a run, computed before the run starts."""

@@ -13,7 +13,7 @@ from embodyrl.files import json_text, write_atomically
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measured rates of a GPU or an environment, and the path of the report."""
+    """Measured rates of a GPU or an environment."""
 
     rates: Mapping[str, float]
     report: str
@@ -25,12 +25,12 @@ _FILE = TypeAdapter(dict[str, Measured])
 
 
 def rates_file() -> Path:
-    """Return the path of the file."""
+    """Return the path of the cache file with the measured rates."""
     return cache_dir() / "gpu_rates.json"
 
 
 def read_measured() -> dict[str, Measured]:
-    """Return the measurements by name; empty if the file is missing or unreadable."""
+    """Return the measurements by name of the GPU or environment; empty if the cache file cannot be read."""
     try:
         return _FILE.validate_json(rates_file().read_bytes())
     except (OSError, ValidationError):
@@ -38,7 +38,7 @@ def read_measured() -> dict[str, Measured]:
 
 
 def keep_measured(found: Mapping[str, Mapping[str, float]], report: Path, day: str) -> None:
-    """Add measurements to the file; older measurements of the same name are replaced.
+    """Add measurements to the cache file; older measurements of the same name are replaced.
 
     Raises:
         OSError: the cache cannot be written.

@@ -1,4 +1,4 @@
-"""Memory estimate of a run, computed before it starts."""
+"""Estimate of the memory of a run, computed before the run starts."""
 
 import json
 import math
@@ -24,12 +24,12 @@ _PROCESS = 290 * MIB
 _ADAPTERS = 180 * MIB
 """Additional host memory of the adapter library, which imports transformers."""
 _CUDA = 600 * MIB
-"""GPU memory of context and workspaces."""
+"""GPU memory of the CUDA context and of workspaces."""
 _ENV_PROCESS = 160 * MIB
 _ENGINE = 2 * GIB
-"""GPU memory of vLLM's workspaces and a minimal cache."""
+"""GPU memory of vLLM's workspaces and of a minimal KV cache."""
 _UNKNOWN_SHARE = 0.4
-"""Assumed memory of a GPU with unknown memory."""
+"""Fraction of the memory for vLLM on a GPU of unknown size."""
 _RESERVE = 0.05
 """Fraction of a GPU reserved for fragmentation and uncounted memory."""
 
@@ -39,38 +39,38 @@ class MemoryPlan:
     """Memory in bytes of each part of a policy process, and of the other processes of its host."""
 
     weights: int
-    """Weights; during training also the moving average of the weights, if the policy has one."""
+    """Weights, and the moving average of the weights if the run trains one."""
     gathered: int
     """Full weights during rollouts, if training shards the weights."""
     reference: int
     gradients: int
     optimizer: int
     activations: int
-    """Activations of a micro-batch: backward pass plus log-probabilities."""
+    """Activations of a micro-batch, including the log-probabilities."""
     in_use: int
-    """Bytes of gathered weights during sharded training."""
+    """Weights of the layers that are gathered at a time during sharded training."""
     acting_batch: int
     """Activations of the largest inference batch."""
     keeps_acting: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int
-    """Full float32 weights before sharding or casting, or the memory for loading demonstrations, if larger."""
+    """Peak during construction: full float32 weights before sharding or casting, or loaded demonstrations."""
     engine: int
     """Minimum memory of vLLM."""
     sleeps: bool
     """True if vLLM frees its memory during updates."""
     process: int
     saving: int
-    """GPUs: host memory of the first rank, which gathers full weights, then full moments, and has the replay buffer."""
+    """With GPUs: host memory of rank 0, which gathers full weights or optimizer state, and has the replay buffer."""
     offloaded: int
-    """actor.fsdp.cpu_offload: host memory per rank for its shards of weights, gradients and moments."""
+    """With actor.fsdp.cpu_offload: host memory per rank for shards of weights, gradients and optimizer state."""
     acting: int
     """Memory of each rollout process."""
     env_worker: int
     env_gpu: int
     """GPU memory of each env worker."""
     replay: int
-    """Off-policy without GPUs: the replay buffer at the end of the run."""
+    """Replay buffer at the end of the run, for off-policy runs without GPUs."""
     arena: int
     checkpoint: int
     """Size of a checkpoint on disk."""
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     @property
     def policy(self) -> int:
-        """Peak of one policy process."""
+        """Peak memory of one policy process."""
         fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
         training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
         acting = self.gathered + self.acting_batch + self.engine
@@ -95,7 +95,7 @@ class MemoryPlan:
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
-        """Return name and text of the lines of a dry run."""
+        """Return the lines of `--dry-run`, as pairs of name and text."""
         parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
         sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
         named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
@@ -111,10 +111,10 @@ class MemoryPlan:
 
 
 def plan_memory(run_plan: RunPlan) -> MemoryPlan:
-    """Derive the memory of a training run; `tests/fakegpu` measures the same sums on a fake GPU.
+    """Estimate the memory of a training run; `tests/fakegpu` compares the estimates with measurements.
 
     Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
-    stays awake if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
+    does not sleep if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
     """
     cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
@@ -202,7 +202,7 @@ def _prompts(run_plan: RunPlan) -> float:
 def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
     """Return the bytes of an inference batch on the GPU.
 
-    With vLLM, the module computes log-probabilities only for values, or if vLLM's log-probabilities may differ.
+    With vLLM, the policy module runs only to compute values, or log-probabilities for a temperature other than 1.
     """
     slots = run_plan.num_slots
     if cfg.rollout.backend != "vllm":
@@ -219,7 +219,7 @@ def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
 
 
 def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
-    """Return the memory of a second model of the same kind: a teacher, or a separate critic without adapters."""
+    """Return the costs of a second model of the same type (teacher or separate critic), or None without `path`."""
     if path is None:
         return None
     model = run_plan.cfg.model
@@ -227,7 +227,7 @@ def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
 
 
 def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
-    """Return the bytes of the frozen reference weights in their compute precision; 0 with a server."""
+    """Return the bytes of the frozen reference weights in compute precision; 0 for a reference server."""
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
     teacher = _beside(run_plan, cfg.algorithm.reference_path)
@@ -237,10 +237,10 @@ def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
 def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     """Return the bytes of the replay buffer and the additional bytes while demonstrations are loaded.
 
-    The buffer contains observation and action of each record, up to its capacity, and each chunk of the demonstrations.
-    Loading needs all frames of the demonstrations, and their chunks once more.
+    For SAC, the buffers contain the observation and action of each record, up to the capacity, and all chunks of the
+    demonstrations. Loading temporarily needs all frames of the demonstrations, and a second copy of the chunks.
 
-    Without critics: at most all records with a return above the threshold, and all frames of the demonstrations.
+    For filtered behaviour cloning, the buffer contains at most all records, and the frames of the demonstrations.
     """
     if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0
@@ -275,8 +275,8 @@ def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, prompts: floa
     """Return the activation bytes of a micro-batch, for the distinct prompts of a step.
 
     `copies`: autocast keeps bfloat16 copies of the weights for the backward pass.
-    `whole` gradients remain from an earlier micro-batch and are replaced by shards; otherwise gradients of one layer
-    and of the output matrix are needed in addition to the shards. Embedding gradients come last.
+    `whole`: unsharded gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one layer and of the
+    output matrix are needed in addition to the shards. Embedding gradients are computed last.
     """
     replays = cfg.algorithm.transitions
     samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
@@ -299,7 +299,7 @@ def _whole_at_a_time(costs: PolicyCosts) -> int:
 
 
 def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
-    """Return the bytes of two gathered layers in the compute precision, and of all weights outside the layers."""
+    """Return the bytes of the weights gathered at a time: two layers, and all weights outside the layers."""
     # The model has no layers to inspect: a quarter of all weights is a guess.
     if not costs.largest_layer[0]:
         return total // 4
@@ -309,7 +309,7 @@ def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters:
 def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
     """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
 
-    None: the process does not train.
+    `plan` is None if the process does not train.
     """
     gpu = run_plan.gpus.free
     if not gpu:
@@ -332,7 +332,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     """Reject a run that does not fit in memory.
 
     Raises:
-        ConfigError: contains the memory needed, the memory available and the keys that reduce memory.
+        ConfigError: the run does not fit; the message names needed and available memory, and keys that reduce memory.
     """
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
@@ -355,7 +355,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
 
 
 def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
-    """Return the keys that can still be reduced."""
+    """Return config changes that reduce GPU memory and are not made yet, as text."""
     cfg, workers = run_plan.cfg, len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
     if drawn and not run_plan.env.simulator.lockstep:
@@ -386,7 +386,7 @@ def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
 
 
 def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
-    """Return the bytes needed on the fullest GPU; inline, all processes are on one GPU."""
+    """Return the bytes needed on the GPU with the highest demand; with the inline launcher there is only one GPU."""
     devices, needed = run_plan.devices, Counter[tuple[int, str]]()
     for number, gpu in enumerate(devices.policies or ("inline",)):
         needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting

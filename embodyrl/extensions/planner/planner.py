@@ -1,4 +1,4 @@
-"""Planner of resources: memory, share of vLLM and predicted rates."""
+"""Planner of the resources of a run: memory, memory fraction of vLLM, and predicted speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlannedResources(Resources):
 
 
 def plan_resources(run_plan: RunPlan) -> Resources:
-    """Plan memory and dependent settings; `nvidia-smi` runs only if its result is needed."""
+    """Estimate the memory of a run, and derive the settings that depend on it; call `nvidia-smi` only if needed."""
     learns = run_plan.cfg.trains and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
     share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0

@@ -12,15 +12,15 @@ from embodyrl.plan.run_plan import RunPlan
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates of a GPU per second: about two thirds of the data sheet's dense FLOPs, five sixths of its bandwidth."""
+    """Rates of a GPU; assumed: about 2/3 of the FLOP/s and 5/6 of the bandwidth in the data sheet."""
 
     name: str
     flops: float
-    """FLOPs of large matrix products in bfloat16."""
+    """FLOP/s of large matrix products in bfloat16."""
     slow_flops: float
-    """FLOPs of large matrix products in float32."""
+    """FLOP/s of large matrix products in float32."""
     bandwidth: float
-    """Memory bandwidth, bytes."""
+    """Memory bandwidth in bytes per second."""
     source: str = ""
     """Path of the report with the measured rates; empty: assumed rates."""
 
@@ -41,16 +41,16 @@ SPEEDS = (
     Speed("A10", 83e12, 20e12, 0.5e12),
     Speed("L4", 80e12, 20e12, 0.25e12),
 )
-"""Rates by a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with
-float32 accumulation."""
+"""Assumed rates by a substring of the GPU name in `nvidia-smi`; the first match is used. GeForce GPUs have half the
+rate for matrix products with float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 ACTING = 1.4
 """Ratio of inference time to the time of the matrix products alone: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
 TRAINING = 2.2
-"""Ratio of update time to the time of the matrix products alone: 1.8 in micro-batches of 16 with recomputed layers,
-2.6 to 2.8 in micro-batches of 8 without (docs/results/gpu.md)."""
+"""Ratio of update time to the time of the matrix products alone: 1.8 for micro-batches of 16 with gradient
+checkpointing, 2.6 to 2.8 for micro-batches of 8 without (docs/results/gpu.md)."""
 CHUNK = 8
-"""Number of actions of the chunk in `EnvCosts.chunk_s`."""
+"""Number of actions per chunk for which `EnvCosts.chunk_s` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +64,16 @@ class Rates:
     training: float
     """Training samples per second."""
     seconds: float
-    """Duration of a training step with all its samples."""
+    """Duration of a training step (rollout and update), in seconds."""
     bound_by: str
     speed: Speed
     known: bool
-    """True if the GPUs of this host are in the table."""
+    """True if the rates of this host's GPUs are known (measured, or in `SPEEDS`)."""
     chunk_source: str = ""
     """Path of the report with the measured time of an environment chunk; empty: assumed time."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
-        """Return name and text of the lines of a dry run."""
+        """Return the lines of `--dry-run`, as pairs of name and text."""
         simulators = f"{self.simulators:.0f} chunks/s" if self.simulators else "not known"
         return [
             (
@@ -108,7 +108,7 @@ class Rates:
 
 
 def predict(run_plan: RunPlan) -> Rates | None:
-    """Return the rates of a training run; None without GPUs or without FLOPs of the policy."""
+    """Return the rates of a training run; None without GPUs, or if the FLOPs of the policy are unknown."""
     cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
     if not visible_gpus() or not costs.forward_flops:
         return None
@@ -155,7 +155,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
 
 
 def known_speed(kind: str) -> Speed | None:
-    """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if it is not in the table."""
+    """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for it."""
     # As words: L4 is not part of L40S.
     return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
 

@@ -46,7 +46,7 @@ class _Answer:
 
 
 class RemoteWorker:
-    """Worker in a Ray actor. On the driver's host the worker shares the arena; on other hosts it has a mirror."""
+    """Worker in a Ray actor; on the driver's host with the shared arena, on other hosts with a mirror of the arena."""
 
     def __init__(self, spec: WorkerSpec, driver_node: str, turn: int, silence_s: float) -> None:
         os.environ.update(spec.environ)
@@ -113,11 +113,11 @@ class _Handle(Handle):
     pools: Pools
     beside_driver: bool
     open: deque[Any] = field(default_factory=deque)
-    """References of unanswered requests, oldest first."""
+    """Ray object references of unanswered requests, oldest first."""
     output: Any
-    """Reference to the path and initial size of the worker's output on its host."""
+    """Ray object reference to the path and initial size of the worker's log file on its host."""
     received: int = 0
-    """Number of bytes of the output that have arrived."""
+    """Number of bytes of the worker's log that the driver has received."""
 
 
 class RayLauncher(OpenRequests[_Handle]):
@@ -138,9 +138,9 @@ class RayLauncher(OpenRequests[_Handle]):
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self._watch = ray_nodes.NodeWatch()
         self._bucket: tuple[int, Any] = (0, None)
-        """Ticket of the last weight bucket that was sent, and the reference to its rows."""
+        """Ticket of the last weight bucket sent, and the Ray object reference to its content."""
         self._lost: set[str] = set()
-        """Unreachable nodes; they are not used again."""
+        """Ids of unreachable nodes, which are not used again."""
         self.where = ray_nodes.describe(self._nodes)
 
     @classmethod
@@ -233,9 +233,9 @@ class RayLauncher(OpenRequests[_Handle]):
         handle.open.append(handle.actor.handle.remote(request, rows))
 
     def _rows(self, handle: _Handle, request: Request) -> Any:
-        """Return the rows of a request, or a reference to rows that several workers read.
+        """Return the record fields that a request reads, or a Ray object reference for weights, which all workers read.
 
-        Ray transfers a reference once to each host, also between hosts that have it.
+        Ray transfers the object of a reference only once to each host.
         """
         if not isinstance(request, LoadWeightsRequest):
             return copy_in(handle.pools, request)
@@ -262,7 +262,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return self._take_events()
 
     def _look_at_nodes(self) -> None:
-        """Report the workers of lost hosts as dead, because Ray does not always report their loss to waiting calls."""
+        """Report the workers of lost hosts as dead; Ray does not always report lost actors to waiting calls."""
         if self.lost:
             return
         try:
@@ -323,7 +323,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._events.append(Event(worker=name, message=reply))
 
     def _last_output(self, handle: _Handle) -> str:
-        """Fetch the last output of a dead worker on this host; return the name of the file for a message."""
+        """Append the remaining output of a dead worker on this host to its log; return its path for the error text."""
         try:
             path, size = ray.get(handle.output, timeout=1.0)
         except ray.exceptions.RayError:
@@ -335,7 +335,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return f"; its output there: {path}"
 
     def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
-        """End a worker and report its death; `log`: Ray's message about it."""
+        """End a worker and report its death; `log`: text to append to the log, such as Ray's error message."""
         handle = self._handles.pop(name)
         _close(handle.pools)
         ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))

@@ -40,7 +40,7 @@ except ModuleNotFoundError as error:
     raise ConfigError("launcher=ray: the package ray is not installed. Run pip install 'embodyrl[ray]'.") from error
 
 _HEAD_S = 15.0
-"""Deadline in seconds for the head node to list the nodes."""
+"""Maximum time for the head node to list the nodes, in seconds."""
 _LOOK_S = 5.0
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Node:
 
     @property
     def order(self) -> tuple[int, int, str, str]:
-        """Return the sort key: the address as numbers."""
+        """Return the sort key of the node: its address as a number."""
         try:
             parsed = ipaddress.ip_address(self.address)
         except ValueError:
@@ -76,7 +76,7 @@ def connect() -> bool:
     """Connect to the cluster unless this process is connected; return whether this call opened the connection.
 
     Raises:
-        WorkerError: there is no cluster at RAY_ADDRESS, it rejects the token, or none can be started.
+        WorkerError: there is no cluster at RAY_ADDRESS, it rejects the token, or no local cluster can be started.
     """
     if ray.is_initialized():
         return False
@@ -95,7 +95,7 @@ def connect() -> bool:
 
 
 def head() -> str:
-    """Return the address of the head."""
+    """Return the address of the head node."""
     return str(ray.get_runtime_context().gcs_address)
 
 

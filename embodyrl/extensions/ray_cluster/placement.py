@@ -16,7 +16,7 @@ def parse_placement(
     separate: bool = True,
     hosts: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
+    """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's host.
 
     If a component has two entries, the later one applies. Unless `separate`, rollout and actor need equal nodes.
 

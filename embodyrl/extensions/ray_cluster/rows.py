@@ -10,7 +10,7 @@ from embodyrl.channels.layout import BUCKET, SEQUENCE, STATE
 from embodyrl.channels.messages import Request, Use
 
 Pools = tuple[Arena, ...]
-"""Memory pools that a worker shares with the driver, or mirrors: the arena and, if any, the weight buckets."""
+"""Shared memory of a worker, or its mirrors on another host: the arena and, if used, the weight buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +18,21 @@ class Rows:
     """Fields of some records, for transfer between hosts."""
 
     pool: int
-    """Index in `Pools`."""
+    """Index of the memory pool in `Pools`."""
     records: np.ndarray
     fields: dict[str, np.ndarray]
     """Arrays [n, ...] by field name; for a weight bucket, only the used bytes."""
 
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
-    """Return the rows that the worker of a request reads."""
+    """Return the record fields that a worker reads to execute a request."""
     return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
 
 
 def copy_out(pools: Pools, request: Request) -> list[Rows]:
-    """Return the rows that the worker of a request wrote.
+    """Return the record fields that a worker wrote while executing a request.
 
-    Contains only complete records: all ranks receive the request to publish weights, but only one writes; records of
-    the other ranks are not transferred.
+    The result contains only complete records: all ranks receive the request to publish weights, but only one writes.
     """
     rows = []
     for use in request.writes():
@@ -43,7 +42,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
 
 
 def paste(pools: Pools, rows: Sequence[Rows]) -> None:
-    """Write rows into their records."""
+    """Write transferred fields into the records of the pools."""
     for part in rows:
         for name, values in part.fields.items():
             field = pools[part.pool][name]

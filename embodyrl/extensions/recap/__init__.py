@@ -1,1 +1,4 @@
-"""RECAP: policies that are conditioned on their own advantage. Importing this package does not import torch."""
+"""RECAP: policies conditioned on the label "positive" or "negative" of an action's advantage.
+
+Importing this package does not import torch.
+"""

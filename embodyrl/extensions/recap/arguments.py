@@ -20,13 +20,13 @@ _OF_STAGES = {
     **{key: {"eval"} for key in ("eval", "video", "video_cfg")},
     "collect": {"collect"},
 }
-"""Stages of the keys below each name; keys below other names apply to all stages."""
+"""Stages that use the config keys below each name; keys below other names apply to all stages."""
 _SPLITS = {
     **{f"runner.{key}": {"sft"} for key in ("max_steps", "max_epochs", "save_interval", "val_check_interval")},
     "env.train.": {"collect"},
     "env.eval.": {"eval"},
 }
-"""Stages of some of the keys below a name."""
+"""Exceptions from `_OF_STAGES`: stages that use single keys, and keys below a name that ends in a dot."""
 _SET = {
     "ckpt": "each round trains from model.path=FOLDER; an exported run is such a folder",
     "collect.out": "episodes are in recap.out",
@@ -42,12 +42,12 @@ _SET = {
     "runner.on_existing": "the same command resumes an incomplete run",
     "runner.resume_dir": "the same command resumes an incomplete run",
 }
-"""Keys that the rounds set themselves, each with the reason."""
+"""Config keys that the user must not set, because `recap` sets them; each with the reason for the error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of the command, by the stage that uses them."""
+    """The arguments of `embodyrl recap`, by the stage that uses them."""
 
     cfg: RecapSettings
     seed: int
@@ -64,7 +64,7 @@ class Arguments:
 
 
 def stages_of(name: str) -> set[str]:
-    """Return the stages that a key or group applies to."""
+    """Return the stages that use a config key or config group."""
     split = [stages for prefix, stages in _SPLITS.items() if name.startswith(prefix)]
     return split[0] if split else _OF_STAGES.get(name.partition(".")[0], STAGES)
 

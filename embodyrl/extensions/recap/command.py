@@ -27,7 +27,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies.settings import ModelSettings
 
 _SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params", "rollout.chunk_overlap")
-"""Keys that determine the success of an evaluation."""
+"""Config keys that affect the success rate of an evaluation."""
 
 
 def recap(args: argparse.Namespace) -> int:
@@ -81,18 +81,18 @@ class Rounds:
         return self.finished, lines
 
     def _pool(self, number: int) -> list[str]:
-        """Return the data sets of a round: the demonstrations and the episodes of all rounds so far."""
+        """Return the data sets of round `number`: the demonstrations and the episodes of all rounds up to this one."""
         return [self._arguments.demos, *(str(self._arguments.out / f"episodes_{n}") for n in range(1, number + 1))]
 
     def _collect(self, number: int, data: Path, acting: list[str]) -> None:
-        """Collect episodes of the previous round's policy; each round has a different seed."""
+        """Collect episodes with the policy of the previous round; each round has a different seed."""
         named = [write_word("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
         fixed = ["collect.filter=all", "eval.sampling_params.do_sample=true", *named]
         cfg = self._compose("collect", [*acting, *self._words("collect"), *fixed, *self._run_words(f"{data.name}_run")])
         COMMANDS.get("collect")(cfg)
 
     def _label(self, number: int, model: ModelSettings) -> dict[str, Any]:
-        """Train value models on the pool and label all of its frames."""
+        """Train value models on the data sets of a round, and label all frames; return the metrics."""
         labels = self._labels(number)
         stage = Stage(
             folders=tuple(self._pool(number)),
@@ -108,14 +108,14 @@ class Rounds:
         return self._arguments.out / f"labels_{number}.parquet"
 
     def _learning(self, number: int) -> Config:
-        """Return the config of a round's SFT, from the initial weights on the labelled pool."""
+        """Return the SFT config of a round: from the initial weights, on the labelled data sets of the round."""
         more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
         words = [more, "data.val_share=0", write_word("objective.labels", str(self._labels(number)))]
         named = self._run_words(f"round_{number}")
         return self._compose("sft", [*self._arguments.model, *self._words("sft"), *words, *named])
 
     def _evaluate(self, name: str, acting: list[str]) -> dict[str, Any]:
-        """Evaluate a policy on env.eval; return the evaluation's fields of `Round`."""
+        """Evaluate a policy on env.eval; return the success rate and its interval as fields of `Round`."""
         if not self._cfg.evaluate:
             return {}
         run = self._arguments.out / f"{name}_eval"

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from embodyrl.extensions.recap.value import ValueModel
 
 _STAGE_S = 24 * 3600.0
-"""Deadline of the process."""
+"""Time limit of the process, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Stage:
     folders: tuple[str, ...]
     cfg: RecapSettings
     model: ModelSettings
-    """Model with the initial weights, for its features."""
+    """Policy with the initial weights, whose features are the input of the value models."""
     seed: int
     labels: Path
     """Output: the labels of all frames, in the order of `folders`."""
@@ -73,7 +73,7 @@ class Stage:
 
 
 def label_in_process(stage: Stage) -> dict[str, Any]:
-    """Run the value stage unless its files exist; return its metrics.
+    """Run the value stage in a child process, unless its output files exist; return its metrics.
 
     Raises:
         EmbodyError: the process failed.
@@ -198,7 +198,7 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
 
 
 def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: Path) -> ModelSettings:
-    """Return settings of the initial policy with statistics of the data, as SFT uses them."""
+    """Return the settings of the initial policy with the normalisation statistics of the data, as in SFT."""
     model = stage.model
     key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
     entry = data_statistics(demos.action, demos.state, env, demos.num_episodes)
@@ -206,13 +206,13 @@ def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: 
 
 
 def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
-    """Return the indices of the counted frames of the chosen episodes [E]."""
+    """Return the indices of the frames up to the first success, of the episodes in the mask `chosen` [E]."""
     parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def measured(outcomes: Outcomes, g: DoubleArray, value: DoubleArray) -> dict[str, float]:
-    """Return the error and rank correlation of values, and the mean values of successes and failures."""
+    """Return the error and rank correlation of values with returns, and the mean values of successes and failures."""
     counted = outcomes.task_of_frame >= 0
     won = np.zeros(outcomes.frames, np.bool_)
     for start, end, success in zip(outcomes.start, outcomes.end, outcomes.success, strict=True):
@@ -228,7 +228,10 @@ def measured(outcomes: Outcomes, g: DoubleArray, value: DoubleArray) -> dict[str
 
 
 def shares(outcomes: Outcomes, ranked: BoolArray, positive: BoolArray, sure: BoolArray) -> dict[str, float]:
-    """Return the numbers of episodes and frames, and the fractions of positive labels before and after forcing."""
+    """Return the numbers of episodes and frames, and the fractions of positive labels by rank and in total.
+
+    The total includes the actions of an expert or a person, which are always positive (see `forced`).
+    """
     counted = outcomes.task_of_frame >= 0
     return {
         "episodes": float(len(outcomes.start)),

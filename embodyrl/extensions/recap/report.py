@@ -24,16 +24,16 @@ class Round:
     data: str | None = None
     """Folder of the collected episodes."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of the value stage (`labelling.label`)."""
+    """Metrics of the value models and labels (`labelling.label`)."""
     success: float | None = None
     low: float | None = None
     high: float | None = None
-    """Success on the evaluation states with its 95 % interval; None without an evaluation."""
+    """Success rate on the evaluation states, with the bounds of its 95 % interval; None without an evaluation."""
     episodes: int = 0
 
 
 def read_score(run: Path) -> dict[str, Any] | None:
-    """Return the success of a finished evaluation in a run folder, or None."""
+    """Return success rate, interval and episodes of the newest finished evaluation of a run; None: there is none."""
     for folder in sorted((run / "eval").glob("step_*"), reverse=True):
         if table := read_table(folder):
             overall = table["overall"]
@@ -47,7 +47,7 @@ def read_score(run: Path) -> dict[str, Any] | None:
 
 
 def write_report(folder: Path, rounds: Sequence[Round], commands: Sequence[str]) -> list[str]:
-    """Write both files; return the lines of the table."""
+    """Write the report as JSON and as Markdown; return the lines of the table."""
     head = ["round", "success", "95 % interval", "pool", "solved", "positive", "V error", "V rank corr."]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += [f"| {' | '.join(_cells(one))} |" for one in rounds]

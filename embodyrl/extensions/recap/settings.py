@@ -19,8 +19,8 @@ class RecapSettings(Settings):
     rounds: Count = 2
     """Number of rounds; each trains from the initial weights on all data so far."""
     advantage_steps: Annotated[int, Field(ge=1, le=10**6)] | None = 50
-    """N of the N-step advantage: N rewards and the value after N env steps; null: all rewards of the episode (Monte
-    Carlo)."""
+    """Number of env steps N of the N-step advantage: N rewards and the value after N env steps; null: all rewards of
+    the episode (Monte Carlo)."""
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Fraction of the frames of each task that get the label "positive" by rank."""
     failure_penalty: Annotated[float, Field(ge=0, le=1000)] = 1.0

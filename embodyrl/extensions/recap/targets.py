@@ -1,4 +1,4 @@
-"""Returns, advantages and labels of RECAP (arXiv 2511.14759), on the flat frames of several episodes."""
+"""Returns, advantages and labels of RECAP (arXiv 2511.14759), for the concatenated frames of several episodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Outcomes:
     """Lengths and results of E episodes with N frames."""
 
     start: IntArray
-    """[E] first frame."""
+    """[E] index of the first frame."""
     end: IntArray
-    """[E] end index (exclusive) of the counted frames: those up to the first success."""
+    """[E] exclusive end index of the frames up to the first success; later frames are not counted."""
     success: BoolArray
     """[E] True if the episode succeeded."""
     task: IntArray
@@ -28,10 +28,10 @@ class Outcomes:
 
     @classmethod
     def of(cls, demos: Demonstrations) -> Self:
-        """Read the outcomes of data sets; tasks are distinct instructions.
+        """Read the outcomes of a data set; each distinct instruction is a task.
 
-        Episodes with unknown authors are demonstrations of other programs, which record no success: they count as
-        successful.
+        Episodes whose actions have an unknown author count as successful: such demonstrations, recorded by other
+        programs, contain no success flags.
         """
         success, end = [], []
         for start, stop in zip(demos.start.tolist(), demos.stop.tolist(), strict=True):
@@ -59,10 +59,11 @@ class Outcomes:
 
 
 def normalised_returns(outcomes: Outcomes, failure_penalty: float) -> DoubleArray:
-    """Return g [N] in -1..0 of rewards -1 per step; the last step has 0 after a success and -penalty after a failure.
+    """Return the normalised return-to-go g [N] of each frame, in -1..0.
 
-    Returns are divided, for each task, by the longest episode plus the penalty, which is `failure_penalty` times the
-    longest episode. Frames after the first success have 0.
+    The reward is -1 per step; at the last step it is 0 after a success and -penalty after a failure. The penalty is
+    `failure_penalty` times the longest episode of the task. Returns are divided by the length of the longest episode
+    of the task plus the penalty. Frames after the first success have 0.
     """
     g = np.zeros(outcomes.frames)
     length = outcomes.end - outcomes.start
@@ -75,7 +76,10 @@ def normalised_returns(outcomes: Outcomes, failure_penalty: float) -> DoubleArra
 
 
 def advantages(outcomes: Outcomes, g: DoubleArray, value: DoubleArray, steps: int | None) -> DoubleArray:
-    """Return A [N]: g_t - g_{t+n} + V_{t+n} - V_t, or g_t - V_t if the episode ends within `steps` (None: always)."""
+    """Return the n-step advantages [N]: g_t - g_{t+n} + V_{t+n} - V_t with n = `steps`.
+
+    The advantage is g_t - V_t if the episode ends within n steps, or if `steps` is None.
+    """
     found = np.zeros(outcomes.frames)
     for start, end in zip(outcomes.start.tolist(), outcomes.end.tolist(), strict=True):
         found[start:end] = g[start:end] - value[start:end]
@@ -86,14 +90,17 @@ def advantages(outcomes: Outcomes, g: DoubleArray, value: DoubleArray, steps: in
 
 
 def thresholds(outcomes: Outcomes, advantage: DoubleArray, positive_share: float) -> dict[int, float]:
-    """Return the quantile 1 - `positive_share` of the advantages of each task's counted frames, by task."""
+    """Return the advantage threshold of each task: the quantile 1 - `positive_share` over its counted frames."""
     task = outcomes.task_of_frame
     found = np.unique(outcomes.task).tolist()
     return {one: float(np.quantile(advantage[task == one], 1.0 - positive_share)) for one in found}
 
 
 def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, float]) -> BoolArray:
-    """Return the mask [N] of frames whose advantage is at least the task's threshold; False after the first success."""
+    """Return the mask [N] of positive frames: the advantage is at least the threshold of the task.
+
+    Frames after the first success are False.
+    """
     task = outcomes.task_of_frame
     labels = np.zeros(outcomes.frames, np.bool_)
     for one, limit in limits.items():
@@ -102,12 +109,12 @@ def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, 
 
 
 def forced(demos: Demonstrations) -> BoolArray:
-    """Return the mask [N] of actions of an expert, a person or an unknown actor, which always count as positive."""
+    """Return the mask [N] of frames with an action of an expert, a person or an unknown actor: always positive."""
     return demos.actor != Actor.policy
 
 
 def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
-    """Return labels in which the labels of `free` frames [N] are shuffled within each task."""
+    """Return the labels [N], with the labels of the frames in the mask `free` [N] shuffled within each task."""
     found, task = labels.copy(), outcomes.task_of_frame
     rng = np.random.default_rng(seed)
     for one in np.unique(outcomes.task).tolist():
@@ -117,7 +124,7 @@ def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) 
 
 
 def two_hot(g: DoubleArray, bins: int) -> DoubleArray:
-    """Return probabilities [N, bins] of the two bins of linspace(-1, 0) next to each return, with mean g."""
+    """Return two-hot targets [N, bins] for returns g [N] on the bins linspace(-1, 0); the mean of row i is g_i."""
     place = (np.clip(g, -1.0, 0.0) + 1.0) * (bins - 1)
     low = np.minimum(np.floor(place), bins - 2).astype(np.int64)
     target, rows = np.zeros((len(g), bins)), np.arange(len(g))
@@ -126,12 +133,12 @@ def two_hot(g: DoubleArray, bins: int) -> DoubleArray:
 
 
 def folds_of(episodes: int, folds: int, seed: int) -> IntArray:
-    """Return the fold [E] of each episode; folds differ by at most one episode."""
+    """Return the cross-validation fold [E] of each episode; sizes of folds differ by at most one episode."""
     return np.random.default_rng(seed).permutation(np.arange(episodes) % folds)
 
 
 def rank_correlation(one: Sequence[float] | DoubleArray, other: Sequence[float] | DoubleArray) -> float:
-    """Return Spearman's rank correlation, with mean ranks of equal values; 0 if one side is constant."""
+    """Return Spearman's rank correlation of two sequences; ties get their mean rank. 0 if a sequence is constant."""
     a, b = (_ranks(np.asarray(values, np.float64)) for values in (one, other))
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))

@@ -1,4 +1,4 @@
-"""Distributional value models of RECAP: categories over normalised returns."""
+"""Distributional value models of RECAP: a categorical distribution over normalised returns."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,16 +18,16 @@ from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ROWS_AT_A_TIME, DoubleArray, IntArray, Observation
 
 BINS = 201
-"""Number of categories, at linspace(-1, 0)."""
+"""Number of categories; their returns are linspace(-1, 0, BINS)."""
 WIDTH, LAYERS, PLANES, MAPS = 64, 2, (16, 32), 16
 HEAD_WIDTH, DROPOUT = 128, 0.3
 MAX_EDGE = 64
-"""Maximum side of an image in pixels; larger images are averaged over squares of pixels."""
+"""Maximum height and width of an image in pixels; larger images are downsampled (see `shrunk`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTraining:
-    """Length and speed of the training of one value model."""
+    """Optimizer steps, batch size and learning rate for one value model."""
 
     steps: int
     batch_size: int
@@ -36,11 +36,11 @@ class ValueTraining:
 
 
 class ValueModel(nn.Module, ABC):
-    """Logits over `BINS` categories of the return, for frames of a fixed data set."""
+    """Network with logits over `BINS` categories of the return, for frames of a fixed data set."""
 
     @abstractmethod
     def forward(self, frames: IntArray) -> Tensor:
-        """Return logits [B, BINS]."""
+        """Return the logits [B, BINS] of the frames with the indices `frames` [B]."""
 
     def trained(self) -> list[nn.Parameter]:
         """Return the trained weights."""
@@ -48,7 +48,7 @@ class ValueModel(nn.Module, ABC):
 
 
 class FeatureValue(ValueModel):
-    """Two hidden layers on normalised features [N, F] of all frames."""
+    """MLP with two hidden layers; the inputs are precomputed, normalised features [N, F] of all frames."""
 
     def __init__(self, features: Tensor) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class FeatureValue(ValueModel):
 
 
 class NetworkValue(ValueModel):
-    """Encoder of the small flow policy, which reads images, state and instruction, with a head."""
+    """Encoder of the small flow policy (images, state and instruction) with a categorical value head."""
 
     def __init__(self, demos: Demonstrations) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class NetworkValue(ValueModel):
 
 
 def shrunk(images: np.ndarray) -> np.ndarray:
-    """Average images [N, C, H, W, 3] over squares, so that no side exceeds `MAX_EDGE`; smaller images are unchanged."""
+    """Reduce images [N, C, H, W, 3] by average pooling to at most `MAX_EDGE` pixels per side."""
     height, width = images.shape[2:4]
     by = max(1, math.ceil(max(height, width) / MAX_EDGE))
     if by == 1 or not images.size:
@@ -115,7 +115,7 @@ def shrunk(images: np.ndarray) -> np.ndarray:
 
 
 def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
-    """Return the policy's features of all frames, followed by the state: [N, F]."""
+    """Return the policy's features of all frames, concatenated with the state: [N, F]."""
     parts: list[Tensor] = []
     for start in range(0, len(demos.action), ROWS_AT_A_TIME):
         obs = observations(demos, np.arange(start, min(start + ROWS_AT_A_TIME, len(demos.action))))
@@ -127,7 +127,7 @@ def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
 def train_value(
     make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
 ) -> ValueModel:
-    """Train a value model on frames [n] with returns g [N] by cross-entropy to two-hot targets."""
+    """Train a value model on the frames with indices `frames` [n], by cross-entropy to two-hot targets of g [N]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = make().train()
@@ -151,7 +151,7 @@ def train_value(
 
 @torch.no_grad()
 def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
-    """Return the expected returns of frames [n]."""
+    """Return the predicted mean returns [n] of the frames with indices `frames` [n]."""
     parts = [np.zeros(0)]
     for start in range(0, len(frames), 256):
         logits = model(frames[start : start + 256])
@@ -161,6 +161,6 @@ def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
 
 
 def observations(demos: Demonstrations, frames: IntArray) -> Observation:
-    """Return the observations of some frames."""
+    """Return a batch of the observations with the indices `frames`."""
     words = tuple(str(text) for text in demos.instruction[frames])
     return Observation(images=demos.images[frames], state=demos.state[frames], instructions=words)

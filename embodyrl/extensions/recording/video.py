@@ -13,7 +13,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray
 
 MIN_WIDTH = 512
-"""Frames are enlarged to at least this width, so that the text is readable."""
+"""Minimum width of a video in pixels; smaller frames are enlarged, so that the text is readable."""
 
 FONT_SIZE = 22
 _LINE = FONT_SIZE + 8
@@ -21,23 +21,23 @@ _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _PERSON = (242, 163, 60)
 _SHORTEST_S = 4.0
-"""Minimum duration of a video of the longest episode: shorter videos are slowed down by the same factor."""
+"""Minimum duration of the video of an episode with `horizon` steps, in seconds; all videos have the same speed."""
 _STILL_S = 1.0
-"""Duration of the last frame, with the outcome below it."""
+"""Duration of the last frame, which shows the outcome, in seconds."""
 _FAILURES = (OSError, RuntimeError, ValueError)
 """Errors of imageio and ffmpeg for a missing binary, a full disk, or a folder that is not writable."""
 
 
 class VideoError(EmbodyError):
-    """A video could not be written; its file is removed."""
+    """Raised if a video cannot be written; the incomplete file is removed."""
 
 
 class VideoRecorder:
     """Encodes frames as they arrive (H.264, yuv420p) under a temporary name; `finish` renames the file.
 
-    With `info`, the instruction is above the image, the step and the success mark below. The video ends with a still
-    frame and the coloured outcome. If episodes have at most `horizon` steps, too few to follow, every step is shown
-    several times.
+    With `info`, the instruction is above the image, and the step and a success mark are below the image. The video ends
+    with a still frame and the coloured outcome. If episodes of at most `horizon` steps would be too short to watch,
+    each frame is repeated.
     """
 
     def __init__(
@@ -200,5 +200,5 @@ class VideoRecorder:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error of imageio, which appends the whole ffmpeg command."""
+    """Return the first line of an imageio error; the other lines contain the ffmpeg command."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Result card of a run: data for a paper's appendix, as JSON and Markdown, from the run's files."""
+"""Result card of a run as JSON and Markdown: command, machine, seeds, results and costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CARD_JSON, CARD_TEXT = "card.json", "CARD.md"
 
 
 def write_card(folder: Path, out: Path | None = None) -> list[Path]:
-    """Write `card.json` and `CARD.md` of a run into its folder, or into `out`; returns their paths.
+    """Write `card.json` and `CARD.md` of a run into its folder, or into `out`; return the paths of both files.
 
     Raises:
         ConfigError: the folder is not a run.
@@ -104,7 +104,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _machine(history: History) -> dict[str, str]:
-    """Return the lines of env.txt; lines with the same name are joined."""
+    """Return the values of env.txt by name; values with the same name are joined."""
     found: dict[str, str] = {}
     for line in history.text("env.txt").splitlines():
         name, _, value = line.partition(" ")
@@ -173,7 +173,7 @@ def _change(one: Paired) -> dict[str, Any]:
 
 
 def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
-    """Return env steps and hours: the maximum of finished attempts and metrics."""
+    """Return env steps and hours of a run: for each, the larger value from finished attempts and from the metrics."""
     kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     rows = read_rows(history.folder / COSTS_FILE)
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

@@ -1,4 +1,4 @@
-"""Videos of episodes before and after training: choice of episodes, recording, joining."""
+"""Videos of the same episodes before and after training: select episodes, record them, and join the videos."""
 
 import json
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from embodyrl.types import EpisodeSpec
 def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
     """Return the numbers of episodes to record.
 
-    Per task, first an episode that changed from failure to success, then one that still fails, and so on; then episodes
-    that got worse and episodes that always succeeded. Among changed episodes the longest come first. Where success is
-    unknown, the largest and the smallest gain in return.
+    For each task, episodes that changed from failure to success alternate with episodes that still fail. Then follow
+    episodes that got worse, and episodes that succeeded twice. Longer episodes are first. If success is unknown,
+    the episode with the largest gain in return is first, followed by episodes in ascending order of their gain.
     """
     earlier = {row.episode: row for row in before}
     pairs = [(earlier[row.episode], row) for row in after if row.episode in earlier]
@@ -84,7 +84,7 @@ def record(
 def record_changes(
     run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
 ) -> Compared:
-    """Record N episodes of both validations (`video=changed:N`), and join both recordings.
+    """Record N episodes of the first and last validation (`video=changed:N`), and join both recordings of each.
 
     Raises:
         OSError: a recording cannot be written.

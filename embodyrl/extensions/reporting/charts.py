@@ -1,6 +1,6 @@
 """Line charts and stacked bars as inline SVG; colours are CSS classes c0, c1, ... of the page.
 
-Also the curves and the tables of settings of the page.
+The module also computes the curves of metrics, and the table of settings that differ between runs.
 """
 
 import math
@@ -16,14 +16,14 @@ from embodyrl.monitor.intervals import wilson
 _WIDTH, _HEIGHT = 440, 226
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
 _LONG, _DECAY = 24, 0.8
-"""Minimum number of points for smoothing, and the decay."""
+"""Minimum number of points of a smoothed curve, and the decay of the moving average."""
 _VALUE = 12
 """Height of the label at the end of a curve, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve: points (x, y), and a band (x, low, high) around it."""
+    """One curve: points (x, y), and an uncertainty band (x, low, high)."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Maps data to pixels."""
+    """Coordinate transform of a chart from data to pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -50,7 +50,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return round numbers that span low..high.
+    """Return about `count` round axis ticks that cover low..high.
 
     >>> ticks(0, 1)
     [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -186,11 +186,11 @@ def _svg(parts: Sequence[str]) -> str:
 
 _MAX_POINTS = 120
 _SIZES = ("effective_episodes", "episodes")
-"""Number of episodes of a rate."""
+"""Metrics with the number of episodes behind a success rate, in order of preference."""
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:
-    """Return one metric of one run: success rates with a pooled 95 % band, other metrics as mean and range."""
+    """Return the curve of one metric of a run, with a 95 % band for success rates, and a min-max band otherwise."""
     rows = [row for row in history.rows if row.get(metric) is not None]
     per_point = max(1, -(-len(rows) // _MAX_POINTS))
     kind = metric.rpartition("/")[0]

@@ -8,28 +8,31 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.types import ActionKind
 
 WINDOW = 5
-"""Number of steps at the start and at the end of a run whose means are compared."""
+"""Number of training steps per window; the means of the first and the last window are compared."""
 _ENTROPY_LEFT = 0.1
-"""Fraction of the initial entropy below which the policy has collapsed."""
+"""Fraction of the initial entropy below which entropy collapse is reported."""
 _SOLVED = 0.9
 """Success rate above which a low entropy is not reported."""
 _RISE = 0.05
-"""Minimum rise of the return, in addition to a tenth of its initial value."""
+"""Minimum increase of the return that counts as a rise, in addition to 10 % of the initial return."""
 _PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
-"""Fraction of a reward, and of the reply length, below which a collapse is reported; fraction of truncated replies."""
+"""Thresholds of warnings: fraction of a reward component, fraction of the reply length, share of truncated replies.
+
+The first two are fractions of the initial value.
+"""
 _PART_AT_FIRST = 0.1
-"""Minimum initial mean of a reward that can collapse."""
+"""Minimum initial mean of a reward component for a warning about its decrease."""
 
 
 class CollapseCheck:
-    """Comparison of the last steps with the first steps; each warning appears once per run."""
+    """Check that compares the last with the first training steps; each warning is issued once per run."""
 
     def __init__(self, *, rewards: Sequence[str], text: bool) -> None:
         """Store the compared metrics.
 
         Args:
             rewards: names of the reward components with a positive weight.
-            text: episodes are replies; their lengths and token entropies are compared.
+            text: the run trains a language model; reply lengths and token entropies are also compared.
         """
         self._parts = [f"train/reward_{name}" for name in rewards]
         self._text = text

@@ -19,7 +19,7 @@ from embodyrl.monitor.timing import step_seconds
 
 _KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
 _WIDE, _NARROW = 92, 76
-"""Minimum width for bars, and minimum width for panes in columns."""
+"""Minimum terminal widths in characters: for bars, and for panes in columns."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("success (eval)", "eval/success_once", "{:.3f}"),
@@ -58,7 +58,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Dashboard:
-    """Data and rendering of the dashboard; rich renders it at any time."""
+    """Data of the dashboard, and its rendering with rich."""
 
     def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
         """Create an empty dashboard; `clock` returns seconds; None: use the time of the logged steps."""

@@ -1,4 +1,4 @@
-"""Check whether an evaluation uses held-out states: number of distinct episodes, and states used by training."""
+"""Check whether an evaluation uses held-out initial states, by comparison with the states used in training."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -51,7 +51,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield a line for the run of a checkpoint and for each of its parent runs."""
+    """Yield a line about used states for the run of a checkpoint, and for each parent run."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
@@ -71,14 +71,17 @@ def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator
 
 
 def _record_of(path: Path) -> Path | None:
-    """Return the config of the run that wrote a folder of weights; exported folders contain a copy."""
+    """Return the path of the config of the run that wrote a weights folder; exported folders contain a copy."""
     if (path / EXPORTED_CONFIG).is_file():
         return path / EXPORTED_CONFIG
     return run_config(path)
 
 
 def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
-    """Return the reset ids that each part of a run may have used; empty for a run in another environment."""
+    """Return the reset ids that training, validation and demonstrations of a run may have used, by part.
+
+    The result is empty for a run in another environment.
+    """
     keys = ("env_type", "task_suite_name", "id", "axis")
     here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
     # Supervised training has no environment, earlier versions had fewer keys.
@@ -95,7 +98,7 @@ def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[i
 
 
 def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec | None:
-    """Return the environment with that run's split of the rows; None if the rows, and therefore their ids, differ."""
+    """Return the environment spec with the training and validation split of another run; None if the rows differ."""
     if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
@@ -107,7 +110,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec
 
 
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
-    """Return the reset ids in the demonstrations of this environment; None: unknown (missing data, or text)."""
+    """Return the reset ids of the demonstrations that a run used; None: unknown (missing data, or text)."""
     folders = made.get("algorithm.demonstrations") or []
     if "env.env_type" not in made or _by_expert(made):  # else it is text
         folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]
@@ -129,7 +132,7 @@ def _by_expert(made: Mapping[str, Any]) -> bool:
 
 
 def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
-    """Return the reset ids that training may have sampled, or those of the first validation."""
+    """Return the reset ids that the training split may have sampled, or that the first validation used."""
     ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
     try:
         values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
@@ -144,7 +147,7 @@ def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> s
 
 
 def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
-    """Return the reset ids of another run's split; it may have more initial states (`env.sampled_states` of LIBERO)."""
+    """Return the reset ids of the split of another run, which may have more states (`env.sampled_states` of LIBERO)."""
     if split.state_ids is not None:
         first, last = split.state_ids
         if first >= (states := min(env.states_per_task)):

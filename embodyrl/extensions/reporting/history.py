@@ -1,4 +1,4 @@
-"""History of a run, read from the files of its folder."""
+"""Metrics, evaluations and videos of a run, read from the files of its folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SUCCESS = {"train/success_once", "eval/success_once"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Episodes of one validation, by episode number."""
+    """Results of one evaluation: its episodes, ordered by episode number."""
 
     step: int
     episodes: tuple[EpisodeRow, ...]
@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """One run folder."""
+    """Contents of a run folder."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -89,7 +89,7 @@ class History:
         return any(row.get(name) is not None for row in self.rows)
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of one metric for its finite values."""
+        """Return the finite values of one metric as pairs (step, value)."""
         return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
 
     def find_video(self, stored: str) -> Path | None:
@@ -120,7 +120,7 @@ _NUMBERS = {int, float, NoneType}
 
 
 def read_history(folder: Path) -> History:
-    """Read a run.
+    """Read the history of a run from its folder.
 
     Raises:
         ConfigError: the folder is not a run.
@@ -170,17 +170,17 @@ def samples_of(history: History, count: int) -> list[Sample]:
 
 
 def is_running(run: Path) -> bool:
-    """Return whether the process named in the lock is alive; a killed process leaves the lock file."""
+    """Return whether a run is active: the process in its lock file exists. A killed process leaves the lock file."""
     lock = run / "lock"
     found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
 def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]:
-    """Return the comparison with the last evaluation of `eval.baseline`.
+    """Return a function that compares episodes with the last evaluation of the run `eval.baseline`.
 
     Raises:
-        ConfigError: the folder is not a run, has no evaluation, or is of another environment.
+        ConfigError: the folder is not a run, has no evaluation, or uses another environment.
     """
     run = Path(str(cfg.eval.baseline))
     history = read_history(run)
@@ -195,7 +195,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
 
 
 def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
-    """Return a config difference of two runs that changes the assignment of initial states; None if there is none.
+    """Return the config differences of two runs that change the meaning of state ids, as text; None: no difference.
 
     `keys`: keys to compare, including all keys below them.
     """

@@ -1,4 +1,4 @@
-"""Loggers with a hosted service: W&B, SwanLab, MLflow, Trackio. Their packages are imported when a run starts."""
+"""Loggers for tracking services: W&B, SwanLab, MLflow, Trackio; packages are imported when a run starts."""
 
 import importlib
 import os
@@ -13,12 +13,13 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class HostedMonitor(Monitor, ABC):
-    """Logger of scalars and settings to a hosted service; videos remain local files.
-    Subclasses start the service's run.
+    """Base class of loggers that send scalars and settings to a tracking service; videos remain local files.
+
+    Subclasses implement `_start`, which starts the run of the service.
     """
 
     requires: ClassVar[str]
-    """Importable package; checked before a run starts."""
+    """Name of the package to import; checked before a run starts."""
 
     _run: Any = None
 
@@ -30,7 +31,7 @@ class HostedMonitor(Monitor, ABC):
 
     @abstractmethod
     def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
-        """Start a run, or resume it from `info.resume_step`."""
+        """Start a run of the service, or resume the run at `info.resume_step`; return the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Monitor.log`."""

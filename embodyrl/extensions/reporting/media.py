@@ -1,4 +1,4 @@
-"""Recordings in a page: each recording is embedded once; recordings beyond a size budget are linked."""
+"""Videos in a report: each video is embedded once; videos beyond a size budget are linked."""
 
 import base64
 import os
@@ -11,12 +11,12 @@ from embodyrl.extensions.reporting.history import History
 from embodyrl.monitor.history import EpisodeRow
 
 EMBED_BYTES = 48 * 2**20
-"""Size budget for embedded recordings, so that the page opens quickly."""
+"""Maximum total size of embedded videos in bytes, so that the page opens quickly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One recording and the outcome of its episode."""
+    """One video with the outcome of its episode."""
 
     media: str
     """Key of `Shelf.sources`."""
@@ -32,7 +32,7 @@ class Card:
 
 @dataclass(slots=True)
 class Shelf:
-    """Sources of all recordings of a page."""
+    """Collection of the embedded or linked videos of a page, by key."""
 
     page: Path
     budget: int
@@ -40,7 +40,7 @@ class Shelf:
     _keys: dict[Path, str] = field(default_factory=dict)
 
     def put(self, video: Path) -> str:
-        """Add a recording once; return its key."""
+        """Add a video unless it was added before; return its key."""
         if video not in self._keys:
             key = self._keys[video] = f"v{len(self._keys)}"
             size = video.stat().st_size
@@ -53,7 +53,7 @@ class Shelf:
 
 
 def cards_of(history: History, shelf: Shelf) -> list[Card]:
-    """Return all existing recordings of a run's evaluations, newest evaluation first."""
+    """Return the videos of a run's evaluations whose files exist, newest evaluation first."""
     cards = []
     for evaluation in reversed(history.evaluations):
         for episode in evaluation.episodes:
@@ -64,7 +64,7 @@ def cards_of(history: History, shelf: Shelf) -> list[Card]:
 
 
 def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """Return (first, last) recordings of episodes with several recordings, changed first."""
+    """Return the first and last video of each episode with several videos; episodes with a changed outcome first."""
     by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
@@ -74,7 +74,7 @@ def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
 
 
 def animate_changes(history: History, out: Path) -> None:
-    """Write a GIF of up to three recorded episodes of different tasks before and after training, changed first.
+    """Write a GIF of up to three recorded episodes of different tasks before and after training, changed ones first.
 
     Raises:
         ConfigError: no episode was recorded twice.

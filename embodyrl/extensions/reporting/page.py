@@ -1,4 +1,4 @@
-"""Generation of a report: read runs, plot curves, and fill in the template."""
+"""Generate an HTML report: read runs, plot curves, and fill in the template."""
 
 import json
 import re
@@ -51,7 +51,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("peak memory of a policy process in GiB", ("actor/memory_gib",)),
     ("seconds per step", ("time/step",)),
 )
-"""Title and metrics of each chart; all metrics are in metrics.jsonl and TensorBoard."""
+"""Title and metrics of each chart; metrics without a chart are in metrics.jsonl and TensorBoard."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
@@ -65,9 +65,9 @@ def write_report(
     states: Collection[str] = (),
     embed_bytes: int = EMBED_BYTES,
 ) -> list[str]:
-    """Write the page about one or more runs, and return its summary as lines of text.
+    """Write the page about one or more runs; return a summary as lines of text.
 
-    `states`: keys that determine the meaning of a state id.
+    `states`: config keys that determine the initial state of a reset id.
 
     Raises:
         ConfigError: a folder is not a run.
@@ -146,7 +146,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what(history: History) -> str:
-    """Return environment, model, algorithm, seed, date and commit, if known from the files."""
+    """Return a line of text with environment, model, algorithm, seed, date and commit, as far as known."""
     values, machine = flat(history.config), history.text("env.txt").splitlines()
     env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
@@ -158,7 +158,7 @@ def _what(history: History) -> str:
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
-    """Return label, value and explanation of each tile."""
+    """Return label, value and explanation of each summary tile of the page."""
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
@@ -184,7 +184,7 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
 
 
 def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
-    """Plot the seconds per phase of each step; many steps share a bar."""
+    """Plot the seconds per phase of each step as stacked bars; in long runs, several steps share a bar."""
     if not steps:
         return ""
     per_bar = -(-len(steps) // _MAX_BARS)
@@ -228,7 +228,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
 
 
 def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
-    """Return the mean and its 95 % interval over runs that differ in their seed; for a single run, its curve."""
+    """Return the curve of the mean over runs with different seeds and its 95 % interval; for one run, its curve."""
     if len(group.runs) == 1:
         return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
     points = group.curve(metric, limits)

@@ -15,11 +15,11 @@ SIGNIFICANT = 0.05
 
 
 def mcnemar(differences: Sequence[int]) -> float:
-    """Return the two-sided p value of a paired comparison: exact McNemar test, by initial state.
+    """Return the two-sided p-value of an exact McNemar test, clustered by initial state.
 
-    `differences` has one number per initial state: pairs won only by the second policy, minus pairs won only by the
-    first. Under the null hypothesis each could have the opposite sign, so signs are randomised per state, not per
-    pair; with one pair per state this is the binomial test with 1/2.
+    `differences` contains a number for each initial state: pairs in which only the second policy succeeded, minus pairs
+    in which only the first succeeded. Under the null hypothesis both signs are equally probable, so the test randomises
+    the sign of each state. With one pair per state, this is the binomial test with probability 1/2.
 
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
     (0.021484375, 0.5)
@@ -37,7 +37,7 @@ def mcnemar(differences: Sequence[int]) -> float:
 def rate_difference(changes: Outcomes) -> tuple[float, float]:
     """Return the 95 % interval of the difference of two paired success rates.
 
-    Wald interval with one added success of each policy (Bonett and Price 2012), over states if pairs repeat them.
+    Wald interval with one added success of each policy (Bonett and Price 2012), clustered by initial state.
 
     Args:
         changes: initial state of each pair, and success of the second policy minus that of the first.
@@ -59,7 +59,7 @@ class Paired:
     """Result of a paired comparison."""
 
     suite: str
-    """Suite of the pairs; empty: the environment has one suite."""
+    """Name of the suite; empty: the environment has only one suite."""
     pairs: int
     states: int
     """Number of distinct initial states of the pairs."""
@@ -67,11 +67,11 @@ class Paired:
     """Number of pairs in which only the first policy succeeded."""
     only_second: int = 0
     p_value: float | None = None
-    """Exact McNemar test over states; None: the environment reports no success."""
+    """p-value of the exact McNemar test; None: the environment reports no success."""
     difference: tuple[float, float] | None = None
-    """95 % interval of the difference of success rates (second minus first)."""
+    """95 % interval of the difference of success rates (second minus first policy)."""
     gain: Mean | None = None
-    """Mean difference of returns (second minus first), if success is unknown."""
+    """Mean difference of returns (second minus first policy), if success is unknown."""
 
     @property
     def differ(self) -> bool:
@@ -81,11 +81,11 @@ class Paired:
         return self.p_value is not None and self.p_value < SIGNIFICANT
 
     def line(self, names: tuple[str, str]) -> str:
-        """Return the comparison, preceded by the name of its suite if there are several."""
+        """Return the result as a line of text, preceded by the name of the suite if there are several suites."""
         return f"{self.suite}: " * bool(self.suite) + self.sentence(names)
 
     def sentence(self, names: tuple[str, str]) -> str:
-        """Return the comparison in one line."""
+        """Return the result as a line of text, without the name of the suite."""
         if not self.pairs:
             return "no episodes with the same task, initial state and seed: no paired test"
         line = f"paired on {self.pairs} episodes with the same initial state and seed"
@@ -102,7 +102,7 @@ class Paired:
 
 
 def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
-    """Compare episodes with the same task, initial state, seed and sample number (`eval.samples`)."""
+    """Compare episodes of two evaluations, paired by task, initial state, seed and sample number (`eval.samples`)."""
     # Reset ids count through all evaluated suites; state numbers start at 0 in each suite.
     told = all(e.state is not None for e in (*first, *second))
     before, after = (_by_start(episodes, lambda e: e.state if told else e.reset_id) for episodes in (first, second))
@@ -129,7 +129,7 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
 def _by_start(
     episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
 ) -> dict[tuple[object, ...], EpisodeRow]:
-    """Index episodes by task, initial state, seed, and the number of earlier episodes with the same three values."""
+    """Return episodes by task, initial state, seed, and the count of earlier episodes with the same values."""
     found: dict[tuple[object, ...], EpisodeRow] = {}
     seen: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):

@@ -1,4 +1,4 @@
-"""Samples of a language model's conversations in evaluations."""
+"""Selection and printing of example conversations from evaluations of a language model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LINE = 160
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode in the last evaluation and, if present, in the first."""
+    """One conversation of the last evaluation and, if present, the same row in the first evaluation."""
 
     before: EpisodeRow | None
     after: EpisodeRow
 
     @property
     def asked(self) -> tuple[tuple[str, str], ...]:
-        """Turns before the last reply."""
+        """Role and text of the turns before the last reply."""
         return self.after.conversation[:-1]
 
 
 def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
-    """Select conversations: alternately newly solved episodes, failures and others."""
+    """Return up to `count` conversations: newly solved, failed and other episodes in alternation."""
     earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
     kinds: list[list[Sample]] = [[], [], []]
     for row in after:
@@ -39,7 +39,7 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
 
 
 def show_replies(cfg: Config, rows: Sequence[EpisodeRow]) -> Iterator[str]:
-    """Yield the replies of an evaluation that `eval.show_replies` selects."""
+    """Yield `eval.show_replies` example replies of an evaluation as lines of text."""
     yield from sample_lines(pick_samples((), rows, cfg.eval.show_replies))
 
 

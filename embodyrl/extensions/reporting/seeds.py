@@ -1,8 +1,8 @@
-"""Aggregate results of runs that differ only in their seed: the definitions of rliable (arXiv 2108.13264).
+"""Aggregate metrics over runs that differ only in their seed, as defined by rliable (arXiv 2108.13264).
 
 A matrix of scores has a row for each run and a column for each task. Intervals are 95 %: Student's t over runs and,
-from ten runs on, a stratified bootstrap that samples runs with replacement within each task. With three runs such a
-bootstrap covers 73 to 83 % of the cases.
+from ten runs on, a stratified bootstrap that samples runs with replacement within each task. With three runs, the
+coverage of such a bootstrap is only 73 to 83 %.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Matrix = npt.NDArray[np.float64]
 
 _DRAWS = 2000
 _SEED = 20211015
-"""Seed of the bootstrap, so that equal runs give equal intervals."""
+"""Seed of the bootstrap, so that intervals are reproducible."""
 FEWEST_RUNS = 10
 """Minimum number of runs for a bootstrap interval."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
-"""Keys that may differ between runs of one experiment."""
+"""Config keys that may differ between runs of one experiment."""
 
 
 def interquartile_mean(scores: npt.ArrayLike) -> Any:
@@ -63,7 +63,8 @@ def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> A
 def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     """Return the two-sided p-value of the probability of improvement under random assignment of the runs.
 
-    All permutations for few runs (with three and three runs p is at least 0.1), else `_DRAWS` random ones.
+    The test uses all permutations for few runs, else `_DRAWS` random permutations. For two groups of three runs, p is
+    at least 0.1.
 
     >>> permutation_test([[0.0], [0.1], [0.2]], [[1.0], [1.1], [1.2]])
     0.1
@@ -82,8 +83,9 @@ def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
 def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., Any]) -> tuple[float, float]:
     """Return the expanded percentile interval (Hesterberg 2015, section 5.3) of a statistic of one or more matrices.
 
-    Quantiles are those of a normal distribution at sqrt(n / (n - 1)) times Student's t with n - 1 degrees of freedom, n
-    the runs (of several matrices one less for each further one): plain percentiles are too narrow by this.
+    Plain percentile intervals are too narrow for few runs. The percentiles are therefore expanded to the normal
+    probability of sqrt(n / (n - 1)) times Student's t with n - 1 degrees of freedom. n is the number of runs, minus 1
+    for each matrix after the first.
 
     Args:
         matrices: scores [runs, tasks].
@@ -112,7 +114,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class SeedGroup:
-    """Runs of one experiment."""
+    """Runs of one experiment, which differ only in their seed."""
 
     runs: tuple[History, ...]
 
@@ -139,7 +141,7 @@ class SeedGroup:
         return np.array([[end.score(task, known=rates).value for task in tasks] for end in ends])
 
     def summary(self) -> list[str]:
-        """Summarize the runs as one result; empty without common tasks or with a single run."""
+        """Return the aggregate results as lines of text; empty without common tasks or with a single run."""
         if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
         rate = self.rates

@@ -20,7 +20,7 @@ _INK, _PAPER = (235, 235, 235), (24, 24, 28)
 
 
 def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
-    """Write `out` (MP4): both recordings in step, each with its label; the shorter repeats its last frame.
+    """Write both videos side by side to `out` (MP4), with labels; the shorter video repeats its last frame.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.
@@ -38,7 +38,7 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
 
 
 def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str, str]) -> None:
-    """Write `out` (GIF): pairs of recordings in sequence, small enough for a README.
+    """Write pairs of videos in sequence to `out` (GIF), small enough for a README.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.

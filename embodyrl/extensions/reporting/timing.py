@@ -1,4 +1,4 @@
-"""Time of training steps as a tree of phases, and durations as text."""
+"""Durations of the phases of a training step as a tree, and formatting of durations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from embodyrl.monitor.timing import PHASES, step_seconds
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One row of the tree."""
+    """One row of the tree: a phase of a training step."""
 
     name: str
     depth: int
     seconds: float
     share: float
-    """Fraction of the whole step."""
+    """Fraction of the duration of the whole step."""
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
-    """Return the duration of a run from its rows, seconds; a row for several steps contains the time of one step."""
+    """Return the duration of a run in seconds; a row of metrics for several steps contains the time of one step."""
     seconds, before = 0.0, 0.0
     for row in rows:
         step = row.get("step") or 0.0
@@ -29,7 +29,7 @@ def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
 
 
 def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
-    """Return the phases of a step in order, and the remaining time as `other`."""
+    """Return the phases of a step in order; time outside all phases has the name `other`."""
     whole = step_seconds(metrics)
     if not whole:
         return []
@@ -44,7 +44,7 @@ def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
 
 
 def total_times(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Sum the seconds of each `time/*` metric over several rows."""
+    """Return the total seconds of each `time/*` metric over several rows of metrics."""
     names = [name for name in set().union(*rows) if name.startswith("time/")]
     return {name: sum(row.get(name) or 0.0 for row in rows) for name in names}
 

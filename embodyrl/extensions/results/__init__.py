@@ -1,1 +1,1 @@
-"""The table of results: recipes, result cards, reruns, drift, imported results, and a sequential test."""
+"""The table of results: training recipes, result cards, reruns, detection of drift, and a sequential test."""

@@ -1,4 +1,4 @@
-"""The command `results`: show the table, run recipes again, compare, accept and import cards, write the page."""
+"""The command `results`: show the table, rerun recipes, compare, accept and import result cards, write the page."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _new_cards(recipe: Recipe, out: Path) -> list[Card]:
 
 
 def _accept(args: argparse.Namespace, table: Table, names: list[str]) -> int:
-    """Copy the new cards into the table and write the page."""
+    """Copy the new cards into the table, and write the Markdown page."""
     jobs: list[Job] = [job for job in jobs_of(table.select(names, all_of_them=args.all), args.out) if job.done]
     place = table.folder / CARDS
     place.mkdir(exist_ok=True)

@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comparison]:
-    """Compare the evaluations before and after training that both new and stored cards contain."""
+    """Compare new with stored cards, for each evaluation (before, after training) that both contain."""
     ends = [("after", AFTER)]
     if all(len(card["figures"]) > 1 for card in (*stored, *new)):
         ends.insert(0, ("before", BEFORE))
@@ -59,7 +59,7 @@ def prediction_interval(rows: Sequence[dict[str, Any]], count: int) -> tuple[flo
     """Return the 95 % prediction interval for the mean of `count` new seeds.
 
     mean ± t s sqrt(1/n + 1/m) (Hahn and Meeker 1991, section 4.7) for n stored and m new seeds. s is the standard
-    deviation of the seeds. One seed, or equal scores: the standard error of one evaluation, and 1.96 for t.
+    deviation over the stored seeds. For one seed or equal scores, s is the standard error of one evaluation and t 1.96.
     """
     values, n = [row["value"] for row in rows], len(rows)
     spread = stdev(values) if n > 1 else 0.0
@@ -70,7 +70,10 @@ def prediction_interval(rows: Sequence[dict[str, Any]], count: int) -> tuple[flo
 
 
 def _variance(row: dict[str, Any]) -> float:
-    """Return the variance of one evaluation's score, with two successes and two failures added (Agresti and Coull)."""
+    """Return the variance of the score of one evaluation.
+
+    For success rates, two successes and two failures are added (Agresti and Coull).
+    """
     n = row["episodes"]
     if row["kind"] == "success":
         p = (row["value"] * n + 2) / (n + 4)

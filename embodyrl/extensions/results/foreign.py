@@ -16,7 +16,7 @@ from embodyrl.files import read_json
 from embodyrl.monitor.intervals import Rate
 
 Outcomes = dict[str, list[bool]]
-"""Successes of the episodes of each task."""
+"""Success of each episode, by task name."""
 
 
 def read_foreign(path: Path, protocol: str | None) -> Card:
@@ -27,7 +27,7 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
         protocol: name of the evaluation protocol; None: from the file.
 
     Raises:
-        ConfigError: the file has another format, no episodes, or names no protocol.
+        ConfigError: the file has another format, no episodes, or contains no name of a protocol.
     """
     try:
         raw = read_json(path)
@@ -68,14 +68,17 @@ def _row(name: str, rate: Rate) -> dict[str, Any]:
 
 
 def _outcome(value: object) -> bool:
-    """Convert a success, which tools also store as 0.0 or 1.0."""
+    """Convert a success flag to bool; some tools store 0.0 or 1.0."""
     if value not in (0, 1):
         raise ValueError(f"success must be true or false, found {value!r}")
     return bool(value)
 
 
 def _vla_eval(raw: Mapping[str, Any]) -> tuple[str, Outcomes, int]:
-    """Return source, successes by task, and the number of episodes with an infrastructure error, which are excluded."""
+    """Return the name of the source, the successes by task, and the number of excluded episodes.
+
+    Episodes with an infrastructure error are excluded.
+    """
     outcomes: Outcomes = {}
     dropped = 0
     for task in raw["tasks"]:
@@ -94,7 +97,7 @@ def _vla_eval_protocol(raw: Mapping[str, Any]) -> str:
 
 
 def _lerobot(raw: Mapping[str, Any]) -> Outcomes:
-    """Return successes by task."""
+    """Return the successes by task of an eval_info.json."""
     return {
         f"{task['task_group']} {task['task_id']}": [_outcome(one) for one in task["metrics"]["successes"]]
         for task in raw["per_task"]

@@ -1,4 +1,4 @@
-"""Write the table of results as Markdown, from cards alone."""
+"""Render the table of results as Markdown or as text; all values come from the result cards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMPORTED = ("result", "score", "episodes", "protocol", "source")
 
 
 def page_text(table: Table) -> str:
-    """Return the page of a table."""
+    """Return the table as a Markdown page."""
     rows = table.rows()
     measured = [row for row in rows if row.recipe and row.cards]
     lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured)), "", "## Commands", ""]
@@ -49,7 +49,7 @@ def page_text(table: Table) -> str:
 
 
 def summary(table: Table) -> list[str]:
-    """Return the table for a terminal."""
+    """Return the table as lines of text for a terminal."""
     found = [("recipe", "before", "after", "cards")]
     for row in table.rows():
         wanted = len(row.recipe.seeds) if row.recipe else 1
@@ -97,7 +97,7 @@ def _linked(text: str, page: str) -> str:
 
 
 def _each(cards: Sequence[Card], value: Callable[[Card], str]) -> str:
-    """Return the distinct values of the cards."""
+    """Return the distinct values of the cards, joined by commas."""
     return ", ".join(dict.fromkeys(map(value, cards)))
 
 

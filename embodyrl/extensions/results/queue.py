@@ -28,7 +28,7 @@ _POLL_S, _STOP_S = 1.0, 120.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One recipe with one seed."""
+    """A training run: one recipe with one seed."""
 
     recipe: Recipe
     seed: int
@@ -41,11 +41,11 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True if the run has a card, which is written last."""
+        """True if the run has a result card, the last file that a run writes."""
         return (self.run / CARD_JSON).is_file()
 
     def words(self) -> list[str]:
-        """Return the arguments of a run; an interrupted run resumes from its newest checkpoint."""
+        """Return the arguments that start the run, or resume an interrupted run from its newest checkpoint."""
         place = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
         command = [sys.executable, "-m", "embodyrl.cli.main"]
         return [*command, *self.recipe.words(self.seed), *place, "runner.on_existing=resume"]
@@ -57,7 +57,7 @@ def jobs_of(recipes: Sequence[Recipe], out: Path) -> list[Job]:
 
 
 def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
-    """Run the jobs without a card, show progress, and return the failed jobs.
+    """Run all jobs without a result card and show their progress; return the failed jobs.
 
     Raises:
         EmbodyError: a folder is not writable.
@@ -87,7 +87,7 @@ def _log(job: Job) -> Path:
 
 
 def _run(job: Job) -> Iterator[int | None]:
-    """Run a job and yield its newest step about once a second; write its card and a row of the queue."""
+    """Run a job and yield the current training step about once a second; then write the card and a row of the queue."""
     began = time.time()
     try:
         with open(_log(job), "ab") as log, _process(job.words(), log.fileno()) as process:
@@ -107,7 +107,7 @@ def _run(job: Job) -> Iterator[int | None]:
 
 @contextmanager
 def _process(words: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run; at the end of the block, for example after Ctrl-C, let it save a checkpoint and exit."""
+    """Start the process of a run; at the end of the block, stop the process, which first saves a checkpoint."""
     # Without a terminal signal of its own: this process forwards the interruption once.
     process = subprocess.Popen(
         words,

@@ -38,9 +38,9 @@ _FIRST, _GROWTH = 20, 1.5
 def log_e_value(wins: int, losses: int) -> float:
     """Return the logarithm of the e-value of the null hypothesis that both policies win equally often.
 
-    Of n pairs with different outcomes the second policy wins w. The likelihood ratio of a win rate with a uniform
-    prior to 1/2 is E = 2^n w! (n - w)! / (n + 1)! (Robbins 1970). E is a martingale under the null hypothesis, so
-    P(E ever reaches 1 / alpha) <= alpha (Ville 1939; Grünwald, de Heide and Koolen, arXiv 1906.07801).
+    The second policy wins w of n pairs with different outcomes. The likelihood ratio between a win rate with a uniform
+    prior and a win rate of 1/2 is E = 2^n w! (n - w)! / (n + 1)! (Robbins 1970). E is a martingale under the null
+    hypothesis, so P(E ever reaches 1 / alpha) <= alpha (Ville 1939; Grünwald, de Heide and Koolen, arXiv 1906.07801).
 
     >>> round(math.exp(log_e_value(9, 0)), 2), log_e_value(0, 0)
     (51.2, 0.0)
@@ -54,7 +54,7 @@ class Verdict:
     """State of the test after some pairs."""
 
     pairs: int
-    """Number of pairs after which the test decided, or of all pairs without a decision."""
+    """Number of pairs after which the test decided; without a decision, the number of all pairs."""
     only_first: int
     only_second: int
     p_value: float
@@ -132,7 +132,7 @@ def _looks(most: int) -> Iterator[int]:
 
 
 def _most_pairs(cfg: Config) -> int:
-    """Return the number of episodes; every initial state occurs once, as pairs must be independent.
+    """Return the number of episodes, after a check that no initial state repeats: pairs must be independent.
 
     Raises:
         ConfigError: an initial state occurs several times.
@@ -149,12 +149,15 @@ def _most_pairs(cfg: Config) -> int:
 
 
 def covering(plan: EpisodeList) -> int:
-    """Return the smallest `eval.episodes` that includes all episodes of a plan, which skips repeated episodes."""
+    """Return the smallest `eval.episodes` that includes all episodes of `plan`: the highest episode id plus 1.
+
+    A plan can skip episode ids, because repeated episodes are evaluated once.
+    """
     return max(episode.episode_id for episode in plan.episodes) + 1
 
 
 class _Side:
-    """Evaluation of one policy, extended at each interim test."""
+    """Evaluation of one of the two policies; each interim test adds episodes."""
 
     def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
         self.run = run
@@ -176,13 +179,13 @@ class _Side:
         self.rows = read_episodes(result.folder / EPISODES_FILE)
 
     def line(self) -> str:
-        """Return the success rate of the policy."""
+        """Return a line of text with the success rate of the policy."""
         rate = Rate(sum(bool(row.success_once) for row in self.rows), len(self.rows))
         return f"{self.run}: {rate}, {self.folder}"
 
 
 def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[int]:
-    """Return the differences of success in the order of the episodes.
+    """Return the success of the second minus the success of the first policy, for each episode.
 
     Raises:
         ConfigError: the environment does not report success.

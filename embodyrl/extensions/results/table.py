@@ -27,20 +27,20 @@ class Recipe:
     name: str
     title: str
     command: str
-    """Command and overrides without `embodyrl`, seed and output folder; the last evaluation uses test states."""
+    """Command and overrides, without `embodyrl`, seed and output folder. The last evaluation uses the test states."""
     seeds: tuple[int, ...] = (0,)
     page: str = ""
-    """Page with details, relative to the folder of the table."""
+    """Path of a page with details, relative to the folder of the table."""
     video: str = ""
     claimed: str = ""
-    """Earlier result without stored run folders."""
+    """Text of an earlier result whose run folders are not stored."""
 
     def words(self, seed: int) -> list[str]:
         """Return the arguments of `embodyrl` for one seed."""
         return [*shlex.split(self.command), f"seed={seed}"]
 
     def run_name(self, seed: int) -> str:
-        """Return the name of the run and of its card."""
+        """Return the name of the run, which is also the name of its card."""
         return f"{self.name}_seed{seed}"
 
 
@@ -61,10 +61,10 @@ class Table:
     recipes: dict[str, Recipe]
 
     def select(self, names: Sequence[str], *, all_of_them: bool) -> list[Recipe]:
-        """Return recipes by name.
+        """Return the recipes with the given names, or all recipes.
 
         Raises:
-            ConfigError: unknown names, or no name and not all.
+            ConfigError: a name is unknown, or there is neither a name nor `all_of_them`.
         """
         for name in names:
             if name not in self.recipes:
@@ -80,7 +80,7 @@ class Table:
         return tuple(read_card(path) for path in paths if path.is_file())
 
     def rows(self) -> list[Row]:
-        """Return all rows: recipes in their order, then other cards by name."""
+        """Return all rows: first the recipes in the order of the file, then the other cards by name."""
         rows = [Row(recipe.name, self.stored(recipe), recipe) for recipe in self.recipes.values()]
         named = {recipe.run_name(seed) for recipe in self.recipes.values() for seed in recipe.seeds}
         others = [path for path in sorted((self.folder / CARDS).glob("*.json")) if path.stem not in named]
@@ -91,7 +91,7 @@ def open_table(folder: Path | None) -> Table:
     """Read a table; None: the table of the source checkout.
 
     Raises:
-        ConfigError: there is no table, or its recipes are wrong.
+        ConfigError: there is no table, or its recipes are malformed.
     """
     folder = folder or Path(embodyrl.__file__).parents[1] / "docs" / "results"
     path = folder / RECIPES
@@ -137,7 +137,10 @@ def score_row(card: Card, end: int) -> dict[str, Any]:
 
 
 def score_text(cards: Sequence[Card], end: int) -> str:
-    """Return a score with its 95 % interval: over seeds, or for one card over initial states."""
+    """Return the mean score with its 95 % interval as text.
+
+    The interval is over seeds, or, for a single card, over initial states.
+    """
     if not cards or (end == BEFORE and any(len(card["figures"]) < 2 for card in cards)):
         return "-"
     rows = [score_row(card, end) for card in cards]

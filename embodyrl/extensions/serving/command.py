@@ -1,4 +1,4 @@
-"""The command `serve`."""
+"""The command `serve`, which starts a policy server."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Fields of a request for real-time chunking: the delay, and the actions that the client executes meanwhile."""
+"""Request fields for real-time chunking: the delay, and the actions that the client executes during inference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from embodyrl.policies.remote.dialects import MessageError
 from embodyrl.types import EnvSpec, FloatArray
 
 PREFIX, DELAY = "rtc/prefix", "rtc/delay"
-"""Keys of a request: the actions [n, A] of the previous chunk from the observation on, in the environment's units,
-and the number of these actions that are executed before the reply arrives."""
+"""Keys of a request: the remaining actions [n, A] of the previous chunk, in the environment's units, and the delay: the
+number of these actions that are executed before the reply arrives."""
 
 
 def read_committed(message: object, env: EnvSpec) -> FloatArray:
-    """Return the state columns of `EnvSpec.committed` for a request; zeros if the request has no such field.
+    """Return the state columns with the committed actions (`EnvSpec.committed`); zeros if the request has none.
 
     Raises:
         MessageError: a field has another shape, or the policy observes no committed actions.

@@ -1,4 +1,4 @@
-"""Sections of the config that `serve` uses."""
+"""Config sections that `serve` uses."""
 
 from embodyrl.plan.schema import Reads
 

@@ -30,9 +30,9 @@ class Serving:
 
     protocol: str
     facts: Sequence[tuple[str, str]]
-    """Name and text of the banner lines."""
+    """Lines of the start banner, as pairs of name and text."""
     run: Callable[[Callable[[str], None], Callable[[str], None]], None]
-    """Load the policy and serve until a signal arrives; takes `say`, and `ready`, which is called with the address."""
+    """Function (`say`, `ready`) that loads the policy, calls `ready` with the address, and serves until a signal."""
 
 
 SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
@@ -115,7 +115,7 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
 
 
 def server_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the banner lines of a server."""
+    """Return the lines of the start banner of a server, as pairs of name and text."""
     if (own := _own_server(cfg)) is not None:
         return [*own.facts]
     env, spec = describe(cfg)
@@ -124,7 +124,7 @@ def server_facts(cfg: Config) -> list[tuple[str, str]]:
 
 
 def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
-    """Return name and text of the banner lines."""
+    """Return the lines of the start banner for a robot policy, as pairs of name and text."""
     names = names_of(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
     if env.committed is not None:
@@ -141,7 +141,7 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
 
 
 def exposure(cfg: ServeSettings) -> list[tuple[str, str]]:
-    """Return the warning about a server that other hosts can reach."""
+    """Return a warning if other hosts can connect to the server, as a pair of name and text; else nothing."""
     if cfg.host in _HERE:
         return []
     return [("warning", f"serve.host={cfg.host}: all hosts that reach this port can use the policy")]

@@ -1,4 +1,4 @@
-"""Server side of both protocols: sends error replies, has a deadline for every wait, and exits on a signal."""
+"""WebSocket policy server with the wire formats of openpi and vla-eval, timeouts, and exit on a signal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from embodyrl.version import __version__
 
 
 class Answering:
-    """Greedy policy for one environment; images are received upright."""
+    """Greedy policy that replies to the observations of one environment; clients send upright images."""
 
     def __init__(self, policy: Policy, env: EnvSpec, names: Names) -> None:
         self._policy, self._env, self._names = policy, env, names
@@ -57,7 +57,7 @@ class Answering:
         return actions
 
     def describe(self) -> dict[str, Any]:
-        """Return the first message to a client."""
+        """Return the metadata message that the server sends first to a client."""
         spec, env = self._policy.spec, self._env
         return {
             "policy": spec.name,
@@ -94,9 +94,9 @@ class PolicyThread:
 
 
 _CLOSING_S = 5.0
-"""Time for clients to disconnect when the server stops, seconds."""
+"""Maximum time for clients to disconnect when the server stops, in seconds."""
 _FIRST_S = 300.0
-"""Deadline for the first message of a client, seconds, if `serve.idle_timeout_s` is longer."""
+"""Upper bound of the wait for the first message of a client, in seconds; otherwise `serve.idle_timeout_s`."""
 _UNFIT = "does not match the inputs of the policy"
 
 
@@ -155,7 +155,7 @@ class PolicyServer:
         raise Interrupted(signum)
 
     def _process_request(self, connection: Any, request: Any) -> Any:
-        """Answer probes (openpi: /healthz, vla-eval: /health) without a websocket; limit the clients."""
+        """Answer health checks (openpi: /healthz, vla-eval: /health) over HTTP; reject clients above the limit."""
         if request.path in ("/healthz", "/health"):
             return connection.respond(200, "OK\n")
         if self._open < self._cfg.max_clients:
@@ -207,7 +207,7 @@ class PolicyServer:
             yield None
 
     async def _vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Serve messages about episodes; each observation gets one action of a chunk until the chunk ends."""
+        """Serve episode messages; reply to each observation with the next action of the chunk, or of a new chunk."""
         chunk: list[FloatArray] = []
         while True:
             kind, payload, sequence, problem = "error", {}, 0, None
@@ -243,7 +243,7 @@ class PolicyServer:
         return own | {"capabilities": {}, "observation_params": wanted, "embodyrl": described}
 
     async def _ask(self, message: object) -> FloatArray:
-        """Return a chunk for one observation.
+        """Return the chunk [K, A] for one observation.
 
         Raises:
             EmbodyError: the observation does not fit, or the policy takes too long.
@@ -261,7 +261,7 @@ class PolicyServer:
 
 
 class _Client:
-    """A connection on which every wait has a deadline."""
+    """Client connection with a time limit for every receive and send."""
 
     def __init__(self, socket: Any, limit_s: float) -> None:
         self._socket, self._idle_s = socket, limit_s
@@ -269,13 +269,13 @@ class _Client:
         """Time limit in seconds for the next message."""
 
     async def receive(self) -> bytes | str:
-        """Receive the next message; raises TimeoutError."""
+        """Receive the next message; raise TimeoutError after the time limit."""
         data = await asyncio.wait_for(self._socket.recv(), self.limit_s)
         self.limit_s = self._idle_s
         return data
 
     async def send(self, data: bytes | str) -> None:
-        """Send a message; raises TimeoutError if the client does not read."""
+        """Send a message; raise TimeoutError if the client does not read in time."""
         await asyncio.wait_for(self._socket.send(data), self.limit_s)
 
 
@@ -296,7 +296,7 @@ def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
 
 
 def _silent() -> logging.Logger:
-    """Return a logger without output; websockets would log a traceback for every client without WebSocket."""
+    """Return a logger without output: websockets logs a traceback for every client that is not a WebSocket client."""
     logger = logging.Logger("embodyrl.serve")
     logger.addHandler(logging.NullHandler())
     return logger

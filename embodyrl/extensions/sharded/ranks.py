@@ -1,7 +1,7 @@
 """Ranks that share one policy with FSDP2 (`fully_shard`).
 
-During inference, every rank has the full parameters: a rollout runs no collectives, so ranks may act a different number
-of times. During training the parameters are sharded.
+During inference, every rank has the full parameters: a rollout runs no collectives, so ranks may run a different
+number of inferences. During training the parameters are sharded.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class _Root(nn.Module):
-    """Module whose forward runs the policy's forward passes, from any entry point of the policy."""
+    """FSDP root module whose forward calls a given function, so that FSDP hooks run for all policy methods."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Root(nn.Module):
 
 
 class ShardedRanks:
-    """N processes, each with a shard of the fp32 weights, gradients and optimizer state."""
+    """Implements `Ranks` with FSDP: each process has a shard of the fp32 weights, gradients and optimizer state."""
 
     shards = True
 
@@ -75,7 +75,7 @@ class ShardedRanks:
             cfg: sharding settings.
             gradient_sync: synchronization of gradients between ranks: step or micro_batch.
             half: gather the layers in bfloat16; master weights and reductions stay float32.
-            acts: the process also acts.
+            acts: the process also runs inference for rollouts.
         """
         self.rank_info = rank_info
         self._module = module
@@ -232,7 +232,7 @@ def _join(rank_info: RankInfo, device: str) -> None:
 
 
 def interface_to(host: str) -> str:
-    """Return the network interface through which this host reaches another host, or itself."""
+    """Return the name of the network interface that this host uses to connect to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends no packet
         address = probe.getsockname()[0]
@@ -250,7 +250,7 @@ def interface_to(host: str) -> str:
 
 
 def _whole(shard: Tensor, *, keep: bool) -> Tensor:
-    """Gather a tensor on the CPU; empty if `keep` is False. Collective."""
+    """Return the gathered tensor on the CPU, or an empty tensor if `keep` is False; collective."""
     with torch.no_grad():
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
         if not keep:
@@ -261,7 +261,7 @@ def _whole(shard: Tensor, *, keep: bool) -> Tensor:
 
 
 def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
-    """Return this rank's shard of a tensor of rank `source`; None: every rank has the tensor, so nothing is sent."""
+    """Return this rank's shard of a tensor, sent by rank `source`; None: every rank already has the tensor."""
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
     return shard.to(like.to_local().device)
 

@@ -23,7 +23,7 @@ from embodyrl.scheduler.start import Rendezvous
 
 @dataclass(frozen=True, slots=True)
 class StoreRendezvous(Rendezvous):
-    """Store of the driver, with a proxy if ranks run on other hosts."""
+    """Torch store in the driver process, with a proxy if ranks run on other hosts."""
 
     store: TCPStore
     proxy: socket.socket | None = None

@@ -1,1 +1,1 @@
-"""`-m`: one run per combination of values."""
+"""The flag `-m` (multirun): one run for each combination of values."""

@@ -1,4 +1,4 @@
-"""`-m`: several runs from one command line, one after another, each in a separate process."""
+"""The flag `-m` (multirun): several runs from one command line, one at a time, each in a separate process."""
 
 import itertools
 import shlex
@@ -23,7 +23,7 @@ from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
 _SIGNALS_S = 1.0
-"""Longest wait in one system call, seconds."""
+"""Maximum wait in one system call, in seconds."""
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
@@ -59,7 +59,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
 
     Raises:
-        ConfigError: a combination is wrong; no run was started.
+        ConfigError: a combination is invalid; no run was started.
     """
     jobs = expand(words)
     configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
@@ -88,7 +88,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 
 
 def _check_parts(configs: Sequence[Config]) -> None:
-    """Reject incompatible components."""
+    """Raise an error if the components of a config are incompatible."""
     # Imported late: a wrong key is rejected without the imports of the run plan.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import build_run_plan
@@ -99,7 +99,7 @@ def _check_parts(configs: Sequence[Config]) -> None:
 
 
 def _written(place: Path) -> dict[Path, int]:
-    """Return the runs of a folder with the time of their last start."""
+    """Return the time of the last start of each run in a folder, by run folder."""
     return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
 
 
@@ -112,7 +112,7 @@ class _Running:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Forward signals; an ignored SIGHUP stays ignored (nohup)."""
+        """Forward signals to the current run inside the block; an ignored SIGHUP stays ignored (nohup)."""
         wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             wanted.remove(signal.SIGHUP)

@@ -21,16 +21,16 @@ _TRY = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of template."""
+    """Properties of a kind of template, such as `env` or `policy`."""
 
     group: str = ""
     """Config group of the new option; empty: the option is selected by its path."""
     entries: str = ""
     """Entry-point group of the package; empty: the template is a file in ./conf without a package."""
     target: str = ""
-    """Attribute named by the entry point."""
+    """Attribute of the package to which the entry point refers."""
     then: Sequence[str] = (_TRY,)
-    """Commands to run next."""
+    """Commands that are suggested to the user afterwards."""
 
 
 _RAW = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))

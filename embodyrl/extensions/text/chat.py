@@ -1,4 +1,4 @@
-"""Chat templates of model folders, rendered without loading a model, to find rejected roles and prompt lengths."""
+"""Chat templates of model folders: render prompts without a model, to check roles and to count tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Turn = tuple[str, str]
 
 
 class RefusedMessages(Exception):
-    """The chat template rejects a conversation."""
+    """Raised if the chat template rejects a conversation."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of a folder, found as in transformers."""
+    """Chat template of a model folder; the file is selected as in transformers."""
 
     source: str
     tokens: Mapping[str, str]
-    """Texts of the special tokens, such as bos_token."""
+    """Text of each special token by name, such as bos_token."""
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
@@ -52,10 +52,10 @@ class ChatTemplate:
         return _environment().from_string(self.source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
-        """Render a conversation; `reply`: up to the start of the model's reply.
+        """Render a conversation; `reply`: append the generation prompt (the start of the model's reply).
 
         Raises:
-            RefusedMessages: contains the template's message.
+            RefusedMessages: the template rejects the conversation; contains the message of the template.
         """
         import jinja2
 
@@ -72,7 +72,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Renders the content of {% generation %} tags, which mark the trained tokens."""
+        """Jinja extension for {% generation %} tags (which mark trained tokens): render the content unchanged."""
 
         tags = {"generation"}
 
@@ -94,7 +94,10 @@ def _environment() -> Any:
 
 
 def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
-    """Return the error of a sequence of roles with its fix, or None; `parts`: contents are lists of parts."""
+    """Return an error with a fix if the template rejects a sequence of roles, else None.
+
+    `parts`: the content of a message is a list of parts (text, images).
+    """
 
     def refusal(named: Iterable[str]) -> str | None:
         turns = [{"role": role, "content": [{"type": "text", "text": "?"}] if parts else "?"} for role in named]
@@ -119,7 +122,7 @@ def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) 
 
 
 def control_tokens(folder: Path) -> dict[str, int]:
-    """Return texts and ids of the special tokens of a folder."""
+    """Return the id of each special token of a folder, by text."""
     entries = _json(folder / "tokenizer.json").get("added_tokens") or ()
     return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
@@ -135,7 +138,7 @@ def without_controls(text: str, controls: Iterable[str]) -> str:
 
 
 def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
-    """Return texts and ids of the control tokens that the template may add after a reply."""
+    """Return the id of each control token that the template can add after a reply, by text."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
@@ -147,7 +150,7 @@ def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> d
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
-    """Return a problem if the end-of-turn token of the template is not an end token of the folder, else None."""
+    """Return an error if the end-of-turn token of the template is not an end token of the folder, else None."""
     found = turn_ends(template, folder, parts=parts)
     settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
     named = settings.get("eos_token_id")
@@ -162,7 +165,7 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
 
 
 def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatTemplate | None) -> list[int]:
-    """Count the tokens of each prompt; without a folder, the characters.
+    """Return the number of tokens of each prompt; without a folder, the number of characters.
 
     Raises:
         ConfigError: the folder has no tokenizer.json.

@@ -1,4 +1,4 @@
-"""Rows of text tasks, and images in messages."""
+"""Rows of text tasks, and placeholders of images in messages."""
 
 import re
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class TextRow:
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
-    """Replace image placeholders with image sizes, which `split_pictures` parses.
+    """Replace image placeholders in messages with the image sizes, in a format that `split_pictures` parses.
 
     Raises:
-        ValueError: the messages have another number of images.
+        ValueError: the number of placeholders differs from the number of images.
     """
     if not sizes:
         return tuple(messages)

@@ -28,7 +28,7 @@ SOURCES: Registry[Any] = Registry(
 """Functions that return rows: package.module:function, or the entry point of an installed package."""
 SUFFIXES = (".jsonl", ".parquet")
 _VALUE_BYTES = 32
-"""Minimum bytes of one value of a column as a Python object."""
+"""Assumed minimum size of a Python object for one value of a column, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class TextRows:
     prompt_bytes: int = 0
     """Number of UTF-8 bytes of the longest conversation of a row."""
     prompt_tokens: int = 0
-    """Number of tokens of the longest prompt, with the chat template; 0: not counted, because no length is limited."""
+    """Number of tokens of the longest prompt, with the chat template; 0: not counted, because there is no limit."""
     keep: IntArray | None = field(default=None, compare=False)
     """Indices of rows below the length limit; None: all rows."""
     pictures: int = 0
     """Maximum number of images in a row."""
     image_size: tuple[int, int] = (0, 0)
-    """Height and width that fit every image."""
+    """Maximum height and maximum width of the images, in pixels."""
     roles: tuple[tuple[str, ...], ...] = ()
-    """All distinct sequences of roles in the rows."""
+    """All distinct sequences of message roles in the rows."""
     doubts: tuple[str, ...] = ()
     """Warnings, one line each."""
 
@@ -93,10 +93,10 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
     """Open the rows of a run and check every row of a file.
 
     Args:
-        cfg: `data.path` must be set.
+        cfg: the section `data`, with `data.path` set.
         tokenizer: folder with the tokenizer.json for prompt lengths; None: the small vocabulary has one token per
             character.
-        chat: apply the folder's chat template to prompts, if there is one.
+        chat: apply the chat template of the tokenizer folder to prompts, if it has one.
 
     Raises:
         ConfigError: a source cannot be read, a row is malformed, or no row is left.
@@ -224,10 +224,10 @@ def _read_file(file: Path) -> list[Any]:
 
 
 def _read_packed(source: Any, file: Path) -> list[Any]:
-    """Read the rows of a Parquet file in parts: a few hundred bytes can unpack to any size.
+    """Read the rows of a Parquet file in parts, and limit their memory: small files can decompress to any size.
 
     Raises:
-        ConfigError: the rows need more than a quarter of the free memory; Python objects need several times more.
+        ConfigError: the rows need more than a quarter of the free memory (as Python objects, they need more).
     """
     limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
     values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
@@ -251,7 +251,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
 
 
 def _repeated(column: Any) -> int:
-    """Return the additional bytes of a dictionary column once each row has its own text."""
+    """Return the additional bytes of a dictionary-encoded column when each row has its own copy of the text."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 
@@ -301,7 +301,7 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
 
 
 def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
-    """Return the row with these images and their sizes in its messages."""
+    """Return the row with `pictures` as images, and the image sizes in its messages."""
     try:
         messages = place_pictures(row.messages, [picture.size for picture in pictures])
     except ValueError as error:
@@ -310,7 +310,7 @@ def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
 
 
 def _answer(value: Any) -> str:
-    """Return a string, the last message of a conversation, or another value as JSON."""
+    """Return an answer as text: a string, the last message of a conversation, or any other value as JSON."""
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
     return value if isinstance(value, str) else json.dumps(value)
@@ -338,7 +338,7 @@ def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
 
 
 def _content(content: Any) -> str:
-    """Return a string, or a list of strings and images as one string with image placeholders."""
+    """Return the content of a message (a string, or a list of text and images) as text with image placeholders."""
     if not isinstance(content, list):
         return str(content)
     return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)

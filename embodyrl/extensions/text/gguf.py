@@ -1,4 +1,4 @@
-"""GGUF files as model folders: dequantized once into a cache with transformers in a separate process."""
+"""Convert GGUF files to Hugging Face model folders, dequantized, in a cache; transformers runs in a child process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def converted(file: Path) -> Path:
 
 
 def convert(source: str, target: str) -> None:
-    """Write a GGUF file as a folder in the Hugging Face layout, in float32, with the chat template's end of turn."""
+    """Convert a GGUF file to a float32 folder in the Hugging Face layout, and add the end-of-turn token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -112,7 +112,7 @@ def convert(source: str, target: str) -> None:
 
 
 def _add_end_of_turn(folder: Path) -> None:
-    """Add the token after a reply in the chat template to the end tokens of `generation_config.json`."""
+    """Add the chat template's end-of-turn token to the end tokens in `generation_config.json`."""
     template = ChatTemplate.read(folder)
     if template is None:
         return

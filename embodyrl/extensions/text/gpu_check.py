@@ -1,4 +1,4 @@
-"""GPU check of vLLM: versions, and an engine with 0.5B parameters that generates, sleeps and loads new weights."""
+"""GPU check of vLLM: versions, and a test of generation, sleep mode and weight updates with a 0.5B model."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ CHECK = GpuCheck(
 )
 _GIB = 2**30
 _GAP = 0.1
-"""Tolerance for log-probabilities, above the rounding error of bfloat16."""
+"""Maximum difference of log-probabilities; larger than the rounding error of bfloat16."""
 _SIZES = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -61,7 +61,7 @@ def check_vllm() -> GpuResult:
 
 
 def _versions(parts: GpuParts) -> str:
-    """Compare the installed versions with the requirements of the extra."""
+    """Compare the installed versions with the requirements of the extra `vllm`; return a sentence."""
     version = metadata.version("vllm")
     parts.note("vllm", version)
     parts.note("transformers", metadata.version("transformers"))
@@ -76,7 +76,7 @@ def _versions(parts: GpuParts) -> str:
 
 
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
-    """Write a Qwen2 model with random weights and the included tokenizer."""
+    """Write a Qwen2 model with random weights, and the tokenizer that embodyrl contains."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

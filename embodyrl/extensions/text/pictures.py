@@ -24,7 +24,7 @@ class Picture:
 
     source: Path | bytes | ByteArray
     where: str
-    """Source and row, for messages."""
+    """Source and row of the image, for error messages."""
     longest: int | None = None
     """Maximum length of the longer edge in pixels; larger images are resized."""
 
@@ -81,8 +81,8 @@ def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None
 
     Args:
         value: content of the column.
-        folder: folder of the rows' file, which must contain the files; None: a function of the user returned the paths.
-        where: source and row, for messages.
+        folder: folder that must contain the image files; None: paths from a user function are not restricted.
+        where: source and row, for error messages.
         longest: maximum length of the longer edge in pixels.
 
     Raises:
@@ -109,7 +109,7 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
 
 
 def _inside(file: Path, folder: Path, where: str) -> Path:
-    """Return the path of a file inside the folder of a data set, which may be untrusted."""
+    """Return the path of an image file; raise an error if an untrusted data set refers to a file outside its folder."""
     # The hub's cache keeps files next to the folders of its snapshots, and links to them.
     root = folder.parents[1] if folder.parent.name == "snapshots" else folder
     if not (folder / file).resolve().is_relative_to(root.resolve()):

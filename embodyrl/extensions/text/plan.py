@@ -1,4 +1,4 @@
-"""Rows, rewards and checks of a run whose environment is a text task or whose policy is a language model."""
+"""Setup and config checks of runs with a text task or a language model."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,14 +15,14 @@ from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
 
 ANY_TEXT = EnvSpec(name="text", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("text",), states_per_task=(1,))
-"""Environment of a language model that is trained or exported without a text task."""
+"""Environment spec for a language model that is trained by SFT or exported, without a text task."""
 
 
 def give_task(cfg: Config, context: EnvContext) -> EnvContext:
     """Return the context with the rows and the reward functions of the sections `data` and `reward`.
 
     Raises:
-        ConfigError: a file, row or reward is wrong.
+        ConfigError: a file, a row or a reward setting is invalid.
     """
     judge = build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
     return replace(context, parts={"rows": checked_rows(cfg, cfg.data), "judge": judge})
@@ -43,7 +43,7 @@ def tokenizer_folder(cfg: Config) -> Path | None:
 
 
 def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    """Return keys that language models do not support, one line each."""
+    """Return errors about config keys that language models do not support, one line each."""
     if policy.inputs.num_images and cfg.rollout.backend != "hf":
         return [f"rollout.backend={cfg.rollout.backend}: images are read by rollout.backend=hf only; use it."]
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)

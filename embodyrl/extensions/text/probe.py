@@ -1,4 +1,4 @@
-"""The `embodyrl doctor` line about the sandbox."""
+"""The check of the sandbox in `embodyrl doctor`."""
 
 from embodyrl.extensions.text.sandbox import confinement
 from embodyrl.findings import Finding

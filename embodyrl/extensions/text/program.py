@@ -23,7 +23,7 @@ Reward = Callable[[str, str, str], float]
 
 
 class GRPO:
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model and reward function.
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model.
 
     For example:
 
@@ -71,8 +71,9 @@ _PLAIN = (
 
 
 def _importable(reward: Reward, folder: Path) -> str:
-    """Return an import path for the function: its module, or a file with the source of a function of a script or
-    notebook.
+    """Return an import path (module:function) for a reward function.
+
+    The source of a function of a script or notebook is written to a file in `folder`.
     """
     if reward.__module__ != "__main__":
         return f"{reward.__module__}:{reward.__qualname__}"

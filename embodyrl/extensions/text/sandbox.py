@@ -1,4 +1,4 @@
-"""Execution of model output: arithmetic without evaluation, programs in a process with limits."""
+"""Execution of model output: arithmetic expressions without `eval`, and programs in a restricted process."""
 
 import ast
 import functools
@@ -27,7 +27,7 @@ _REACHES = {
     "processors of other processes": "import os; os.sched_setaffinity(os.getppid(), {0})",
     "scheduling": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
 }
-"""Resources that cannot be blocked on a kernel without Landlock or seccomp; tested at run time."""
+"""Programs that test the sandbox at run time, by the resource that a kernel without Landlock or seccomp exposes."""
 _RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
@@ -42,7 +42,7 @@ def evaluate(expression: str) -> float:
     """Evaluate an expression of numbers and + - * /.
 
     Raises:
-        ValueError: another kind of expression, or an undefined value.
+        ValueError: the text contains anything else, or its value is undefined.
     """
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
@@ -66,7 +66,7 @@ def _value(node: ast.AST) -> float:
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression and format its value; integers have no decimal point (see `evaluate`)."""
+    """Return the value of an expression (see `evaluate`) as text; integers without a decimal point."""
     value = evaluate(expression)
     return str(int(value)) if value.is_integer() else f"{value:.6g}"
 
@@ -75,7 +75,7 @@ def python_tool(source: str) -> str:
     """Run a program and return its output.
 
     Raises:
-        ValueError: the program fails or reaches a limit.
+        ValueError: the program fails or exceeds a limit.
     """
     ended, said = run_python(source, seconds=SECONDS)
     if not ended:
@@ -86,9 +86,9 @@ def python_tool(source: str) -> str:
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; return its success and the last part of its output, or the last line of its error.
 
-    See `confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB, a temporary folder,
-    no environment variables, no input, no network, no child process and no thread, and can write into its
-    folder only: at most 64 files of at most 1 MiB.
+    See `confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
+    temporary folder, for at most 64 files of at most 1 MiB. The program has no environment variables, input,
+    network, child processes or threads.
     """
     ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
     if code is None:
@@ -97,7 +97,7 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
 
 
 def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
-    """Run a program once for each test, all within `seconds`; returns which tests pass.
+    """Run a program once for each test, all within `seconds`; return whether each test passes.
 
     A test is a list of Python statements that use names of the program, in a separate process, or an `input` with the
     expected `output` of the program; trailing blanks are ignored.
@@ -139,7 +139,7 @@ def _carry_out(
 
 
 def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
-    """Write a test to a file; return the part that the forking process may read."""
+    """Write the source of a test to a file; return the part of the request that the trusted process may read."""
     if not test:
         return {}
     text = json.dumps(test if isinstance(test, str) else dict(test)).encode()

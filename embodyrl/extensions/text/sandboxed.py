@@ -1,4 +1,4 @@
-"""Runs programs of a language model; `sandbox.py` starts this source with `python -I -c`, outside the package.
+"""Run programs of a language model; `sandbox.py` starts this source with `python -I -c`, outside the package.
 
 This process is trusted. For each test it forks a restricted child for the program and, if functions of the program
 are tested, another child for the test (`sandboxed_calls.py`). Changes of a program to its own process affect no
@@ -64,7 +64,7 @@ _DENIED = {
         *(434, 438, 440, 448, 238, 239),
     ),
 }
-"""AUDIT_ARCH of a machine (linux/audit.h), and the numbers of the blocked system calls."""
+"""By machine: AUDIT_ARCH (linux/audit.h), and the numbers of the blocked system calls."""
 _BY_ARGUMENT = (
     # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
     *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
@@ -72,7 +72,7 @@ _BY_ARGUMENT = (
     *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
     ("prlimit64", (0, "not", 0)),
 )
-"""System calls that are blocked with these arguments: signals to other processes, and limits of other processes."""
+"""System calls that are blocked for certain arguments, for example to set signals or limits of other processes."""
 _NUMBERS = {
     "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
     "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
@@ -83,11 +83,11 @@ _DENIED_WITH = {
 }
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 _PASSED = b"passed"
-"""Message of a test at its end, on a pipe that programs cannot access."""
+"""Message that a passed test writes to a pipe that programs cannot access."""
 _libc = ctypes.CDLL(None)
 _prctl = _libc.prctl
 calls = ModuleType("calls")
-"""Source of `sandboxed_calls.py`, set by `main`."""
+"""Module with the content of `sandboxed_calls.py`, loaded by `main`."""
 
 
 def main() -> None:
@@ -112,8 +112,8 @@ def main() -> None:
 def _attempt(request: dict[str, Any], test: dict[str, Any], tests: int, lifeline: int) -> tuple[bool, int | None, str]:
     """Run the program and one test; return success, exit code (None: timeout) and the program's output.
 
-    A test has `place`, start and length of its source in the file `tests`, `input` for a program with standard input,
-    or neither, for a program without a test.
+    A test has `place`: start and length of its source, or of the expected output, in the file `tests`. A test with
+    `input` compares the output of the program. Without `place` and `input`, only the program runs.
     """
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
@@ -178,7 +178,7 @@ def _compare(said: str, where: list[int], tests: int) -> bool:
 
 
 def _start(request: dict[str, Any], place: str, files: list[int], action: Callable[[], Any]) -> int:
-    """Fork a child that drops its privileges, then calls the function; its descriptors are `files` from 0 on."""
+    """Fork a child that drops its privileges and calls `action`; its file descriptors 0, 1, ... are `files`."""
     os.makedirs(place, exist_ok=True)
     owner = _own_user(place) if os.getuid() == 0 else None
     pid = os.fork()
@@ -204,7 +204,7 @@ def _own_user(place: str) -> int:
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """Return the report of a child, whether it exited, and otherwise the reason for stopping it."""
+    """Return the message of a child, whether the child exited, and if not, the reason to stop the child."""
     heard = b""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
@@ -245,7 +245,7 @@ def _sweep(pid: int) -> int:
 
 
 def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
-    """Drop all resources that the program may not use: descriptors, rights, time, memory, processes, threads."""
+    """Restrict this process before it runs the program: descriptors, privileges, time, memory, processes, threads."""
     os.setsid()
     aside = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
     for target, source in enumerate(aside):
@@ -297,9 +297,9 @@ def _bar_files() -> None:
 
 
 def _bar_calls() -> None:
-    """Install a filter of system calls (linux/seccomp.h, linux/filter.h):
+    """Install a seccomp filter of system calls (linux/seccomp.h, linux/filter.h).
 
-    EPERM for `_DENIED`, kill for foreign ones.
+    Blocked calls fail with EPERM; calls of another architecture kill the process.
     """
     arch, *denied = _DENIED.get(platform.machine(), (0,))
     if not denied:
@@ -323,13 +323,13 @@ def _bar_calls() -> None:
 
 
 def _run(program: str) -> None:
-    """Run a program as Python runs a script."""
+    """Execute the source of a program as the module `__main__`."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     exec(compile(program, "<program>", "exec"), module.__dict__)
 
 
 def _exit_code(action: Callable[[], Any]) -> int:
-    """Run a child's function and return its exit code; write the reason of a failure to stderr."""
+    """Call a function and return an exit code for the child; write the reason for a failure to stderr."""
     code = 0
     try:
         try:

@@ -1,9 +1,9 @@
-"""Calls between a program of a language model and the tests of its functions, which run in two processes.
+"""Remote calls between a program of a language model and the tests of its functions, in two processes.
 
 `sandboxed.py` runs this source in both processes. Names, arguments and results are sent over a pipe as JSON of plain
-data, so comparisons use values only and do not depend on the state of the program's process. Objects of the program
-stay in its process: a test has a number for each object and may call it, read its attributes or iterate over it. Two
-such objects are equal only if they are identical.
+data, so comparisons do not depend on the state of the program's process. Objects of the program
+stay in the program's process: a test refers to an object by a number, and can call the object, read its attributes
+and iterate over it. Two such objects are equal only if they are identical.
 """
 
 import ast
@@ -70,7 +70,7 @@ class Link:
         self._out.flush()
 
     def read(self):
-        """Read the next message; EOFError: the other end closed, or the line is too long."""
+        """Read the next message; raise EOFError if the other end is closed or the line is too long."""
         line = self._in.readline(LONGEST)
         if not line.endswith(b"\n"):
             raise EOFError("the other process exited or sent too much data")
@@ -114,7 +114,7 @@ class Link:
         return ["here", self._keep(value)]
 
     def unpack(self, packed):
-        """Unpack a value packed by the other process."""
+        """Return the value that the other process packed with `pack`."""
         if not isinstance(packed, list):
             return packed
         name, *parts = packed
@@ -135,9 +135,9 @@ class Link:
         return {self.unpack(key): self.unpack(value) for key, value in pairs}
 
     def ask(self, what, *parts, in_place=False, **named):
-        """Send a request to the other process and return its reply; handles calls of the other process meanwhile.
+        """Send a request to the other process and return the reply; execute calls of the other process meanwhile.
 
-        `in_place`: lists, dicts and sets among the arguments receive the changes of the function.
+        `in_place`: changes that the function makes to list, dict and set arguments are copied back.
         """
         values = [self.pack(part) for part in parts]
         self.send({"do": what, "with": values, "named": {name: self.pack(value) for name, value in named.items()}})
@@ -180,8 +180,7 @@ _DEEDS = {
     "text": lambda value, form: str(value) if form == "s" else repr(value),
     "truth": bool,
 }
-"""Operations of a test on an object of the program, in addition to calls; a program may only call
-functions."""
+"""Operations of a test on objects of the program, in addition to calls; a program can only call functions."""
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict")
 
 
@@ -190,7 +189,7 @@ def _shown(kind):
 
 
 def _take_over(own, changed):
-    """Copy the changed content of an argument (list, dict or set) into the original object."""
+    """Copy the changed content of a list, dict or set argument into the original object."""
     if type(own) is type(changed) and isinstance(own, list | bytearray):
         own[:] = changed
     elif type(own) is type(changed) and isinstance(own, dict | set):
@@ -199,19 +198,19 @@ def _take_over(own, changed):
 
 
 class Foreign:
-    """Classes of exceptions that a program defines, by name."""
+    """Cache of local exception classes for exceptions that the program defines, by name."""
 
     known = {}
 
     @classmethod
     def of(cls, name, shown):
-        """Return the class for exceptions of this name, derived from the built-in `shown`."""
+        """Return the local class for exceptions with this name, derived from the built-in exception `shown`."""
         base = next((base for base in _SHOWN if base.__name__ == shown), Exception)
         return cls.known.setdefault(name, type(str(name), (base,), {}))
 
 
 class Remote:
-    """An object of the other process."""
+    """Proxy for an object in the other process."""
 
     def __init__(self, link, number):
         object.__setattr__(self, "_link", link)
@@ -281,7 +280,7 @@ def serve_program(program, incoming, outgoing):
 
 
 class Names(dict):
-    """Globals of a test: its own names, then those of the program."""
+    """Globals of a test: a name that the test does not define is looked up in the program."""
 
     def __init__(self, link, kinds, tree):
         super().__init__(__name__="__test__", __builtins__=builtins, _in_place=_in_place)
@@ -297,14 +296,14 @@ class Names(dict):
 
 
 def _in_place(function, *args, **named):
-    """Call a function whose result a test ignores, because the function may change its arguments."""
+    """Call a function and copy back changed arguments: a test that ignores the result can check the arguments."""
     if isinstance(function, Remote):
         return function._link.ask("call", function, *args, in_place=True, **named)
     return function(*args, **named)
 
 
 class _Statements(ast.NodeTransformer):
-    """AST transformer of call statements into `_in_place`."""
+    """AST transformer that replaces call statements by calls of `_in_place`."""
 
     def visit_Expr(self, node):
         if isinstance(node.value, ast.Call):
@@ -314,7 +313,10 @@ class _Statements(ast.NodeTransformer):
 
 
 def _tested_names(tree):
-    """Return functions whose results a test compares, as in `assert sum(1, 2) == 3`; a task may redefine built-ins."""
+    """Return the names of functions whose results a test compares, as in `assert sum(1, 2) == 3`.
+
+    These functions are called in the program, which may redefine built-ins.
+    """
     found = set()
     for node in tree.body:
         test = node.test if isinstance(node, ast.Assert) else None
@@ -326,7 +328,7 @@ def _tested_names(tree):
 
 
 def run_test(test, incoming, outgoing):
-    """Run a test against the program in the other process; an exception means failure."""
+    """Run a test against the program in the other process; raise an exception if the test fails."""
     sys.set_int_max_str_digits(0)
     link = Link(incoming, outgoing)
     began = link.read()

@@ -10,7 +10,7 @@ from embodyrl.config.settings import Count, Must, NumbersStates, Path, Settings,
 
 
 def is_function(path: str) -> bool:
-    """Return whether a path is package.module:function."""
+    """Return whether a path has the form package.module:function."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
 
 

@@ -1,4 +1,4 @@
-"""Word problems in the style of GSM8K, generated from templates: no download, and numbers held out for validation."""
+"""Word problems in the style of GSM8K, generated from templates; some numbers occur only in validation."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from embodyrl.extensions.text.conversation import TextRow
 ROWS, HELD_OUT_ROWS = 2000, 500
 _ASKS = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
-"""Numbers n up to the first value: those with n mod 5 = 3 occur only in validation, all other numbers only in
+"""Largest number n, divisor and remainder: numbers with n mod 5 = 3 occur only in validation, all others only in
 training."""
 _TRIES = 100
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
@@ -22,7 +22,7 @@ class _Story:
     text: str
     answer: Callable[[int, int, int], int]
     steps: str
-    """Solution; {r} is the answer."""
+    """Template of the solution; {r} is the answer."""
 
 
 _STORIES = (
@@ -93,7 +93,7 @@ def stories(*, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
 
 
 def held_out_stories(*, rows: int = HELD_OUT_ROWS, seed: int = 0) -> list[TextRow]:
-    """Return validation rows: no number of a question occurs in a training question."""
+    """Return validation rows; the numbers in the questions do not occur in training questions."""
     return _rows(rows, seed, held_out=True)
 
 

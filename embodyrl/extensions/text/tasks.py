@@ -1,4 +1,4 @@
-"""Generated text tasks without a download: the rows are a pure function of the seed, each question occurs once."""
+"""Synthetic text tasks: rows are a deterministic function of the seed, and each question occurs once."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from embodyrl.extensions.text.conversation import TextRow
 
 ROWS = 20_000
 _SPARE = 1000
-"""Number of consecutive repeated samples after which no new questions are expected."""
+"""Number of consecutive repeated questions after which sampling stops."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Function that samples a (prompt, answer) pair."""
@@ -89,7 +89,10 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
 def colour(
     *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
 ) -> list[TextRow]:
-    """Return rows with an image of a coloured square; the answer is the colour. `shuffled` colours are a control."""
+    """Return rows with an image of a coloured square; the answer is the colour.
+
+    `shuffled`: random colours that do not match the answer, as a control.
+    """
 
     def draw(rng: random.Random) -> TextRow:
         pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2

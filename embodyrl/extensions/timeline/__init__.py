@@ -1,1 +1,1 @@
-"""Busy times of workers: metrics of a training step, and a trace."""
+"""Recording of the busy time of workers: utilisation metrics, and a trace file."""

@@ -1,4 +1,4 @@
-"""Busy times of workers as measured by the driver: metrics of a step, and a trace for Perfetto or chrome://tracing."""
+"""Busy time of workers, measured by the driver: utilisation metrics, and a trace for Perfetto or chrome://tracing."""
 
 import json
 import time
@@ -24,7 +24,7 @@ CLOCK_METRICS = frozenset(
 
 
 class Span(NamedTuple):
-    """One request of one worker, in seconds since the start of the timeline."""
+    """Execution of one request by one worker; times are in seconds since the start of the timeline."""
 
     worker: str
     name: str
@@ -101,11 +101,14 @@ class Timeline:
             self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
 
     def metrics(self) -> dict[str, float]:
-        """Return the utilisation of the step's rollout, up to its last chunk, and the staleness of the training data.
+        """Return the utilisation during the rollout of the step, and the staleness of the training data.
 
-        `policy_waits_for_env`: share of time in which the policy was idle while an env worker was busy.
-        `env_waits_for_policy`: mean share in which an env worker was idle while the policy was busy. `staleness/k`:
-        share of chunks that were k weight versions old when they were trained on; `staleness_mean`: its mean.
+        Utilisation is measured up to the end of the last chunk.
+
+        `policy_waits_for_env`: fraction of time in which the policy was idle while an env worker was busy.
+        `env_waits_for_policy`: fraction of time in which an env worker was idle while the policy was busy, averaged
+        over env workers. `staleness/k`: fraction of chunks that were k weight versions old when trained on;
+        `staleness_mean`: mean of k.
         """
         total = self._staleness.total()
         result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
@@ -133,7 +136,7 @@ class Timeline:
         }
 
     def close(self) -> None:
-        """Write all spans in the Chrome trace format: one track per worker, microseconds; after a failed start none."""
+        """Write the trace file in the Chrome trace format, with a track per worker; without spans, write no file."""
         if self._file is None or not self._trace:
             return
         tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}, key=by_number), start=1)}

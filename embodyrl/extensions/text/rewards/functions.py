@@ -1,4 +1,4 @@
-"""Rewards that depend only on the text."""
+"""Built-in rule-based reward functions of (prompt, response, reference)."""
 
 import json
 import logging
@@ -16,7 +16,10 @@ def exact(prompt: str, response: str, reference: str) -> float:
 
 
 def overlap(prompt: str, response: str, reference: str) -> float:
-    """Return the fraction of equal positions of response and reference, including their ends; a dense `exact`."""
+    """Return the fraction of positions with equal characters in response and reference: a dense version of `exact`.
+
+    The end of the text counts as one more position.
+    """
     said, wanted = [*response.strip(), None], [*reference.strip(), None]
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
@@ -49,7 +52,7 @@ class _Math:
     """
 
     def prepare(self) -> None:
-        """Import the package before the time limits of answers start."""
+        """Import the math-verify package in advance, so that the import does not count towards a time limit."""
         import math_verify  # noqa: F401
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
@@ -115,8 +118,8 @@ def code(prompt: str, response: str, reference: str) -> float:
     """Return the fraction of tests that the last code block of the response passes.
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
-    programs that read and print; each one runs by itself, in another process than the program, within a second (or its
-    share of the time, if that is longer). All of them share most of the time limit of the answer.
+    programs that read and print. Each test runs separately, in another process than the program. A test has a second,
+    or its share of the total time if that is longer; the total is most of `reward.timeout_s`.
     """
     blocks = re.findall(r"```(?:python)?\n(.*?)```", response, re.DOTALL)
     program = blocks[-1] if blocks else response

@@ -1,4 +1,4 @@
-"""Runs reward functions in separate processes: in parallel, with a timeout per answer and a count of failures."""
+"""Run reward functions in separate processes: in parallel, with a timeout per reply and a count of failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHILD = "from embodyrl.extensions.text.rewards.child import main; main()"
 
 
 def chosen(cfg: JudgeSettings) -> list[str]:
-    """Return the names of the rewards; the first one decides success."""
+    """Return the names of the selected rewards; the first reward defines success."""
     first = [n for n in (cfg.name, cfg.path) if n]
     own = {*first, *(part for n in first for part in _components(n))}
     return [*first, *(n for n in cfg.weights if n not in own)]
@@ -68,19 +68,19 @@ def _components(name: str) -> tuple[str, ...]:
 
 
 def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
-    """Return 0 up to limit - buffer, then linearly down to -factor at the limit (arXiv 2503.14476, eq. 13)."""
+    """Return 0 up to limit - buffer tokens, decreasing linearly to -factor at `limit` (arXiv 2503.14476, eq. 13)."""
     return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
 
 
 @dataclass
 class RewardJudge:
-    """Computes rewards of replies. Each env worker unpickles a copy, whose processes start with the first replies."""
+    """Computes rewards of replies in child processes, which start with the first batch; picklable for env workers."""
 
     cfg: JudgeSettings
     names: tuple[str, ...]
     components: tuple[str, ...]
     weights: tuple[float, ...]
-    """Weight of each component in the reward."""
+    """Weight of each reward component in the total reward."""
     max_tokens: int
     _children: list[_Child] = field(default_factory=list, repr=False)
 
@@ -120,7 +120,7 @@ class RewardJudge:
 
 
 class _Child:
-    """A reward process; it exits when a reply exceeds the time limit, and is then replaced."""
+    """A reward process; a process that exceeds the time limit for a reply exits and is replaced."""
 
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
         self._names, self._timeout_s = names, timeout_s

@@ -9,7 +9,7 @@ _DIGITS = rf"(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)
 _SIGN = r"(?P<sign>(?<![\w)\]}])[-+])?(?:\\?[$\u20ac\u00a3])?"
 _PART = r"(?:\{{(?P<{0}>-?[0-9]+)\}}|(?P<{0}_short>[0-9]))"
 _POWER = r"\ *(?:\\times|\\cdot|[\u00d7\u00b7])\ *10\ *\^\ *(?:\{\ *-?[0-9]{1,3}\ *\}|-?[0-9]{1,3}(?!\w))"
-"""Power of ten of a number in scientific notation."""
+"""Regular expression of the power of ten in scientific notation."""
 _NUMBER = re.compile(
     rf"""{_SIGN}(?<![\w.])(?<!\^)(?<!\^\{{)(?:
     (?:(?P<whole>[0-9]+)\ *)?\\[dt]?frac\ *{_PART.format("above")}\ *{_PART.format("below")}
@@ -19,8 +19,10 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _SPACED = re.compile(r"(?<![\w.^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
-"""Number with plain spaces between groups of three digits.
-The flexible patterns of verl and lm-eval reject such a number in text; their comparisons of boxes accept it."""
+"""Regular expression of a number with spaces between groups of three digits.
+
+The flexible patterns of verl and lm-eval reject such a number in text, but accept it in a box.
+"""
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{([^{}]*)\}")
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _BESIDE = re.compile(
@@ -29,7 +31,7 @@ _BESIDE = re.compile(
     re.VERBOSE,
 )
 _LONGEST = 100
-"""Maximum length of a number in characters; converting longer numbers is slow, and Python limits the digits."""
+"""Maximum length of a number in characters: conversion of longer numbers is slow, and Python limits the digits."""
 _ASCII = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u2212": "-", "\ufe63": "-"}
 )
@@ -60,17 +62,17 @@ def _values(match: re.Match[str]) -> Values:
 
 
 def last_number(text: str) -> Values:
-    """Return the values of the last number in a string."""
+    """Return the possible values of the last number in a string."""
     return next((values for _, values in reversed([*numbers(text)])), frozenset())
 
 
 def first_number(text: str) -> Values:
-    """Return the values of the first number in a string."""
+    """Return the possible values of the first number in a string."""
     return next((values for _, values in numbers(text)), frozenset())
 
 
 def only_number(text: str) -> Values:
-    """Return the values of a string that is one number, possibly after `x =` and with a unit; else nothing."""
+    """Return the possible values of a string that is a number, with optional `x =` and unit; empty for other text."""
     text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), _UNIT_POWER.sub("", text))
     found = list(numbers(text))
@@ -82,5 +84,5 @@ def only_number(text: str) -> Values:
 
 
 def equal(one: Values, other: Values) -> bool:
-    """Return whether two numbers have a possible value in common, to six digits."""
+    """Return whether two numbers share a possible value, compared to six digits."""
     return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)

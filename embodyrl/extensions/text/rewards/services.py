@@ -1,4 +1,4 @@
-"""Reward sources: name, path, HTTP service, reward model."""
+"""Find a reward function by registered name or import path, as an HTTP service, or as a reward model."""
 
 import json
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ for _name in _BUILT_IN:
 
 
 def find(name: str) -> Reward:
-    """Return the reward of a registered name, package.module:function, http(s) address, or reward model folder.
+    """Return the reward function for a registered name, package.module:function, http(s) address, or model folder.
 
     Raises:
-        UnknownNameError: unknown name.
+        UnknownNameError: there is no reward with this name.
     """
     if name.startswith(("http://", "https://")):
         return RemoteReward(name)
@@ -43,12 +43,12 @@ def find(name: str) -> Reward:
 
 
 _LONGEST = 1 << 16
-"""Maximum size of a response in bytes."""
+"""Maximum size of the HTTP response of a reward service, in bytes."""
 
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """Reward that posts {prompt, response, reference} as JSON; the reply is a number, or an object with `reward`."""
+    """Reward from an HTTP service: POST {prompt, response, reference}; the reply is a number or {"reward": number}."""
 
     url: str
     components = ("remote",)
@@ -69,19 +69,19 @@ VALUE_FILE = "value_head/model.safetensors"
 
 @dataclass
 class RewardModel:
-    """A sequence classifier with one output, the reward; its input is the dialogue in its chat template.
+    """Reward model: a sequence classifier with one output, for the conversation in the model's chat template.
 
-    Or a language model with a value head, evaluated after the reply.
+    Alternatively a language model with a value head, evaluated at the end of the reply.
     """
 
     folder: Path
     components = ("model",)
 
     def prepare(self) -> None:
-        """Load the model before the time limits of answers start.
+        """Load the model in advance, so that loading does not count towards a time limit.
 
         Raises:
-            CheckpointError: the folder contains no such model.
+            CheckpointError: the folder contains no reward model.
         """
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
