@@ -29,7 +29,7 @@ _START_S, _GRACE_S = 60.0, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one check."""
+    """Result of one check of an environment."""
 
     check: str
     level: str

@@ -26,7 +26,7 @@ LIMIT = 16
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One violation of the interface contract."""
+    """Violation of the interface contract: expected and found behaviour."""
 
     field: str
     expected: str
@@ -38,7 +38,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A copy of one observation."""
+    """Copy of one observation: images, state and instruction."""
 
     images: ByteArray
     state: FloatArray
@@ -136,12 +136,12 @@ class Harness:
 
     @cached_property
     def spec(self) -> EnvSpec:
-        """Specification of the environment."""
+        """Spec of the environment under test."""
         return self.factory.spec(self.cfg, CONTEXT)
 
     @cached_property
     def env(self) -> Env:
-        """Environment, built at first use."""
+        """Environment under test, built at first use."""
         return self.factory.make(self.cfg, CONTEXT)
 
     @property

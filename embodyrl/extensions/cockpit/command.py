@@ -1,4 +1,4 @@
-"""The command `play`."""
+"""The command `play`, which opens a web page to watch and control a trained policy."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class HumanExpert:
         self._note("training starts")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Show the progress of the training."""
+        """Show the progress of the training on the page."""
         loss = metrics.get("actor/loss")
         self._note(f"training, step {step} of {self._steps}" + (f", loss {loss:.3g}" if loss is not None else ""))
 

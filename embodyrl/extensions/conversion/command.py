@@ -1,4 +1,4 @@
-"""The command `convert`."""
+"""The command `convert`, which converts demonstrations to the LeRobot layout v3.0."""
 
 from __future__ import annotations
 

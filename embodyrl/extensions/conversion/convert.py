@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertResult:
-    """Contents of the converted data set."""
+    """Numbers of episodes, frames and tasks of a converted data set."""
 
     folder: Path
     episodes: int

@@ -1,4 +1,7 @@
-"""Source: HDF5 files in the layout of robomimic, which LIBERO uses: `data/demo_<i>/{actions, rewards, obs/...}`."""
+"""Source of demonstrations: HDF5 files in the layout of robomimic and LIBERO.
+
+Layout: `data/demo_<i>/{actions, rewards, obs/...}`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source: LeRobot datasets v2.0 and v2.1."""
+"""Source of demonstrations: LeRobot datasets v2.0 and v2.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source: RLDS data sets in the layout of TensorFlow Datasets, with nested `steps` in TFRecord files."""
+"""Source of demonstrations: RLDS data sets in TFRecord files, in the layout of TensorFlow Datasets."""
 
 from __future__ import annotations
 

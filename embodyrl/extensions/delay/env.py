@@ -133,11 +133,11 @@ class _Running:
 
     start: EpisodeStart
     chunks: int = 0
-    """Number of executed chunks."""
+    """Number of chunks of the episode that were executed."""
     begin: int = 0
     """Index of the first action of the next chunk that will be executed."""
     reported: int = 0
-    """Delay that the policy observes."""
+    """Delay that the policy observes for the next chunk."""
     left: FloatArray | None = None
     """[overlap, A] last actions of the previous chunk, planned for the env steps after the observation."""
 
@@ -147,7 +147,7 @@ class DelayedEnv:
 
     def __init__(self, inner: ChunkedEnv, timing: Timing, num_slots: int) -> None:
         self.inner = inner
-        """The same environment without delay."""
+        """The wrapped environment, which has no delay."""
         self._timing = timing
         self.spec = with_delay(inner.spec, timing, 0)
         self.task_limit = inner.task_limit

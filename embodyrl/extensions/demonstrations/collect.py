@@ -171,7 +171,7 @@ def card_of(run_plan: RunPlan) -> Card:
 
 
 class _Collecting:
-    """State of one call of `collect`."""
+    """A running collection: the run plan, and the numbers of trials and of kept episodes."""
 
     def __init__(self, run_plan: RunPlan, monitor: Fanout, weights: Path | None) -> None:
         self.run_plan = run_plan

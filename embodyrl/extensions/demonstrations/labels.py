@@ -25,14 +25,14 @@ class Labels:
     frame: IntArray
     """[N] index of the env step within the episode."""
     returns: FloatArray
-    """[N] normalised return."""
+    """[N] normalised return-to-go, in -1..0."""
     value: FloatArray
     """[N] value predicted by a model that did not train on the episode, if there are several folds."""
     advantage: FloatArray
     positive: BoolArray
 
     def save(self, path: Path) -> None:
-        """Write a parquet file."""
+        """Write the labels to a parquet file."""
         columns = {
             "episode_index": self.episode,
             "frame_index": self.frame,

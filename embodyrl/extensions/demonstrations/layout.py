@@ -265,7 +265,7 @@ class Source:
     trial: int
     """Index of the planned episode within its task, from 0; demonstrations of a task are used in this order."""
     seed: int
-    """Seed of the simulator's own randomness."""
+    """Seed of the simulator's random number generator."""
     version: int = -1
     """Number of training steps of the weights at the first action; -1 if the policy has no weights."""
 

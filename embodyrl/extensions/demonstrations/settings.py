@@ -54,7 +54,7 @@ class ObjectiveSettings(Settings):
     """Config keys for the SFT objective."""
 
     learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
-    """package.module:class of the learner (`learners/protocol.py`)."""
+    """Import path (package.module:class) of the SFT learner."""
     needs = {
         "name=dpo": "beta reference_path",
         "name=dpo|preference": "label_smoothing",

@@ -37,7 +37,7 @@ class _Pending:
     demonstration: Demonstration
     images: dict[str, list[bytes]]
     pixels: dict[str, IntArray]
-    """Results of `pixel_counts` by feature."""
+    """Pixel histograms [3, 256] of the episode (see `pixel_counts`), by camera feature."""
 
 
 class DatasetWriter:

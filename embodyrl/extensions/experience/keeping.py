@@ -62,7 +62,7 @@ class KeptEpisodesWriter:
         return sum(self._arena[name][0].nbytes for name in fields)
 
     def close(self) -> None:
-        """Write the remaining episodes."""
+        """Write the episodes that are still in memory, and close the data set."""
         self._writer.flush()
         self._writer.close()
 

@@ -41,7 +41,7 @@ _OUTCOMES = (f"{OWN}success", f"{OWN}return")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """A data set on disk."""
+    """Metadata of a data set on disk, without frames."""
 
     root: Path
     card: Card
@@ -110,9 +110,9 @@ class Selection:
 
     success: bool | None = None
     low: float | None = None
-    """Minimum return."""
+    """Minimum return of an episode."""
     high: float | None = None
-    """Maximum return."""
+    """Maximum return of an episode."""
     actor: Actor | None = None
     """Required author of at least one action."""
     version: int | None = None

@@ -1,1 +1,1 @@
-"""Downloads from the Hugging Face hub."""
+"""Downloads of models, data sets and environments from the Hugging Face hub."""

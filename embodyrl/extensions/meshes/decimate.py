@@ -40,9 +40,9 @@ class VisualMesh:
     position: _Floats
     """[P, 3] positions of the vertices, in the units of the file."""
     normal: _Floats
-    """[P, 3] unit vectors."""
+    """[P, 3] unit normals of the vertices."""
     texcoord: _Floats
-    """[P, 2] texture coordinates."""
+    """[P, 2] texture coordinates of the vertices."""
     faces: _Indices
     """[F, 3] vertex indices of the triangles."""
     textured: bool

@@ -78,7 +78,7 @@ GIGPO = AdvantageEstimator(compute=_gigpo, settings=GigpoSettings, needs_states=
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):
-    """Settings of discounted returns-to-go."""
+    """Settings of advantage estimators with discounted returns-to-go."""
 
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:

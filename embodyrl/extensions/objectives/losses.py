@@ -27,7 +27,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 class SapoSettings(Settings):
-    """Settings of SAPO."""
+    """Settings of the loss `sapo` (soft adaptive policy optimization)."""
 
     sapo_tau_pos: Positive = 1.0
     """sapo: temperature of the sigmoid for positive advantages."""
@@ -36,28 +36,28 @@ class SapoSettings(Settings):
 
 
 class TruncatedRatioSettings(Settings):
-    """Settings of truncated importance weights."""
+    """Settings of losses with truncated importance weights (`aipo`, `aipo_ratio`)."""
 
     ratio_max: Positive = 2.0
     """aipo: upper bound of the importance weight."""
 
 
 class LogRatioSettings(Settings):
-    """Settings of the penalty on the log-ratio."""
+    """Settings of losses with a penalty on the log-ratio (`dro`, `kl_cov`)."""
 
     log_ratio_coef: Weight = 1.0
     """dro: weight of half the squared log-ratio; kl_cov: weight of the absolute log-ratio."""
 
 
 class CovarianceSettings(Settings):
-    """Settings of the selection of tokens with a large covariance."""
+    """Settings of losses that select tokens by the covariance of advantage and log-probability."""
 
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2.0e-4
     """clip_cov: fraction of tokens without gradient; kl_cov: fraction of tokens with the KL penalty."""
 
 
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
-    """Settings of Clip-Cov."""
+    """Settings of the loss `clip_cov`."""
 
     cov_bounds: Annotated[list[float], RISING, Must("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range are
@@ -65,7 +65,7 @@ class ClipCovSettings(DualClipSettings, CovarianceSettings):
 
 
 class KlCovSettings(LogRatioSettings, CovarianceSettings):
-    """Settings of KL-Cov."""
+    """Settings of the loss `kl_cov`."""
 
 
 def _log_ratio(u: Units) -> torch.Tensor:

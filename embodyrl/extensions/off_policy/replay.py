@@ -20,7 +20,7 @@ class Frames:
     action: FloatArray
     """[N, L] sampled latent actions, within -1..1."""
     reward: FloatArray
-    """[N] reward of the chunk."""
+    """[N] sum of the rewards of the chunk."""
     acted: BoolArray
     """[N] True if an action follows; False for the final observation of an episode."""
     terminated: BoolArray
@@ -106,7 +106,7 @@ class ReplayBuffer:
         return Transitions(buffer=self, places=places, after=after, reward=reward, discount=discount)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the stored observations and transitions for a checkpoint."""
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

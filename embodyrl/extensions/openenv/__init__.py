@@ -1,1 +1,1 @@
-"""Environments of OpenEnv servers as conversations."""
+"""Environments of OpenEnv servers as text environments for language models."""

@@ -56,7 +56,7 @@ class MemoryPlan:
     building: int
     """Peak during construction: full float32 weights before sharding or casting, or loaded demonstrations."""
     engine: int
-    """Minimum memory of vLLM."""
+    """Minimum GPU memory of the vLLM engine."""
     sleeps: bool
     """True if vLLM frees its memory during updates."""
     process: int
@@ -65,7 +65,7 @@ class MemoryPlan:
     offloaded: int
     """With actor.fsdp.cpu_offload: host memory per rank for shards of weights, gradients and optimizer state."""
     acting: int
-    """Memory of each rollout process."""
+    """Memory of each rollout process, if rollouts run in separate processes."""
     env_worker: int
     env_gpu: int
     """GPU memory of each env worker."""

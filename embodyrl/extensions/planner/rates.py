@@ -58,11 +58,11 @@ class Rates:
     """Maximum rate of each resource, per second; 0: unknown or irrelevant."""
 
     simulators: float
-    """Env chunks per second."""
+    """Chunks per second that the env workers execute."""
     acting: float
-    """Inferred chunks per second."""
+    """Chunks per second that the policy infers."""
     training: float
-    """Training samples per second."""
+    """Samples per second in forward and backward passes."""
     seconds: float
     """Duration of a training step (rollout and update), in seconds."""
     bound_by: str

@@ -1,1 +1,1 @@
-"""Workers on several hosts through Ray."""
+"""Launcher that runs workers on several hosts as Ray actors."""

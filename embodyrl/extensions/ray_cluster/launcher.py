@@ -38,7 +38,7 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Result or error of one request."""
+    """Reply of a remote worker: the result or the error of one request."""
 
     replies: tuple[Reply, ...]
     rows: list[Rows]
@@ -75,7 +75,7 @@ class RemoteWorker:
         return self._log.name, self._told
 
     def start(self) -> _Answer:
-        """Build the worker."""
+        """Build the worker in this process; return its ready message or an error."""
         self._pools = pools = _open_pools(self._spec, mirror=not self._beside_driver)
         init = replace(self._spec.init, shared_arena=pools[0])
         if len(pools) > 1:
@@ -87,7 +87,7 @@ class RemoteWorker:
         return self._answer(self._worker.ready())
 
     def handle(self, request: Request, rows: list[Rows]) -> _Answer:
-        """Execute a request."""
+        """Execute a request; return the reply and the record fields that the worker wrote."""
         assert self._worker is not None and self._pools is not None, "not started"
         if not self._beside_driver:
             paste(self._pools, rows)

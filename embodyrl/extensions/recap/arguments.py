@@ -59,7 +59,7 @@ class Arguments:
 
     @property
     def out(self) -> Path:
-        """Output folder."""
+        """Output folder of the rounds, `recap.out`."""
         return Path(self.cfg.out)
 
 

@@ -52,7 +52,7 @@ _STAGE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Arguments of the value stage."""
+    """Arguments of the value stage: data sets, model, settings and output files."""
 
     folders: tuple[str, ...]
     cfg: RecapSettings

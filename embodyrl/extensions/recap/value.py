@@ -43,7 +43,7 @@ class ValueModel(nn.Module, ABC):
         """Return the logits [B, BINS] of the frames with the indices `frames` [B]."""
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the trained weights."""
+        """Return the parameters that the optimizer updates."""
         return [*self.parameters()]
 
 

@@ -111,7 +111,7 @@ class VideoRecorder:
         return target
 
     def discard(self) -> None:
-        """Stop and delete the file; idempotent."""
+        """Stop the encoder and delete the incomplete file; idempotent."""
         # Encoder or folder may be gone; errors of a discarded recording are irrelevant.
         with contextlib.suppress(*_FAILURES):
             self._close()

@@ -56,7 +56,7 @@ class CollapseCheck:
         return new
 
     def _ends(self, name: str) -> tuple[float, float] | None:
-        """Return the mean of a metric over the first and the last steps."""
+        """Return the means of a metric over the first and over the last `WINDOW` steps."""
         means = []
         for rows in (self._first, self._last):
             values = [value for row in rows if (value := row.get(name)) is not None]

@@ -73,7 +73,7 @@ class Dashboard:
         self._opened = clock() if clock else 0.0
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Add a row of metrics."""
+        """Add the metrics of a step."""
         self._last["step"] = step
         for name, value in metrics.items():
             if value is not None:
@@ -87,7 +87,7 @@ class Dashboard:
         self._phase = ""
 
     def event(self, line: str) -> None:
-        """Add an event line."""
+        """Add a line to the list of events."""
         self._events.append(line)
 
     def progress(self, done: int, total: int, what: str) -> None:

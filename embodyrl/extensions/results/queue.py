@@ -36,7 +36,7 @@ class Job:
 
     @property
     def run(self) -> Path:
-        """Folder of the run."""
+        """Folder of the training run."""
         return self.out / self.recipe.run_name(self.seed)
 
     @property

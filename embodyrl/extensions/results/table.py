@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A folder with recipes and cards."""
+    """Table of results: a folder with recipes and stored result cards."""
 
     folder: Path
     recipes: dict[str, Recipe]

@@ -26,7 +26,7 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Server of a policy with its own protocol."""
+    """Server for policies other than robot policies, with another wire format."""
 
     protocol: str
     facts: Sequence[tuple[str, str]]

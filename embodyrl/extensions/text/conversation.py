@@ -10,7 +10,7 @@ from embodyrl.conversation import MARK, PICTURE, Message, join_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRow:
-    """One text task: prompt and reference."""
+    """One row of a text data set: the prompt messages and the reference answer."""
 
     messages: tuple[Message, ...]
     reference: str

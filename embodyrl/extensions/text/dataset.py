@@ -54,7 +54,7 @@ class TextRows:
     roles: tuple[tuple[str, ...], ...] = ()
     """All distinct sequences of message roles in the rows."""
     doubts: tuple[str, ...] = ()
-    """Warnings, one line each."""
+    """Warnings about the rows, one line each."""
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:

@@ -20,7 +20,7 @@ _ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One image of a row."""
+    """Image of a text row, decoded on demand."""
 
     source: Path | bytes | ByteArray
     where: str

@@ -166,7 +166,7 @@ def _size(request: Request) -> int:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping spans."""
+    """Return the union of time intervals, as disjoint intervals in ascending order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
