@@ -288,7 +288,8 @@ class EventLoop:
             CheckpointError: a checkpoint could not be written or read.
         """
         seconds = 0.0
-        self.run_until(lambda: not self._policy.recovering)
+        if self._policy.recovering:  # otherwise no inference may get ahead of the request
+            self.run_until(lambda: not self._policy.recovering)
         while True:
             replies = self._policy.ask_training(request)
             self.run_until(replies.complete)

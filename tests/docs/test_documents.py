@@ -55,12 +55,17 @@ COMPOSED = {
     "env=metaworld": "needs the package; tests/envs/metaworld runs it",
     "env=functional": "needs the package; tests/envs/functional runs it",
     "env=fetch_reach": "needs the package; tests/envs/robots runs it",
+    "env=maze_point": "the same",
+    "env=robosuite": "the same",
+    "data.path=lift_demos": "demonstrations of robosuite",
     "mt10": "the same",
 }
 """Command lines that are only composed and checked, with the reason."""
 ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
+    "env=PRESET": "any preset; tests/envs/robots runs check-env",
+    "ckpt=RUN": "any run; the lines with names are run",
     "env=text/openenv": "needs a server; tests/extensions/openenv runs it",
     "embodyrl convert": "tests/extensions/conversion writes sources of each format",
     "embodyrl doctor": "tests/extensions/doctor",

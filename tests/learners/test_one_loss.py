@@ -15,7 +15,8 @@ from embodyrl.config import tree
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
-PRESETS = sorted(tree.options("algorithm"))
+PRESETS = sorted(tree.options("algorithm").keys() - {"iql"})
+"""tests/extensions/iql breaks the loss of IQL, which needs a data set."""
 REPLAYS = {"sac", "rlpd", "filtered_bc"}
 SINGLE = REPLAYS | {"ppo", "rlinf_ppo", "remax", "reinforce_pp"}
 """Presets without groups."""

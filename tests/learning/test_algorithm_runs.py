@@ -13,8 +13,8 @@ from embodyrl.config import tree
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
-FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc"}
-"""Presets without a ratio: see `test_off_policy_runs` and `test_filtered_runs`."""
+FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc", "iql"}
+"""Presets without a ratio: see `test_off_policy_runs`, `test_filtered_runs` and tests/extensions/iql."""
 PRESETS = sorted(tree.options("algorithm").keys() - FROM_A_BUFFER)
 
 

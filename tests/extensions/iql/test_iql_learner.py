@@ -13,6 +13,7 @@ from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.extensions.iql import values
 from embodyrl.extensions.iql.transitions import ends_of, transitions_of
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
@@ -88,6 +89,16 @@ def test_resumed_iql_run_matches_an_uninterrupted_run(tmp_path, data):
     train(load_saved_config(half, ["trust=true"]), resume=half)
     for name in ("policy/model.safetensors", "critics.safetensors"):
         assert weights(half, name) == weights(whole, name), name
+
+
+@pytest.mark.parametrize("loss", ["critic_loss", "expectile_loss"])
+def test_exception_in_an_iql_loss_ends_the_training(tmp_path, data, monkeypatch, loss):
+    def broken(*_: object) -> None:
+        raise ArithmeticError("the loss was called")
+
+    monkeypatch.setattr(values, loss, broken)
+    with pytest.raises(Exception, match="the loss was called"):
+        run_iql(tmp_path, data, "run")
 
 
 @pytest.mark.integration

@@ -125,7 +125,7 @@ def test_client_refuses_a_mismatched_server(openpi):
     assert policy.act(seen, noise=None).actions.shape == (1, 4, 7)
     with pytest.raises(EmbodyError, match=r"model\.num_action_chunks=4"):
         build(openpi, ENV, num_action_chunks=5).act(seen, noise=None)
-    with pytest.raises(EmbodyError, match=r"shape \[4, 7\], not \[any, 3\]"):
+    with pytest.raises(EmbodyError, match=r"shape \[4, 7\], expected \[n, 3\]"):
         build(
             openpi,
             EnvSpec(

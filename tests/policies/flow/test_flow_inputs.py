@@ -206,7 +206,7 @@ def test_unnorm_key_is_optional_if_all_statistics_are_equal(tmp_path):
 def test_unusable_flow_statistics_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="missing or malformed"):
         read_openpi(tmp_path / "norm_stats.json")
-    with pytest.raises(CheckpointError, match="no usable q01 and q99; only: mean"):
+    with pytest.raises(CheckpointError, match="no usable q01 and q99; found only: mean"):
         FlowStatistics(numbers={"mean": (1.0,)}, where="here").quantiles()
     with pytest.raises(CheckpointError, match="no usable mean and std"):
         FlowStatistics(numbers={"mean": (1.0,), "std": (1.0, 2.0)}, where="here").mean_std()
