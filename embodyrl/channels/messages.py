@@ -72,10 +72,10 @@ class Request:
     sequence: int = 0
     """Sequence number, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Fields that the worker reads, by name of the attribute with the tickets. The state of the record is always
-    included."""
+    """Record fields that the worker reads, by name of the request attribute that holds the tickets of the records. The
+    state of a record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Fields that the worker writes, by name of the attribute with the tickets."""
+    """Record fields that the worker writes, by name of the request attribute that holds the tickets of the records."""
     pool: ClassVar[int] = 0
     """See `Use`."""
 

@@ -47,7 +47,10 @@ def cached_snapshot(path: str) -> Path | None:
 
 
 def resolve_run(path: str) -> Path:
-    """Resolve a bare name to a run in ./runs, unless a file of that name exists here; else to an asset."""
+    """Return ./runs/<path> for the bare name of a run, unless a file in the working directory has this name.
+
+    All other paths are resolved by `resolve_asset`.
+    """
     named = Path("runs") / path
     return named if "/" not in path and not Path(path).exists() and named.is_dir() else resolve_asset(path)
 

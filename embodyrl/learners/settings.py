@@ -15,8 +15,8 @@ class CriticSettings(Settings):
     """Config keys for the critic of a language model."""
 
     path: Path | None = None
-    """Language models: folder of a separate critic in the public layout with the same tokens, trained with
-    actor.optim.value_lr. Default: a value head on the policy."""
+    """Language models: folder of a separate critic in Hugging Face format. Its tokenizer must match the policy; its
+    learning rate is actor.optim.value_lr. Default: a value head on the policy."""
 
 
 class FsdpSettings(Settings):

@@ -141,7 +141,7 @@ class Config(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Sections of the config that a command uses, and conditions of their keys.
+    """Config sections that a command uses, and the conditions under which their keys have an effect.
 
     The module of an extension's `Reads` is imported for each config of the command: it imports nothing heavy.
     """

@@ -386,7 +386,7 @@ class RolloutScheduler(EventLoop):
             )
 
     def _bootstrap(self, out: RolloutResult) -> None:
-        """Compute values of the final observations of truncated and cut episodes."""
+        """Compute bootstrap values for episodes that end by truncation or at the end of the rollout."""
         pending = [e for e in out.episodes if e.final_record >= 0]
         if not pending:
             return

@@ -350,7 +350,7 @@ def test_statistics_are_saved_exactly(tmp_path):
     np.testing.assert_array_equal(again.values(observe(env, 6)), after.value)
 
 
-def test_discrete_actions_do_not_normalise_states():
+def test_state_normalization_is_off_by_default_for_discrete_actions():
     assert not any(name.startswith("states.") for name in build(space="discrete").module.state_dict())
 
 

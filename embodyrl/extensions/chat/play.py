@@ -125,7 +125,7 @@ class Chat:
     def row(self, body: dict[str, Any]) -> Answer:
         """Return messages and reference answer of a random row; the row is held out from training if possible."""
         if self.rows is None or self.rows.pictures:
-            raise ValueError("this run has no data set of text without images")
+            raise ValueError("this run has no text-only data set, so there are no rows to show; type a prompt instead")
         total, held = len(self.rows), self.rows.held_out
         row = self.rows[random.randrange(total - held if held else 0, total)]
         messages = [{"role": m.role, "content": m.content} for m in row.messages]

@@ -119,7 +119,7 @@ class NetShape:
         wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
         if wrong:
             differences = ", ".join(f"{key} is {saved.get(key)} (this run needs {mine[key]})" for key in wrong)
-            cure = "Use the environment and model settings of its training."
+            cure = "Use the environment and model settings of the training run."
             if "grey" in wrong:
                 cure = (
                     "Older policies and data sets store grey images as three equal channels: train the policy again, "

@@ -132,7 +132,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
 
     def elements(self, condition: Tensor, target: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Return squared errors [B, H, A] at training steps [B] of normalized chunks with given noise [B, H, A]."""
+        """Return squared denoising errors [B, H, A] of normalized chunks with this noise at diffusion timesteps [B]."""
         predicted = self._network.unet(self._schedule.add_noise(target, noise, level), level, condition)
         return (predicted - (target if self._config.prediction_type == "sample" else noise)).square()
 

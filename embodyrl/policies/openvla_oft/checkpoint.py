@@ -102,7 +102,7 @@ def read_pt(path: Path, name: str) -> dict[str, Tensor]:
 
 _FIXES = {
     VALUE_HEAD: "The value head is from a run with another reward_type; use that reward_type, or remove the head.",
-    RESIDUAL_ACTOR: "Use the model.num_action_chunks and model.residual_repeated of its training.",
+    RESIDUAL_ACTOR: "Set model.num_action_chunks and model.residual_repeated to the values of the training run.",
 }
 """Suggested fix of a shape mismatch by component, for error messages."""
 

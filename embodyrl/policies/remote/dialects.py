@@ -146,7 +146,7 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
 def _field(found: Mapping[Any, Any], name: str) -> Any:
     key = name if name in found else name.encode()
     if key not in found:
-        raise MessageError(f"An array has no field '{name}'.")
+        raise MessageError(f"An encoded array in the message has no field '{name}'.")
     return found[key]
 
 

@@ -104,8 +104,8 @@ class SteeringShape:
         if wrong and saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
             raise CheckpointError(
-                f"{path} does not match this run: {', '.join(wrong)}. Use the model.num_action_chunks, {keys} "
-                f"of its training."
+                f"{path} does not match this run: {', '.join(wrong)}. Set model.num_action_chunks, {keys} "
+                "to the values with which the checkpoint was trained."
             )
 
     @property

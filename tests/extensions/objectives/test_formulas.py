@@ -17,7 +17,7 @@ def test_opo_matches_reference():
     np.testing.assert_allclose(opo(REWARDS, GROUPS, LENGTHS), expected, atol=1e-6)
 
 
-def test_gpg_scales_by_the_fraction_of_rewarded_episodes():
+def test_gpg_divides_advantages_by_the_fraction_of_rewarded_episodes():
     np.testing.assert_allclose(gpg(REWARDS, GROUPS), 6 / 5 * np.array([0.5, -0.5, 0, 1, -2, 1]), atol=1e-12)
     np.testing.assert_array_equal(gpg([0.0, 0.0], [1, 1]), 0.0)
 

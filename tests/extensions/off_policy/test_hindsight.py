@@ -145,7 +145,7 @@ def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
     assert set(found.places[found.moved]) == set(again.starts[3:])
 
 
-def test_continued_episodes_are_joined_at_their_end():
+def test_parts_of_a_continued_episode_are_joined_at_its_end():
     """Mutants: the last frame of a part is duplicated; frames without continuation are lost; parts are reordered."""
     whole = [episode(6, 0), episode(5, 1, terminated=True), episode(4, 2)]
 

@@ -153,7 +153,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     torch.testing.assert_close(first.float(), rest, atol=2e-4, rtol=0)
 
 
-def test_diffusion_imitation_predicts_the_noise(make_policy, env_spec):
+def test_diffusion_sft_loss_is_the_noise_prediction_error(make_policy, env_spec):
     """Denoising diffusion (arXiv 2006.11239, equation 14): x_t = sqrt(a) x + sqrt(1 - a) e."""
     env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])

@@ -187,7 +187,7 @@ def _beside(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _load_beside(module: nn.Module, folder: Path) -> None:
-    fix = "Use the model.path of its training."
+    fix = "Set model.path to the folder with which the checkpoint was trained."
     fill_weights(_beside(module), folder / BESIDE_FILE, optional=HEADS, fix=fix)
 
 
