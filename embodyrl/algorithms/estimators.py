@@ -82,7 +82,7 @@ class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     gae_lambda: Share = 1.0
     """GAE lambda."""
     normalize_per_task: bool = False
-    """Whiten within each task, so that tasks with a small reward variance have the same weight."""
+    """Whiten advantages separately for each task, so that tasks with a small variance of rewards contribute equally."""
 
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:

@@ -72,7 +72,7 @@ def _masked(node: Any) -> Any:
 def check_unchanged(
     cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
 ) -> None:
-    """Raise an error if the run's config has other values for keys below `keys`, except keys below `free`.
+    """Raise an error if the saved config differs in a key with a prefix in `keys`; prefixes in `free` are exempt.
 
     Raises:
         ConfigError: values differ; the message lists the run's values and suggests another `instead`.

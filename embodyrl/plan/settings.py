@@ -169,7 +169,7 @@ class ProtocolSettings(Settings):
     departures: list[str] = []
     """Known differences between evaluations by embodyrl and the published protocol."""
     sources: list[str] = []
-    """Sources of the values of the protocol."""
+    """Papers or repositories from which the values of the protocol are taken."""
     settled: bool = False
     """Internal: True after the settings of the protocol are applied."""
 
@@ -190,7 +190,7 @@ class EvalSettings(Settings):
     baseline: Path | None = None
     """Run folder of an earlier evaluation: common episodes are compared in pairs, suite by suite."""
     samples: Count = 1
-    """Sampled episodes per initial state instead of one; eval/pass_at_n is the fraction of states with a success."""
+    """Sampled episodes per initial state; above 1, eval/pass_at_n is the fraction of states with a success."""
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of conversations to print after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()

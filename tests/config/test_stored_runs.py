@@ -41,7 +41,7 @@ def test_stored_config_accepts_the_former_text_task_module(task: str, tmp_path: 
     assert load_saved_config(tmp_path, [], command="train").data.path == path
 
 
-def test_unknown_functions_of_the_former_module_are_refused(tmp_path: Path) -> None:
+def test_unknown_function_of_a_renamed_module_requires_trust(tmp_path: Path) -> None:
     text = (RUNS[0].parent / "train_text" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "config.yaml").write_text(text.replace("datasets.tasks:copy", "datasets.tasks:open"), encoding="utf-8")
     with pytest.raises(ConfigError, match="trust=true"):

@@ -65,6 +65,7 @@ ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
     "env=PRESET": "any preset; tests/envs/robots runs check-env",
+    "env.id=ID": "any environment; tests/extensions/check_env",
     "ckpt=RUN": "any run; the lines with names are run",
     "env=text/openenv": "needs a server; tests/extensions/openenv runs it",
     "embodyrl convert": "tests/extensions/conversion writes sources of each format",

@@ -92,7 +92,7 @@ def test_child_processes_end_with_the_process(crash, tmp_path):
         time.sleep(0.01)
 
 
-def test_isolated_error_keeps_class_and_text():
+def test_error_in_an_isolated_call_keeps_class_and_message():
     with pytest.raises(MissingDependencyError, match="pip install it") as found:
         call_isolated(f"{__name__}:fail", "pip install it", kind=Answer)
     assert str(found.value) == "pip install it"

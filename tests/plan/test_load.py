@@ -188,7 +188,7 @@ def test_command_line_overrides_experiment_overrides_group() -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_free_mappings_accept_any_key() -> None:
+def test_env_kwargs_accept_any_nested_key() -> None:
     words = ["env=gym", "env.kwargs.a.b=[1,x]", "env.kwargs={speed: 2}", "env.kwargs.c=${seed}", "seed=5"]
     assert load_config("train", words).env.kwargs == {"a": {"b": [1, "x"]}, "c": 5, "speed": 2}
 

@@ -25,7 +25,7 @@ def test_optimizer_steps_on_cpu_use_all_cores(tmp_path, monkeypatch, offload, gp
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_offloaded_weights_are_pinned_without_rounding(offload, tmp_path):
+def test_cpu_offload_limits_rounding_of_pinned_allocations(offload, tmp_path):
     words = (f"actor.fsdp.cpu_offload={str(offload).lower()}", "launcher=local")
     run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
     arena = Arena.create(run_plan.layout, 1)

@@ -46,7 +46,7 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 STATE_DIM = 8
 
 TASK_BYTES = {RenderProfile.full: int(2.6e9), RenderProfile.lean: int(0.4e9)}
-"""Resident memory of one loaded task, measured: 0.6 to 2.5 GB."""
+"""Upper estimate of the resident memory of one loaded task, by render profile."""
 
 TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9)}
 """GPU memory of a loaded task on the rendering GPU, estimated: textures (up to 194 MB of RGB, times 16/9 for alpha and

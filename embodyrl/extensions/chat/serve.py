@@ -31,7 +31,9 @@ def chat_server(cfg: Config) -> Serving | None:
         return None
     typed = [f"serve.{key}" for key in _OF_ROBOTS if cfg.typed(f"serve.{key}")]
     if typed:
-        raise ConfigError(f"{', '.join(typed)}: for robot policies only; language models have OpenAI's protocol.")
+        raise ConfigError(
+            f"{', '.join(typed)}: for robot policies only. Language models are served with OpenAI's API; remove it."
+        )
     weights = first_weights(cfg, ANY_TEXT)
     facts = [
         ("policy", f"{cfg.model.model_type} · {cfg.model.precision_name}"),

@@ -184,7 +184,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
 
 
 def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:
-    """Return the spec of the first environment with the distinct tasks of all environments, in order."""
+    """Return a copy of the first spec with the tasks of all specs, in the order of their first occurrence."""
     first = envs[0]
     if all((env.tasks, env.states_per_task) == (first.tasks, first.states_per_task) for env in envs):
         return first

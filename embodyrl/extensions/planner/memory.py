@@ -299,7 +299,7 @@ def _whole_at_a_time(costs: PolicyCosts) -> int:
 
 
 def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
-    """Return the bytes of the weights gathered at a time: two layers, and all weights outside the layers."""
+    """Return the bytes of weights that FSDP gathers simultaneously: two layers and all weights outside the layers."""
     # The model has no layers to inspect: a quarter of all weights is a guess.
     if not costs.largest_layer[0]:
         return total // 4

@@ -1,4 +1,4 @@
-"""ACT as a policy: the chunk of a zero latent, a Gaussian around it, and training as a variational autoencoder."""
+"""ACT policy: greedy chunks come from a zero latent, sampling adds Gaussian noise, SFT trains a conditional VAE."""
 
 from dataclasses import replace
 

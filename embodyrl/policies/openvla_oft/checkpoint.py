@@ -252,7 +252,7 @@ def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str
         elif name not in optional:
             raise CheckpointError(
                 f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
-                f"It was trained without this part (see model.use_proprio, action_head, use_film), or is incomplete."
+                "The checkpoint is incomplete, or was trained without it: see model.use_proprio, action_head, use_film."
             )
     return files
 

@@ -92,7 +92,7 @@ class SmallFlowFactory:
         if wrong:
             raise CheckpointError(
                 f"{folder / CONFIG_FILE} does not match this run: {', '.join(wrong)}. Use the environment and "
-                f"model of that run."
+                "model with which the checkpoint was trained."
             )
         check_steering(cfg, plan.shape, plan.config.width, folder)
 
