@@ -152,3 +152,12 @@ def test_non_finite_numbers_are_null_in_json():
         "folder": "a",
         "n": 0.5,
     }
+
+
+def test_scratch_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    for name in (".tmp-7-config.yaml", "eval/step_000000/.tmp-7-eval.json", "eval/eval.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    files.remove_scratch(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"eval/eval.json"}

@@ -119,13 +119,6 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
     return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]
 
 
-def _bootstrap(episode: Episode) -> float:
-    """Return the value after the last chunk; with one value per action (V = K), that of the first executed action."""
-    values = episode.bootstrap_value
-    first = int(episode.valid[-1].argmax()) if len(values) > 1 else 0
-    return float(values[first])
-
-
 def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
     """Whiten the masked entries over the whole batch, in place."""
     if not parts:

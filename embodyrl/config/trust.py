@@ -55,12 +55,12 @@ def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 
-def trust_words(cfg: Settings, beside: Mapping[str, Any] | None = None) -> list[str]:
+def trust_words(cfg: Settings, further: Mapping[str, Any] | None = None) -> list[str]:
     """Return ["trust=true"] if a command that loads the run's config needs this argument, else an empty list.
 
-    The argument is needed if the config, or the values in `beside`, name code to import.
+    The argument is needed if the config, or the values in `further`, name code to import.
     """
-    return [TRUST] if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else []
+    return [TRUST] if distrusted({**dict(leaves(cfg)), **(further or {})}, {}, Path()) else []
 
 
 def _names_program(key: str, value: Any, text: str) -> bool:

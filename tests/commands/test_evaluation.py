@@ -185,6 +185,17 @@ def test_resumed_evaluation_counts_every_episode_once(tmp_path, recorded):
     assert finished.env_steps == 0
 
 
+def test_resume_starts_the_first_evaluation_and_refuses_another_step(tmp_path):
+    """A process that is killed early leaves a run without an evaluation."""
+    run = tmp_path / "run"
+    run.mkdir()
+    cfg = toy_config(tmp_path, *WORDS, command="eval")
+    assert evaluate(cfg, resume=run).overall.episodes == 12
+    (run / "eval" / "step_000000").rename(run / "eval" / "step_000007")
+    with pytest.raises(ConfigError, match="run has the evaluation step_000007, but ckpt=None is step 0"):
+        evaluate(cfg, resume=run)
+
+
 PROTOCOL = (
     "eval.protocol.name=mine",
     "eval.protocol.settings=['eval.episodes_per_task=4','env.eval.task_ids=null','env.eval.state_ids=null']",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from embodyrl.envs.controls import controls_of
 from embodyrl.envs.factory import SimFactory
@@ -12,6 +13,7 @@ from embodyrl.envs.gym.factory import FACTORY as GYM
 from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.robots.presets import Preset
 from embodyrl.envs.robots.settings import RobotSettings
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
 from embodyrl.types import EnvSpec, GripperConvention
@@ -83,6 +85,21 @@ def differences(preset: Preset, found: EnvSpec) -> list[str]:
         "reported success": (True, found.reward.reports_success),
     }
     return [f"{name} {actual} instead of {said}" for name, (said, actual) in pairs.items() if said != actual]
+
+
+class HasSettings(Protocol):
+    """Run plan, as far as the banner line reads it."""
+
+    env_settings: EnvSettings
+
+
+def robot_facts(run_plan: HasSettings) -> list[tuple[str, str]]:
+    """Return the banner line of a preset: meaning and rate of its actions, and its success condition."""
+    cfg = run_plan.env_settings
+    if not isinstance(cfg, RobotSettings):
+        return []
+    preset = cfg.preset
+    return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]
 
 
 FACTORY = RobotFactory()

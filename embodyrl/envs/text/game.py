@@ -3,24 +3,23 @@
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Never
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from embodyrl.config.settings import Index, NumbersStates
-from embodyrl.conversation import Message, join_messages
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
+from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
 from embodyrl.envs.text.environment import begin_replies, clip
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
 from embodyrl.registry import Registry, takes
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
-    BoolArray,
     ChunkResult,
     EnvSpec,
     EpisodeStart,
@@ -149,44 +148,35 @@ class GameSettings(EnvSettings):
         return self.max_turns
 
 
-@dataclass
-class _Game:
+@dataclass(kw_only=True)
+class _Game(Dialogue):
     """Game of one slot."""
 
     env: Any
-    seen: str = ""
-    turns: list[Message] = field(default_factory=list)
-    steps: int = 0
-    reply: str = ""
     commands: Sequence[str] = ()
     """Allowed commands, if they change from turn to turn."""
 
 
-class GameEnv:
+class GameEnv(DialogueEnv[_Game]):
     """Implements `TextEnv`: a chunk is a reply, whose last token gets the reward of the action.
 
     The goal is reached by an action that ends the game with a reward above 0, unless info has "is_success".
     """
 
-    task_limit: int | None = None
+    reply_bytes = REPLY_BYTES
 
     def __init__(self, spec: EnvSpec, cfg: GameSettings, num_slots: int) -> None:
-        self.spec, self._cfg = spec, cfg
+        super().__init__(spec, cfg, [_Game(env=make_game(cfg)) for _ in range(num_slots)])
+        self._cfg = cfg
         self._words = WORDS.get(cfg.words) if cfg.words else None
-        self._games = [_Game(make_game(cfg)) for _ in range(num_slots)]
-        self._names = action_names(cfg, self._games[0].env)
+        self._names = action_names(cfg, self.dialogues[0].env)
         self._pattern = _any_of(self._names)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start a game in each slot; the reset id is its seed."""
         for slot, start in zip(slots, starts, strict=True):
-            game = self._games[slot] = _Game(self._games[slot].env)
+            game = self.dialogues[slot] = _Game(env=self.dialogues[slot].env)
             game.seen = self._tell(game, *game.env.reset(seed=start.reset_id))
-
-    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Set the replies of the next `step_chunk`."""
-        for slot, reply in zip(slots, replies, strict=True):
-            self._games[slot].reply = reply
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -194,7 +184,7 @@ class GameEnv:
         """Execute the action of each reply; `actions` [n, K, 1] are token ids, padding below 0."""
         result, last = begin_replies(actions)
         for i, slot in enumerate(slots):
-            game, at = self._games[slot], (i, last[i])
+            game, at = self.dialogues[slot], (i, last[i])
             earned, terminated, truncated, success = self._play(game)
             game.steps += 1
             result.reward[at] = self._cfg.reward_coef * earned
@@ -204,12 +194,7 @@ class GameEnv:
 
     def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
         """Execute the action that the reply names; return reward, terminated, truncated and success."""
-        said = [
-            Message(role="user", content=game.seen),
-            Message(role="assistant", content=clip(game.reply, REPLY_BYTES)),
-        ]
-        kept = 2 * self._cfg.history
-        game.turns = [*game.turns, *said][-kept:] if kept else []
+        self.remember(game)
         named = (_any_of(game.commands) if game.commands else self._pattern).findall(game.reply)
         if not named:
             return self._cfg.unread_reward, False, False, False
@@ -226,26 +211,9 @@ class GameEnv:
         text = self._words(seen, info) if self._words else _COLOURS.sub(r"[\2]", str(game.env.render())).strip()
         return clip(text, SEEN_BYTES)
 
-    def instruction(self, slot: int) -> str:
-        """Return the system prompt, the last `history` turns, and the current observation as one instruction."""
-        game = self._games[slot]
-        rules = [Message(role="system", content=self._cfg.prompt)] if self._cfg.prompt else []
-        return join_messages([*rules, *game.turns, Message(role="user", content=game.seen)])
-
-    def observe(self, slots: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
-        """Write nothing: the observation is in the instruction."""
-
-    def render(self, slot: int) -> np.ndarray:
-        """Raise an error: text games have no image."""
-        raise EnvError(f"env '{self.spec.name}' is a text environment; set video=none.")
-
-    def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise an error: text games have no scripted expert."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
-
     def close(self) -> None:
         """Close the games; idempotent."""
-        for game in self._games:
+        for game in self.dialogues:
             game.env.close()
 
 

@@ -62,7 +62,10 @@ class IqlLearner(Learner):
         for done in range(count):
             chosen = rng.integers(len(self._steps.start), size=self._batch_size)
             if (found := self._evaluate(chosen)) is None:
-                self._trainer.refuse("loss of the critics")
+                # The critics' loss depends on the updated value network, so it cannot be checked before that update.
+                self._trainer.refuse(
+                    "loss of the critics", kept="the policy is unchanged, but the value network may have been updated"
+                )
                 continue
             weights, metrics = found
             frames = self._steps.start[chosen]

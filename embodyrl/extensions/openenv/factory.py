@@ -1,7 +1,7 @@
 """Factory of environments on OpenEnv servers: config checks, spec and construction."""
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.extensions.openenv.environment import REPLY_BYTES, OpenEnv
+from embodyrl.extensions.openenv.environment import OpenEnv
 from embodyrl.extensions.openenv.session import read_action_key
 from embodyrl.extensions.openenv.settings import OpenEnvSettings
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, SimulatorSpec, TextSpec
@@ -46,7 +46,7 @@ class OpenEnvFactory:
                     (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
                     for turns in range(min(cfg.history, 2) + 1)
                 ),
-                prompt_bytes=len(cfg.prompt.encode()) + turn + (turn + REPLY_BYTES) * cfg.history,
+                prompt_bytes=len(cfg.prompt.encode()) + turn + (turn + OpenEnv.reply_bytes) * cfg.history,
             ),
             simulator=SimulatorSpec(may_truncate=True, renders=False),
         )

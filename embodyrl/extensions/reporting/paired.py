@@ -104,8 +104,8 @@ class Paired:
 def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
     """Compare episodes of two evaluations, paired by task, initial state, seed and sample number (`eval.samples`)."""
     # Reset ids count through all evaluated suites; state numbers start at 0 in each suite.
-    told = all(e.state is not None for e in (*first, *second))
-    before, after = (_by_start(episodes, lambda e: e.state if told else e.reset_id) for episodes in (first, second))
+    numbered = all(e.state is not None for e in (*first, *second))
+    before, after = (_by_start(episodes, lambda e: e.state if numbered else e.reset_id) for episodes in (first, second))
     pairs = [(before[start], e) for start, e in after.items() if start in before]
     states = len({a.reset_id for a, _ in pairs})
     if pairs and all(e.success_once is None for two in pairs for e in two):

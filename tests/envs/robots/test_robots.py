@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -15,7 +16,7 @@ from embodyrl.config import tree
 from embodyrl.envs.controls import controls_of
 from embodyrl.envs.gym.create import prepare_rendering
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.robots.factory import FACTORY, differences
+from embodyrl.envs.robots.factory import FACTORY, differences, robot_facts
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
@@ -47,6 +48,18 @@ def test_options_set_the_horizon_of_the_preset(name: str):
     assert env.title == name
     assert {env.train.max_episode_steps, env.eval.max_episode_steps} == {PRESETS[name].horizon}
     assert env.gym.id == PRESETS[name].id
+
+
+def test_banner_shows_meaning_rate_and_success_of_a_preset():
+    lines = robot_facts(SimpleNamespace(env_settings=load_config("check-env", ["env=pusht"]).env))
+    assert lines == [
+        (
+            "robot",
+            "Target position of the agent, in pixels of a 512 x 512 square · 10 actions/s · success: coverage of the "
+            "target above 95 %",
+        )
+    ]
+    assert robot_facts(SimpleNamespace(env_settings=env_of("gym", id="CartPole-v1"))) == []
 
 
 def test_keys_override_the_arguments_of_a_preset():

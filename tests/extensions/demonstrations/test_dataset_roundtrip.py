@@ -140,6 +140,14 @@ def test_crash_during_writing_loses_only_the_last_batch(tmp_path: Path, monkeypa
         np.testing.assert_array_equal(load_demonstrations(root).action, expected)
 
 
+def test_writer_continues_after_a_kill_before_its_first_file(tmp_path: Path) -> None:
+    (tmp_path / "set" / "meta").mkdir(parents=True)
+    (tmp_path / "set" / "meta" / ".tmp-1-embodyrl.json").write_text("{")
+    write(tmp_path / "set", [demonstration(0)])
+    assert check_layout(tmp_path / "set") == []
+    assert not list((tmp_path / "set").rglob(".tmp-*"))
+
+
 def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodyrl.commands.train import train
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.iql import values
@@ -98,6 +99,12 @@ def test_exception_in_an_iql_loss_ends_the_training(tmp_path, data, monkeypatch,
 
     monkeypatch.setattr(values, loss, broken)
     with pytest.raises(Exception, match="the loss was called"):
+        run_iql(tmp_path, data, "run")
+
+
+def test_error_of_a_non_finite_critic_loss_names_what_changed(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(values, "critic_loss", lambda value, *_: value.sum() * math.inf)
+    with pytest.raises(NonFiniteError, match=r"loss of the critics.*the policy is unchanged, but the value network"):
         run_iql(tmp_path, data, "run")
 
 

@@ -66,8 +66,8 @@ def test_openenv_prompt_contains_rules_history_and_truncated_observations(place:
     env = begin(place, slots=1, prompt="Be loud.", history=1, max_turns=9, observation_bytes=16)
     for text in ("one", "x" * 40):
         reply(env, text)
-    told = [(m.role, m.content) for m in split_messages(env.instruction(0))]
-    assert told == [("system", "Be loud."), ("user", "one"), ("assistant", "x" * 40), ("user", "x" * 16)]
+    messages = [(m.role, m.content) for m in split_messages(env.instruction(0))]
+    assert messages == [("system", "Be loud."), ("user", "one"), ("assistant", "x" * 40), ("user", "x" * 16)]
     assert len(env.instruction(0).encode()) <= env.spec.text.prompt_bytes
     env.close()
 
