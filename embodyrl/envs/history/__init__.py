@@ -99,13 +99,19 @@ def _settings(base: str) -> type[HistorySettings]:
     return type(f"{base}_settings", (of, HistorySettings), {"__module__": __name__, "__doc__": of.__doc__})
 
 
+@functools.cache
+def _factory(base: str) -> HistoryFactory:
+    return HistoryFactory(base)
+
+
 def __getattr__(name: str) -> Any:
-    """Return the settings class of an environment with history; pickle looks up classes by name."""
+    """Return the factory `ROBOTS` of the environment `robots` with history, or its settings class.
+
+    Pickle looks up the settings classes by name.
+    """
     base, end, rest = name.partition("_settings")
     if end and not rest and base in ENVS.names():
         return _settings(base)
+    if name.isupper() and name.lower() in ENVS.names():
+        return _factory(name.lower())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-GYM, LIBERO, MANISKILL = HistoryFactory("gym"), HistoryFactory("libero"), HistoryFactory("maniskill")
-METAWORLD, ROBOTS, TABLETOP = HistoryFactory("metaworld"), HistoryFactory("robots"), HistoryFactory("tabletop")
