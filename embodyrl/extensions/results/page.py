@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from embodyrl.extensions.results.table import AFTER, BEFORE, CARDS, Card, Row, Table, score_text
+from embodyrl.extensions.results.table import AFTER, BEFORE, CARDS, Card, Recipe, Row, Table, score_text
 
-PAGE = "index.md"
+PAGE, OUT = "index.md", "runs/results"
 _INTRO = """# Table of results
 
 `embodyrl results page` generates this page from `recipes.toml` and the cards in `cards/`. Every row is one recipe.
@@ -14,8 +14,8 @@ _INTRO = """# Table of results
 - Before, after: success (or return) in the first and the last evaluation of the training command, on test states that
   training does not use. Several seeds: mean with the 95 % interval of Student's t over seeds, then each seed. One seed:
   Wilson interval over initial states.
-- CPU-seconds and wall time include both evaluations; other programs share the machine. MiB: memory of the largest
-  process.
+- CPU-seconds and wall time include both evaluations, but no preparation; other programs share the machine. MiB: memory
+  of the largest process.
 
 `embodyrl results run NAME` runs a row again, `embodyrl results check` compares the new cards with the stored cards
 ([guide](../howto/results.md)). The [coverage](statistics.md) of the intervals is measured.
@@ -32,7 +32,7 @@ def page_text(table: Table) -> str:
     for row in measured:
         assert row.recipe is not None
         seeds = ",".join(map(str, row.recipe.seeds))
-        lines.append(f"- {row.recipe.title}: `embodyrl {row.recipe.command}` with `seed={seeds}`")
+        lines.append(f"- {row.recipe.title}: {_commands(row.recipe)} with `seed={seeds}`")
     if imported := [row for row in rows if row.recipe is None and "imported" in row.cards[0]]:
         lines += ["", "## Results of other tools", "", *_markdown(_IMPORTED, map(_imported, imported))]
     if others := [row for row in rows if row.recipe is None and "imported" not in row.cards[0]]:
@@ -42,10 +42,15 @@ def page_text(table: Table) -> str:
         )
         lines += _markdown(("card", "before", "after"), cells)
     if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
-        lines += ["", "## Claimed without a card", "", "The run folders of these results no longer exist.", ""]
-        cells = ((_linked(one.title, one.page), one.claimed or "not run", f"`{one.command}`") for one in claimed)
+        lines += ["", "## Without a card", "", "Not run, or the run folders no longer exist.", ""]
+        cells = ((_linked(one.title, one.page), one.claimed or "not run", _commands(one)) for one in claimed)
         lines += _markdown(("recipe", "claimed", "command"), cells)
     return "\n".join(lines) + "\n"
+
+
+def _commands(recipe: Recipe) -> str:
+    commands = (f"`embodyrl {one}`".replace("{out}", OUT) for one in (*recipe.prepare, recipe.command))
+    return ", then ".join(commands)
 
 
 def summary(table: Table) -> list[str]:

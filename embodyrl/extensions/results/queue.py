@@ -1,4 +1,4 @@
-"""Run recipes one by one; a later call resumes after an interruption."""
+"""Run recipes and their preparations one by one; a later call resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from embodyrl.errors import PARENT_EXITED, EmbodyError
 from embodyrl.extensions.reporting.card import CARD_JSON, write_card
 from embodyrl.extensions.results.table import Recipe
 from embodyrl.leftovers import signal_at_parents_end
-from embodyrl.monitor.history import METRICS_FILE, newest_values
+from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
 
 QUEUE_FILE = "queue.jsonl"
 """File with one row per attempt to run a recipe: run, exit code, wall-clock seconds."""
@@ -44,11 +44,15 @@ class Job:
         """True if the run has a result card, the last file that a run writes."""
         return (self.run / CARD_JSON).is_file()
 
-    def words(self) -> list[str]:
-        """Return the arguments that start the run, or resume an interrupted run from its newest checkpoint."""
+    def steps(self) -> list[tuple[Path, list[str]]]:
+        """Return path without suffix of the log, and arguments, of each preparation and of the training.
+
+        The arguments start a run, or resume an interrupted run from its newest checkpoint.
+        """
         place = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
-        command = [sys.executable, "-m", "embodyrl.cli.main"]
-        return [*command, *self.recipe.words(self.seed), *place, "runner.on_existing=resume"]
+        steps = self.recipe.preparations(self.seed, self.out)
+        steps.append((self.run.name, [*self.recipe.words(self.seed, self.out), *place]))
+        return [(self.out / name, [*words, "runner.on_existing=resume"]) for name, words in steps]
 
 
 def jobs_of(recipes: Sequence[Recipe], out: Path) -> list[Job]:
@@ -71,38 +75,50 @@ def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
                 bar.console.print(f"{job.run}: has a card; remove the folder to run the recipe again")
                 continue
             job.out.mkdir(parents=True, exist_ok=True)
-            for step in _run(job):
-                bar.update(task, description=job.run.name + (f", step {step}" if step is not None else ""))
+            run = job.run
+            for run, step in _run(job):
+                bar.update(task, description=run.name + (f", step {step}" if step is not None else ""))
             if job.done:
                 bar.advance(task)
                 bar.console.print(f"{job.run}: done")
             else:
                 failed.append(job)
-                bar.console.print(f"{job.run}: failed; the last lines of {_log(job)} name the cause")
+                bar.console.print(f"{job.run}: failed; the last lines of {run}.log name the cause")
     return failed
 
 
-def _log(job: Job) -> Path:
-    return job.out / f"{job.run.name}.log"
+def _run(job: Job) -> Iterator[tuple[Path, int | None]]:
+    """Run a job, and yield the run folder and the current training step about once a second; then write the card.
 
-
-def _run(job: Job) -> Iterator[int | None]:
-    """Run a job and yield the current training step about once a second; then write the card and a row of the queue."""
-    began = time.time()
+    Preparations that the queue lists as finished are skipped.
+    """
     try:
-        with open(_log(job), "ab") as log, _process(job.words(), log.fileno()) as process:
-            while process.poll() is None:
-                try:
-                    process.wait(_POLL_S)
-                except subprocess.TimeoutExpired:
-                    yield newest_values(job.run / METRICS_FILE, ("step",))[0]
-        if process.returncode == 0:
-            write_card(job.run)
-        row = {"run": job.run.name, "exit": process.returncode, "wall_s": round(time.time() - began, 1)}
-        with open(job.out / QUEUE_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        rows = read_rows(job.out / QUEUE_FILE)
+        finished = {row.get("run") for row in rows if row.get("exit") == 0}
+        for run, words in job.steps():
+            if run != job.run and run.name in finished:
+                continue
+            if (yield from _attempt(run, words)):
+                return
+        write_card(job.run)
     except OSError as error:
         raise EmbodyError(f"Cannot write to {job.out}: {error.strerror}. Choose another folder with --out.") from error
+
+
+def _attempt(run: Path, words: Sequence[str]) -> Generator[tuple[Path, int | None], None, int]:
+    """Run one command, add a row to the queue, and return the exit code."""
+    yield run, None
+    began = time.time()
+    with open(f"{run}.log", "ab") as log, _process(words, log.fileno()) as process:
+        while process.poll() is None:
+            try:
+                process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                yield run, newest_values(run / METRICS_FILE, ("step",))[0]
+    row = {"run": run.name, "exit": process.returncode, "wall_s": round(time.time() - began, 1)}
+    with open(run.parent / QUEUE_FILE, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return process.returncode
 
 
 @contextmanager
@@ -110,7 +126,7 @@ def _process(words: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]
     """Start the process of a run; at the end of the block, stop the process, which first saves a checkpoint."""
     # Without a terminal signal of its own: this process forwards the interruption once.
     process = subprocess.Popen(
-        words,
+        [sys.executable, "-m", "embodyrl.cli.main", *words],
         stdout=log,
         stderr=log,
         stdin=subprocess.DEVNULL,

@@ -27,7 +27,11 @@ class Recipe:
     name: str
     title: str
     command: str
-    """Command and overrides, without `embodyrl`, seed and output folder. The last evaluation uses the test states."""
+    """Command and overrides, without `embodyrl`, seed and output folder. The last evaluation uses the test states.
+
+    `{out}` is the folder of the runs, `{seed}` the seed."""
+    prepare: tuple[str, ...] = ()
+    """Commands that make data sets and initial checkpoints; a command with `{seed}` runs for each seed."""
     seeds: tuple[int, ...] = (0,)
     page: str = ""
     """Path of a page with details, relative to the folder of the table."""
@@ -35,9 +39,17 @@ class Recipe:
     claimed: str = ""
     """Text of an earlier result whose run folders are not stored."""
 
-    def words(self, seed: int) -> list[str]:
-        """Return the arguments of `embodyrl` for one seed."""
-        return [*shlex.split(self.command), f"seed={seed}"]
+    def words(self, seed: int, out: Path) -> list[str]:
+        """Return the arguments of `embodyrl` for one seed, with runs in the folder `out`."""
+        return [*_filled(self.command, seed, out), f"seed={seed}"]
+
+    def preparations(self, seed: int, out: Path) -> list[tuple[str, list[str]]]:
+        """Return the name and the arguments of `embodyrl` for each preparation of one seed."""
+        found: list[tuple[str, list[str]]] = []
+        for number, command in enumerate(self.prepare, 1):
+            own = f"_seed{seed}" if "{seed}" in command else ""
+            found.append((f"{self.name}_prepare{number}{own}", _filled(command, seed, out)))
+        return found
 
     def run_name(self, seed: int) -> str:
         """Return the name of the run, which is also the name of its card."""
@@ -103,12 +115,19 @@ def open_table(folder: Path | None) -> Table:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         recipes = {name: _recipe(name, entry) for name, entry in raw.items()}
     except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}. A recipe has title, command, seeds, page, video, claimed.") from error
+        raise ConfigError(
+            f"{path}: {error}. A recipe has title, command, prepare, seeds, page, video, claimed."
+        ) from error
     return Table(folder, recipes)
 
 
+def _filled(command: str, seed: int, out: Path) -> list[str]:
+    return [word.replace("{out}", str(out)).replace("{seed}", str(seed)) for word in shlex.split(command)]
+
+
 def _recipe(name: str, entry: dict[str, Any]) -> Recipe:
-    recipe = Recipe(**{**entry, "name": name, "seeds": tuple(entry.get("seeds", (0,)))})
+    lists = {key: tuple(entry.get(key, default)) for key, default in (("seeds", (0,)), ("prepare", ()))}
+    recipe = Recipe(**{**entry, **lists, "name": name})
     if not recipe.command.startswith("train ") or not recipe.seeds:
         raise ValueError(f"{name}: the command must begin with 'train', and seeds must not be empty")
     return recipe

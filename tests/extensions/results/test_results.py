@@ -41,7 +41,8 @@ def test_cards_belong_to_the_command_of_their_recipe() -> None:
     for recipe in TABLE.recipes.values():
         for card in TABLE.stored(recipe):
             typed = card["command"].replace("'", "").split()
-            assert [word for word in recipe.command.split() if word not in typed] == [], recipe.name
+            fixed = [word for word in recipe.command.split() if "{out}" not in word]
+            assert [word for word in fixed if word not in typed] == [], recipe.name
 
 
 def test_recipes_compose() -> None:
@@ -49,7 +50,7 @@ def test_recipes_compose() -> None:
 
     for recipe in TABLE.recipes.values():
         if "ckpt=" not in recipe.command:
-            assert load_config("train", recipe.words(recipe.seeds[0])[1:]).seed == recipe.seeds[0]
+            assert load_config("train", recipe.words(recipe.seeds[0], Path("runs"))[1:]).seed == recipe.seeds[0]
 
 
 def card(value: float, episodes: int = 100) -> dict[str, object]:
@@ -140,9 +141,33 @@ def test_changed_learning_rate_is_drift(table: Path, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.integration
+def test_preparation_runs_once_for_all_seeds(tmp_path: Path) -> None:
+    prepare = "train experiment=cartpole runner.max_steps=1 runner.val_check_interval=-1 runner.output_dir={out}"
+    command = "train experiment=cartpole ckpt={out}/start runner.only_eval=true eval.episodes=2"
+    (tmp_path / "recipes.toml").write_text(
+        f'[own]\ntitle = "Own"\nprepare = ["{prepare} runner.experiment_name=start"]\n'
+        f'command = "{command}"\nseeds = [0, 1]\n'
+    )
+    out = tmp_path / "out"
+    assert main(["results", "run", "own", "--table", str(tmp_path), "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in (out / "queue.jsonl").read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["own_prepare1", "own_seed0", "own_seed1"]
+    assert read_card(out / "own_seed1" / "card.json")["model"]["weights"] == f"{out}/start"
+    page = page_text(open_table(tmp_path))
+    assert (
+        f"`embodyrl {prepare} runner.experiment_name=start`, then `embodyrl {command}`".replace("{out}", "runs/results")
+        in page
+    )
+
+
+@pytest.mark.integration
 def test_failed_run_is_named_and_has_no_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "recipes.toml").write_text('[bad]\ntitle = "Bad"\ncommand = "train env=no_such_env"\n')
+    lost = '[lost]\ntitle = "Lost"\nprepare = ["collect env=no_such_env"]\ncommand = "train env=tabletop"\n'
+    (tmp_path / "recipes.toml").write_text(f'[bad]\ntitle = "Bad"\ncommand = "train env=no_such_env"\n{lost}')
     place = ["--table", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["results", "run", "lost", *place]) == 1
+    assert "lost_prepare1.log name" in capfd.readouterr().err.replace("\n", "")
+    assert [*(tmp_path / "out").glob("lost*")] == [tmp_path / "out" / "lost_prepare1.log"]
     assert main(["results", "run", "bad", *place]) == 1
     assert "failed" in capfd.readouterr().out
     assert main(["results", "check", *place]) == 2
