@@ -83,7 +83,7 @@ class Record:
     observed_state = Column("observed_state", "float32", "state_dim")
     """Proprioception, unnormalised."""
     instruction = Column("instruction", "uint8", "instruction_bytes")
-    """UTF-8, padded (`encode_instruction`)."""
+    """Instruction as padded UTF-8 (`encode_instruction`)."""
     tokens = Column("tokens", "int64", "L")
     """Sampled tokens; training recomputes their log-probabilities."""
     logprob = Column("logprob", "float32", "L")

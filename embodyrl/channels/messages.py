@@ -19,7 +19,7 @@ POLICY_FOLDER = "policy"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReady:
-    """The worker is built."""
+    """The worker is built and ready for requests."""
 
     task_limit: int | None = None
     """Env workers: maximum number of distinct tasks in the slots; None: unlimited."""

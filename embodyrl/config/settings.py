@@ -62,7 +62,7 @@ Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4
 Name = Annotated[
     str,
     Field(pattern=r"^[^./\s\x00][^/\s\x00]*$", max_length=100),
-    Must("a name without '/' and blanks that begins with no dot"),
+    Must("a name without '/' and spaces that does not begin with a dot"),
 ]
 
 

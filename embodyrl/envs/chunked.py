@@ -338,7 +338,7 @@ class ChunkedEnv:
             row, k, dim = (int(i) for i in np.argwhere(~np.isfinite(actions))[0])
             raise EnvError(
                 f"{self._where(slots[row])}: action {k} of the chunk is {actions[row, k, dim]} in dimension {dim}, "
-                "expected finite numbers. Likely the policy's weights or its action statistics are not finite."
+                "expected finite numbers. Likely cause: the policy's weights or action statistics are not finite."
             )
 
     def _require_begun(self, slots: IntArray) -> None:
@@ -355,5 +355,5 @@ class ChunkedEnv:
     def _diverged(self, slot: int, reward: float) -> EnvError:
         return EnvError(
             f"{self._where(slot)}: the simulator returned reward {reward}, expected a finite number. "
-            "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
+            "Likely cause: the physics diverged, or the environment's reward is wrong. The episode cannot be used."
         )

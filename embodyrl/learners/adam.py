@@ -9,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 
 class _PlainAdamW(AdamW):
-    """AdamW without the wrappers for compiler (whose import takes a CPU second) and profiler."""
+    """AdamW without the compiler and profiler wrappers; importing the compiler takes a CPU second."""
 
     profile_hook_step = staticmethod(lambda func: func)
     add_param_group = unwrap(Optimizer.add_param_group)
@@ -38,7 +38,7 @@ _STEP = unwrap(AdamW.step)
 
 
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Return AdamW, fused for plain weights on a CPU and on a GPU; torch's default copies all trained weights."""
+    """Return AdamW, fused on a GPU and for unsharded weights on a CPU; torch's default copies all trained weights."""
     parameters = [p for group in groups for p in group["params"]]
     plain = all(
         type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()

@@ -21,7 +21,7 @@ from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 AT_ONCE = 2**18
-"""Number of tokens of all ranks whose metrics are computed in one pass; the number limits memory for large networks."""
+"""Number of tokens of all ranks whose metrics are computed in one pass; limits memory for large networks."""
 _Taken = tuple[dict[str, float], list[Measured]]
 
 
@@ -163,7 +163,7 @@ class PolicyGradientLearner(Learner):
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
-        """Recompute the batch's log-probabilities if the algorithm needs that; else use the rollout's."""
+        """Return the batch's log-probabilities: recomputed if the algorithm requires it, else those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})

@@ -24,7 +24,7 @@ class Ranks(Protocol):
     """True if the module contains shards of the weights; between `act` and `train` it contains full weights."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass; `last`: the backward pass ends the gradient accumulation. Collective."""
+        """Run a forward pass; `last`: gradient accumulation ends with this micro-batch. Collective."""
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:

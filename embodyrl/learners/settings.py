@@ -86,7 +86,7 @@ class ActorSettings(Settings):
     needs = {"minibatches=null": "global_batch_size"}
 
     micro_batch_size: Count = 8
-    """Chunk samples per forward pass."""
+    """Micro-batch size: chunk samples per forward pass."""
     global_batch_size: Count = 160
     """Chunk samples per optimizer step."""
     minibatches: Count | None = None
@@ -108,6 +108,6 @@ class ActorSettings(Settings):
         fsdp = self.fsdp
         if fsdp.size > 0 and fsdp.shard_size > 0 and fsdp.size % fsdp.shard_size:
             yield (
-                f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every "
-                f"copy of the weights needs that many ranks. Use actor.fsdp.shard_size=-1."
+                f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}, the "
+                f"number of ranks per copy of the weights. Use actor.fsdp.shard_size=-1."
             )

@@ -1,4 +1,4 @@
-"""Fan-out to multiple loggers. A logger that fails at the start ends the run; one that fails later is dropped."""
+"""Fan-out to multiple loggers. A logger that fails at the start ends the run; a logger that fails later is dropped."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]
     problems += protocol_problems(cfg, env) + timing_problems(cfg, env, policy)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
-            f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
-            f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
+            f"env '{env.name}' steps all slots of a worker at once, so rollout.pipeline_stage_num="
+            f"{cfg.rollout.pipeline_stage_num} is not supported; set it to 1."
         )
     return problems
 

@@ -85,7 +85,7 @@ def check_unchanged(
     named = [name for name in {**old, **new} if _lies_below(name, keys) and not _lies_below(name, free)]
     if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
         raise ConfigError(
-            f"{run} was made with {', '.join(differs)}, and is not repeated with other values. Use the same settings, "
+            f"{run} was created with {', '.join(differs)}, and cannot resume with other values. Use the same settings, "
             f"or choose another {instead}."
         )
 

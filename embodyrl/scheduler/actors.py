@@ -24,10 +24,10 @@ from embodyrl.types import ActionKind, Episode, IntArray, PreparedBatch
 class StepRollouts:
     """Rollouts of the current and the next training steps.
 
-    The staleness rule (arXiv 2505.24298) for fixed lists of episodes: the episodes of training step `s` start once the
-    weights have version `s - algorithm.max_staleness`; with 0, all data of an update come from its own weights. An
-    episode that is running while weights change continues with the new weights; each of its chunks keeps the version
-    and log-probabilities of the weights that sampled it.
+    The staleness rule of arXiv 2505.24298 is applied to fixed lists of episodes: the episodes of training step `s`
+    start once the weights have version `s - algorithm.max_staleness`; with 0, all data of an update come from its own
+    weights. An episode that is running while weights change continues with the new weights; each of its chunks keeps
+    the version and log-probabilities of the weights that sampled it.
     """
 
     def __init__(self, run_plan: RunPlan, workers: Workers, algorithm: Algorithm) -> None:
@@ -104,7 +104,7 @@ ALGORITHM_FILE = "algorithm.json"
 
 
 class Actors:
-    """Client of the actor ranks: computes log-probabilities, trains, saves and loads. Batches are tickets."""
+    """Client of the actor ranks: computes log-probabilities, trains, saves and loads. Batches are passed as tickets."""
 
     def __init__(self, workers: Workers, algorithm: Algorithm, run_plan: RunPlan) -> None:
         self._loop = workers.scheduler

@@ -31,8 +31,7 @@ class EnvWorkerInit(WorkerInit):
     scripted: bool = False
     """True if the scripted expert acts; its actions are written into the record as the chunk."""
     labelled: bool = False
-    """True if the policy's chunk is executed, and the scripted expert's actions for the same state are then
-    recorded."""
+    """True if the policy's chunk is executed, and the scripted expert's actions for the same states are recorded."""
     single_step: bool = False
     """True: execute only the first action of each chunk, so that every env step has its own record."""
 
@@ -216,5 +215,5 @@ class EnvWorker:
 def _not_finite(env: Env, slot: int, state: FloatArray) -> str:
     return (
         f"env '{env.spec.name}', slot {slot} ('{env.instruction(slot)}'): state {state.tolist()}; expected finite "
-        f"numbers. Likely the physics diverged."
+        f"numbers. Likely cause: the physics diverged."
     )

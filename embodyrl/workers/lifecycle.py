@@ -52,7 +52,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInit:
-    """Init settings of every worker, with the handle of the arena."""
+    """Init settings of every worker, including the arena handle."""
 
     arena: ArenaHandle
     bucket_arena: ArenaHandle | None = None
@@ -92,7 +92,7 @@ class PolicyHostInit(WorkerInit):
     rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
     single_step: bool = False
-    """True if every env step is a record; a chunk spans one record per action."""
+    """True if every env step has its own record; a chunk then spans one record per action."""
     trains: bool
     sharded: bool = False
     """True for an inference process in a run whose training processes shard the weights."""
@@ -203,7 +203,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
 
 
 def ignore_sigterm_except_in_children() -> None:
-    """Ignore SIGTERM, but not in processes started by an environment, whose close() ends them with SIGTERM."""
+    """Ignore SIGTERM, except in child processes of an environment, which its close() ends with SIGTERM."""
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # children would inherit SIG_IGN
     signal.siginterrupt(signal.SIGTERM, False)
 

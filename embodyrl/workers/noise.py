@@ -61,7 +61,7 @@ def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tok
 
 @lru_cache(maxsize=8)
 def _stream(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
-    """Return a generator for one thread and its state; a new generator would read system entropy."""
+    """Return a thread's cached generator and its state; creating a generator would read system entropy."""
     philox = np.random.Philox(key=0)
     state = cast(Any, philox.state)
     # Lists: the setter reads single numbers, which takes twice as long with arrays.

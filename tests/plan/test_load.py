@@ -78,7 +78,7 @@ BAD = [
     ("launcher.env_workers=0", ["auto or an integer"]),
     ("runner.logger.backends=[jsonl,jsonl]", ["different names", "[console,jsonl,wandb]"]),
     ("runner.experiment_name=a/b", ["without '/'"]),
-    ("runner.experiment_name=..", ["begins with no dot"]),
+    ("runner.experiment_name=..", ["does not begin with a dot"]),
     ("actor.optim.schedule=linaer", ["constant, linear, cosine, wsd"]),
     ("runner.val_check_interval=0", ["at least 1, or -1"]),
     # not available yet

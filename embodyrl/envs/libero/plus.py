@@ -81,8 +81,8 @@ def _variants() -> dict[str, list[dict[str, list[Any]]]]:
 def moved_camera(view: tuple[int, ...], position: DoubleArray, turn: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
     """Return position [3] (m) and orientation [4] (w x y z) of a moved camera, rounded after each move.
 
-    `view`: degrees around the vertical axis, degrees upwards, per cent of the distance, and yaw and pitch of the camera
-    in degrees. A camera that does not move is rounded, too.
+    `view`: azimuth and elevation in degrees, distance in per cent, and yaw and pitch of the camera in degrees. A camera
+    that does not move is rounded, too.
     """
     around, up, scale, side, nod = view
     if up:

@@ -88,7 +88,7 @@ def differences(preset: Preset, found: EnvSpec) -> list[str]:
 
 
 class HasSettings(Protocol):
-    """Run plan, as far as the banner line reads it."""
+    """Part of the run plan that the banner line uses."""
 
     env_settings: EnvSettings
 

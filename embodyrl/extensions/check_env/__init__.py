@@ -135,14 +135,14 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
 def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float) -> Finding | Violation:
     """Return the next finding, or a violation with the reason for its absence."""
     if not ours.poll(timeout_s + grace_s):
-        late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt it, probably in C code"
+        late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code"
         return Violation(name, "an answer", late)
     try:
         return ours.recv()
     except EOFError:
         child.join(_GRACE_S)
         code = child.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return Violation(name, "an answer", f"the environment's process {how}; see the output above")
 
 

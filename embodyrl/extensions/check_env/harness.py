@@ -113,8 +113,8 @@ class Harness:
         if difference is None or not nearly:
             self.expect(difference is None, field, expected, difference)
             return
-        almost = f"{difference}: nearly, so a run with the same seed gives nearly the same numbers"
-        self.prefer(False, field, f"{expected}, to the last bit", almost)
+        almost = f"{difference}: nearly equal, so runs with the same seed give nearly equal numbers"
+        self.prefer(False, field, f"{expected}, bit for bit", almost)
 
     def expect_equal(self, difference: str | None, field: str, expected: str) -> None:
         """Add a violation if two values differ."""

@@ -90,7 +90,7 @@ def _prune(args: argparse.Namespace) -> int:
     best = store.best()
     with locked(store.root.parent):
         gone = store.prune(int(args.keep), [] if best is None else [best])
-    kept = f"the best one (step {best})" if best is not None else "no best one is recorded"
+    kept = f"and the best (step {best})" if best is not None else "no best checkpoint is recorded"
     text = (
         f"deleted {len(gone)} checkpoints: {', '.join(map(str, gone)) or 'none'}; kept the newest {args.keep}, {kept}"
     )

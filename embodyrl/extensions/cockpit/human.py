@@ -99,7 +99,7 @@ class HumanExpert:
         recording = Recording(out, policy.run_plan, cfg)
         try:
             if open_ids:
-                self._note(f"{self.desk.note.partition(': ')[2]}; please correct {len(open_ids)} that fail")
+                self._note(f"{self.desk.note.partition(': ')[2]}; correct {len(open_ids)} failed episodes")
                 self._correct(policy, recording, open_ids)
         finally:
             recording.close()

@@ -104,7 +104,7 @@ def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
         return
     found, total = find_rows(root, rows), rows[-1]["dataset_to_index"] if rows else 0
     if len(found) != total:
-        yield f"data: the files hold {len(found)} rows, the table of episodes names {total}."
+        yield f"data: the files contain {len(found)} rows, but meta/episodes lists {total}."
         return
     wrong = np.flatnonzero(found.counters["index"] != np.arange(total))
     if len(wrong):
@@ -161,7 +161,7 @@ def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int,
     uneven = np.flatnonzero(~(np.abs(gaps - 1 / card.fps) < 0.5 / card.fps))
     if not exact and len(uneven):
         yield (
-            f"episode {number}: step {uneven[0] + 1} comes {gaps[uneven[0]]:.4f} s after the step before, fps "
+            f"episode {number}: step {uneven[0] + 1} is {gaps[uneven[0]]:.4f} s after the previous step, but fps "
             f"{card.fps:g} means {1 / card.fps:.4f} s."
         )
     listed = {task or "" for task in row.get("tasks") or ()}
@@ -169,4 +169,4 @@ def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int,
         if task not in names:
             yield f"episode {number}: {layout.TASKS_PATH} has no task_index {task}."
         elif listed and names[task] not in listed:
-            yield f"episode {number}: task_index {task} is '{names[task]}', the table of episodes has {sorted(listed)}."
+            yield f"episode {number}: task_index {task} is '{names[task]}', but meta/episodes has {sorted(listed)}."

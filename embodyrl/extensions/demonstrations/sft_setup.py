@@ -130,7 +130,7 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
         )
     if problems := mismatches(env, spec):
         if spec.gripper is not None and env.action.gripper is None:
-            problems.append("data.gripper=[open,closed] states what the gripper's actions in the data mean.")
+            problems.append("data.gripper=[open,closed] sets the gripper convention of the data.")
         raise ConfigError(problems)
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):

@@ -53,7 +53,7 @@ def read_info(root: Path) -> dict[str, Any]:
     version = info.get("codebase_version")
     if version not in VERSIONS:
         cure = (
-            "Convert it to v2.0 with the lerobot of its time."
+            "Convert it to v2.0 with a version of lerobot that reads v1."
             if str(version).startswith("v1.")
             else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
         )

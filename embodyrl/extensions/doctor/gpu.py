@@ -114,7 +114,7 @@ def _keep_rates(report: dict[str, Any], path: Path) -> str:
     try:
         keep_measured(measured, path, report["started"][:10])
     except OSError as error:
-        return f"The rates cannot be kept for predictions: {error}."
+        return f"The rates cannot be saved for predictions: {error}."
     return f"`--dry-run` predicts with the measured rates in {rates_file()}."
 
 

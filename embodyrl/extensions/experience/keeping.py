@@ -45,7 +45,7 @@ class KeptEpisodesWriter:
                 continue
             if self._bytes + episode.length * self._frame_bytes() > self._limit:
                 self._full = True
-                self._say(f"episodes   no more are kept: {self._writer.root} has reached runner.keep_episodes_gb")
+                self._say(f"episodes   not kept any more: {self._writer.root} has reached runner.keep_episodes_gb")
                 continue
             self._known.add(trial)
             version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step

@@ -25,7 +25,7 @@ class ActFactory(LeRobotFactory):
         if problems := super().validate(cfg):
             return problems
         if cfg.temporal_ensemble and cfg.steers:
-            return [f"model.temporal_ensemble=true: model.likelihood={cfg.likelihood} supports no averages; unset one."]
+            return [f"model.temporal_ensemble=true: set model.likelihood=gaussian instead of {cfg.likelihood}."]
         if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
             return [f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so its latent has no effect; use residual."]
         return []

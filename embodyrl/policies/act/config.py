@@ -45,11 +45,11 @@ class ActConfig(LeRobotConfig):
     def wrong(self) -> str | None:
         """Return a description of the first config error, or None."""
         if self.n_obs_steps != 1:
-            return f"n_obs_steps={self.n_obs_steps}, and ACT reads one observation"
+            return f"n_obs_steps={self.n_obs_steps}, but ACT uses one observation step"
         if self.temporal_ensemble_coeff is not None and self.n_action_steps > 1:
             return f"temporal_ensemble_coeff with n_action_steps={self.n_action_steps}; it must be 1"
         if self.dim_model % self.n_heads or (self.cameras and self.dim_model % 4):
-            return f"dim_model={self.dim_model} is not a multiple of n_heads={self.n_heads} (with images also of 4)"
+            return f"dim_model={self.dim_model} is not a multiple of n_heads={self.n_heads} (with images, also of 4)"
         if self.replace_final_stride_with_dilation and self.vision_backbone in PLAIN:
             return f"replace_final_stride_with_dilation with {self.vision_backbone}, which does not support dilation"
         if self.feedforward_activation == "glu":

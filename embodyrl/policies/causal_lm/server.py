@@ -1,4 +1,4 @@
-"""Rollouts with a server that has OpenAI's completions protocol and vLLM's extensions: token ids in and out."""
+"""Rollouts with a server that implements OpenAI's completions API and vLLM's extensions: token ids in and out."""
 
 import json
 import tempfile

@@ -104,7 +104,7 @@ def simulated_delays(u: FloatArray, longest: int) -> IntArray:
 
 
 def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor) -> Tensor:
-    """Return the flow-matching loss [B] of the actions after the committed ones, which are noise-free inputs.
+    """Return the flow-matching loss [B] of the actions after the committed actions, which are noise-free inputs.
 
     Args:
         velocity: velocity of states [B, H, D] at times [B, H].

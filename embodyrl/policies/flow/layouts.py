@@ -23,7 +23,7 @@ class Layout:
 
     name: str
     renames: tuple[tuple[str, str], ...]
-    """(prefix in embodyrl, public prefix) pairs; the first match counts."""
+    """(prefix in embodyrl, public prefix) pairs; the first match is used."""
     tied: str | None = None
     """Name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()

@@ -47,7 +47,7 @@ SMOLVLA_PROMPT = PromptForm(template="{task}\n", limit=48, cleans=False)
 
 
 def state_text(state: npt.ArrayLike) -> str:
-    """Format a normalised state [S] in -1..1 as numbers 0..255 of equal bins; -1 below the range."""
+    """Format a normalised state [S] in -1..1 as indices 0..255 of equal bins; -1 below the range."""
     edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
 

@@ -95,7 +95,7 @@ class FlowSettings(ResidualSettings):
     the remaining actions of the previous chunk (guided; identity: without backpropagation through the network), or
     train the flow with the committed actions as inputs (trained); off: each chunk depends only on its observation."""
     rtc_guidance: Annotated[float, Field(ge=0, le=1000)] = 5.0
-    """Largest factor of the guidance in a denoising step."""
+    """Upper bound of the guidance weight in a denoising step."""
     rtc_mask: RtcMask = RtcMask.exp
     """Weights of actions that the next chunk may change: exponential or linear decay, ones or zeros."""
     rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8

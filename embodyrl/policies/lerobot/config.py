@@ -137,22 +137,24 @@ class LeRobotConfig(BaseModel):
         history = f" for each of {steps} steps" if steps > 1 else ""
         if env.state_dim != state:
             problems.append(
-                f"env '{env.name}' has a state of {env.state_dim} numbers, the checkpoint reads "
+                f"env '{env.name}' has a state of {env.state_dim} numbers, but the checkpoint needs "
                 f"{self.state_dim + self.environment_dim}{history}{_cure(steps)}"
             )
         if cameras > len(env.cameras.names):
             problems.append(
-                f"env '{env.name}' has {len(env.cameras.names)} cameras, the checkpoint reads {len(self.cameras)}"
+                f"env '{env.name}' has {len(env.cameras.names)} cameras, but the checkpoint needs {len(self.cameras)}"
                 f"{history}{_cure(steps)}"
             )
         if self.cameras and env.cameras.size != self.image_size:
             height, width = self.image_size
             problems.append(
-                f"env '{env.name}' has images of {env.cameras.size[0]}x{env.cameras.size[1]}, the checkpoint reads "
+                f"env '{env.name}' has images of {env.cameras.size[0]}x{env.cameras.size[1]}, but the checkpoint needs "
                 f"{height}x{width}. Set env.init_params.camera_heights={height} and camera_widths={width}."
             )
         if env.action.dim != self.action_dim:
-            problems.append(f"env '{env.name}' takes {env.action.dim} numbers, the checkpoint gives {self.action_dim}.")
+            problems.append(
+                f"env '{env.name}' has {env.action.dim}-D actions, the checkpoint {self.action_dim}-D actions."
+            )
         return problems
 
     def to_json(self, kind: str, raw: Mapping[str, Any]) -> bytes:

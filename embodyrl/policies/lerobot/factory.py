@@ -99,12 +99,12 @@ class LeRobotFactory(ABC):
         doubts: tuple[str, ...] = ()
         if env.text.instructed and len(env.tasks) > 1:
             doubts = (
-                f"model={self.kind} reads no instructions; select one task (env.train.task_ids, env.eval.task_ids)",
+                f"model={self.kind} ignores instructions; select one task (env.train.task_ids, env.eval.task_ids)",
             )
         if saved.input_features and executed != cfg.num_action_chunks:
             doubts += (
-                f"the checkpoint executes {executed} actions per query (n_action_steps), model.num_action_chunks="
-                f"{cfg.num_action_chunks} are executed",
+                f"the checkpoint executes {executed} actions per query (n_action_steps), but model.num_action_chunks="
+                f"{cfg.num_action_chunks}",
             )
         record = self.record(cfg, config)
         spec = PolicySpec(

@@ -45,8 +45,8 @@ class LeRobotProcessFactory:
         executed, doubts = cfg.num_action_chunks, ()
         if executed < saved.n_action_steps:
             doubts = (
-                f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), "
-                f"model.num_action_chunks={executed} are executed",
+                f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), but "
+                f"model.num_action_chunks={executed}",
             )
         return PolicySpec(
             name=saved.type,
@@ -110,18 +110,18 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
         problems.append(f"model.cameras: {unknown} are not cameras of env '{env.name}'. Known: {', '.join(names)}.")
     if len(cfg.cameras or saved.cameras) != len(saved.cameras) or len(saved.cameras) > len(names):
         problems.append(
-            f"the checkpoint reads {len(saved.cameras)} cameras ({', '.join(saved.cameras)}), env '{env.name}' has "
+            f"the checkpoint needs {len(saved.cameras)} cameras ({', '.join(saved.cameras)}), but env '{env.name}' has "
             f"{', '.join(names) or 'none'}. Set env.init_params.camera_names, or model.cameras with one name for each."
         )
     known = [name for name in saved.cameras if name.removeprefix(PREFIX) in names]
     if not cfg.cameras and 0 < len(known) < len(saved.cameras):
         problems.append(
-            f"the checkpoint reads {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "
+            f"the checkpoint needs {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "
             f"'{env.name}' ({', '.join(names)}). Set model.cameras to the camera for each, in this order."
         )
     if saved.state_dim and saved.state_dim * steps != env.state_dim:
         problems.append(
-            f"the checkpoint reads a state of {saved.state_dim} numbers, env '{env.name}' has {env.state_dim // steps}."
+            f"the checkpoint needs a state of {saved.state_dim} numbers; env '{env.name}' has {env.state_dim // steps}."
         )
     return problems
 

@@ -23,7 +23,7 @@ from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, lacking
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
-TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."
+TRY_NOW = "To start without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
     "a local folder, or owner/name on the hub, "
     "in the public OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "

@@ -65,7 +65,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     append_stop: bool = True
     """Add the STOP token after the action placeholders, as in the original training."""
     action_head: ActionHead = ActionHead.discrete
-    """discrete tokens, or the continuous heads l1 and diffusion."""
+    """Action head: discrete tokens, or continuous actions (l1, diffusion)."""
     likelihood: Likelihood = Likelihood.head
     """Source of log-probabilities for RL: the action head (head), or an actor that corrects the greedy chunk of the
     frozen model (residual)."""

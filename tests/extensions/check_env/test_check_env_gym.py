@@ -158,8 +158,8 @@ def test_invalid_environment_report_contains_a_fix(name):
     ("name", "said"),
     [
         ("CrashesLater", "killed by SIGSEGV"),
-        pytest.param("ExitsLater", "ended itself with exit code 7", marks=slow),
-        pytest.param("LocksLater", "it hangs where Python cannot interrupt it", marks=slow),
+        pytest.param("ExitsLater", "exited with code 7", marks=slow),
+        pytest.param("LocksLater", "it hangs where Python cannot interrupt,", marks=slow),
     ],
 )
 def test_environment_that_kills_its_process_is_reported(name, said):

@@ -114,7 +114,9 @@ def test_each_dagger_round_trains_on_all_labels(tmp_path: Path) -> None:
     assert dagger(learning(tmp_path, "dagger.rounds=2", "actor.micro_batch_size=4")) == result
     for changed in ("actor.optim.lr=0.5", "data.image_aug=true", "model.num_steps=3", "seed=5"):
         name = changed.partition("=")[0].replace(".", r"\.")
-        with pytest.raises(ConfigError, match=rf"learner_round_1 was made with {name}=.*experiment_name and collect"):
+        with pytest.raises(
+            ConfigError, match=rf"learner_round_1 was created with {name}=.*experiment_name and collect"
+        ):
             dagger(learning(tmp_path, "dagger.rounds=2", changed))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == before
 

@@ -201,7 +201,7 @@ DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/fil
         (lambda r: edit_column(r, EPISODES, "length", lambda v: [9, *v[1:]]), "length 9"),
         (lambda r: edit_column(r, EPISODES, "dataset_from_index", lambda v: [1, *v[1:]]), "row 0 is episode 0 from 1"),
         (lambda r: edit_column(r, DATA, "index", lambda v: [*v[:-1], 0]), "row 1 is missing or duplicated"),
-        (lambda r: add_row(r, DATA), "the files hold 31 rows, the table of episodes names 30"),
+        (lambda r: add_row(r, DATA), "the files contain 31 rows, but meta/episodes lists 30"),
         (
             lambda r: (r / "data/chunk-000/file-001.parquet").write_bytes((r / DATA).read_bytes()),
             "no episode refers to this",

@@ -94,9 +94,9 @@ def test_interrupted_rounds_resume_with_equal_labels_and_weights(start: Path, tm
         run(words(start, one, "recap.positive_share=0.5"))
     for changed in ("actor.optim.lr=0.5", "model.num_steps=3", "objective.label_dropout=0.1", "runner.max_steps=10"):
         name = changed.partition("=")[0].replace(".", r"\.")
-        with pytest.raises(ConfigError, match=rf"round_(1|0_eval) was made with {name}=.*choose another recap\.out"):
+        with pytest.raises(ConfigError, match=rf"round_(1|0_eval) was created with {name}=.*choose another recap\.out"):
             run(words(start, one, changed))
-    with pytest.raises(ConfigError, match=r"round_0_eval was made with eval\.episodes=4"):
+    with pytest.raises(ConfigError, match=r"round_0_eval was created with eval\.episodes=4"):
         run(words(start, one, "eval.episodes=6"))
     run(words(start, one, "actor.micro_batch_size=4", "runner.logger.backends=[]"))
     assert {path: path.stat().st_mtime_ns for path in one.rglob("*.safetensors")} == before

@@ -186,7 +186,7 @@ def test_several_tasks_without_instruction_input_give_a_warning(kind, tmp_path):
     cfg, factory = model_of(kind, path=str(fresh(kind, tmp_path / "in")), num_action_chunks=4), POLICIES.get(kind)
     assert factory.spec(cfg, toy_env(), 0).doubts == ()
     several = replace(toy_env(), tasks=("go", "stop"), states_per_task=(4, 4))
-    assert "reads no instructions" in factory.spec(cfg, several, 0).doubts[0]
+    assert "ignores instructions" in factory.spec(cfg, several, 0).doubts[0]
     assert factory.spec(cfg, replace(several, text=TextSpec(instructed=False)), 0).doubts == ()
 
 

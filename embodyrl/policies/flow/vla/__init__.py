@@ -29,7 +29,7 @@ PUBLIC_LAYOUT = (
     "with config.json, model*.safetensors, statistics and the language model's tokenizer.json, as "
     "openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
-TRY_NOW = "To try things without a download, use model=openvla_oft_tiny or model=flow_small."
+TRY_NOW = "To start without a download, use model=openvla_oft_tiny or model=flow_small."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
     state = 0 if isinstance(cfg, Pi05Settings) else env.own_state_dim
     for what, size, most in (("actions", env.action.dim, model.action_dim), ("states", state, model.state_dim)):
         if size > most:
-            problems.append(f"env '{env.name}' has {what} of {size} numbers, {cfg.model_type} takes {most} at most.")
+            problems.append(f"env '{env.name}' has {what} of {size} numbers; {cfg.model_type} supports at most {most}.")
     if cfg.delta_dims > min(env.action.dim, env.own_state_dim):
         problems.append(
             f"model.delta_dims={cfg.delta_dims}: env '{env.name}' has {env.action.dim} numbers in an action and "

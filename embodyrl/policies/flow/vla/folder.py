@@ -165,7 +165,7 @@ def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
     if own is None or own == cfg.num_action_chunks or (folder / STATISTICS_FILE).exists():
         return ()
     return (
-        f"the checkpoint executes {own} actions per query (n_action_steps), model.num_action_chunks="
+        f"the checkpoint executes {own} actions per query (n_action_steps), but model.num_action_chunks="
         f"{cfg.num_action_chunks} is set",
     )
 
