@@ -177,7 +177,7 @@ def test_mismatched_environment_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"for each of 3 steps.*env.history=3.*data.history=3"):
         factory.spec(cfg, one_step, 0)
     assert factory.spec(cfg, with_history(one_step, 3), 0).inputs.state
-    with pytest.raises(ConfigError, match="takes 4 numbers"):
+    with pytest.raises(ConfigError, match="has 4-D actions"):
         factory.spec(cfg, env_of_config(config, action=ActionSpec(dim=4)), 0)
 
 
