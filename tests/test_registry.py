@@ -24,7 +24,7 @@ def test_failing_plugin_import_is_reported(tmp_path, monkeypatch, body: str) -> 
     assert numbers.get("tau") > 6
 
 
-def test_suggest_a_component_of_the_same_module() -> None:
+def test_unknown_name_error_suggests_a_component_of_the_same_module() -> None:
     numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
     with pytest.raises(UnknownNameError, match=r"not a tau\. Did you mean math:pi or math:e or math:tau\?$"):
         numbers.get("math:cos")

@@ -26,7 +26,7 @@ def run(tmp_path: Path, *words: str) -> dict[str, dict]:
 
 @pytest.mark.parametrize("model", ["openvla_oft", "smolvla", "pi05"])
 @pytest.mark.parametrize("size", ["full", "tiny"])
-def test_written_weights_are_read_instead_of_generated(tmp_path: Path, model: str, size: str) -> None:
+def test_saved_weights_are_loaded_instead_of_generated(tmp_path: Path, model: str, size: str) -> None:
     spec = importlib.util.spec_from_file_location("random_weights", ROOT / "benchmarks" / "random_weights.py")
     assert spec is not None
     assert spec.loader is not None

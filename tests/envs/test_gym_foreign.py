@@ -151,7 +151,7 @@ def test_lerobot_style_id_imports_its_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.needs("mujoco_rendering")
-def test_constructor_that_renders_finds_a_backend():
+def test_constructor_that_renders_gets_a_rendering_backend():
     """A new process without a display; MuJoCo chooses its backend when it is imported."""
     pytest.importorskip("mujoco")
     chosen = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY", "PYOPENGL_PLATFORM"}

@@ -79,7 +79,7 @@ def test_episode_that_crashes_its_worker_is_dropped(tmp_path):
     assert [f for f in films if f] == ["000", "001", "003"], "one whole video each, and no half one"
 
 
-def test_evaluation_out_of_restarts_prints_the_resume_command(tmp_path):
+def test_evaluation_that_exhausts_restarts_prints_the_resume_command(tmp_path):
     faulty = ("env.kwargs.fault=raise", "env.kwargs.at=5", "faults.max_restarts_per_worker=1")
     words = toy_words(tmp_path, *faulty, command="eval")
     done = run_cli("eval", *words, "launcher.env_workers=1", "eval.episodes=8", cwd=tmp_path)

@@ -114,7 +114,7 @@ def test_worker_output_is_capped_and_does_not_block(tmp_path):
 
 
 @pytest.mark.integration
-def test_run_out_of_worker_restarts_keeps_the_last_checkpoint(tmp_path, capsys):
+def test_run_that_exhausts_worker_restarts_keeps_the_last_checkpoint(tmp_path, capsys):
     words = ("env.kwargs.fault=raise", "env.kwargs.at=40", "launcher.env_workers=1", "runner.max_steps=9")
     words += ("faults.max_restarts_per_worker=1", "runner.save_interval=1")
     with pytest.raises(WorkerError, match=r"restarted 1 times already") as caught:

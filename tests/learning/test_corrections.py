@@ -78,7 +78,7 @@ def measure(ckpt: Path, folder: Path) -> tuple[int, int]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_corrections_of_a_person_improve_the_policy(tmp_path: Path, seed: int) -> None:
+def test_human_corrections_improve_the_policy(tmp_path: Path, seed: int) -> None:
     words = (*TABLE, *QUIET, f"runner.output_dir={tmp_path}/runs", f"seed={seed}")
     demos = f"{tmp_path}/demos"
     front = "env.init_params.camera_names=[front]"

@@ -116,7 +116,7 @@ def test_setup_prints_the_torch_build(place, tmp_path, asked, driver, extras, bu
 
 @pytest.mark.skipif(shutil.which("bwrap", path="/usr/bin:/bin") is not None, reason="bubblewrap is installed")
 @pytest.mark.parametrize("code", [0, 1])
-def test_setup_installs_bubblewrap_or_names_it(place, tmp_path, code):
+def test_setup_installs_or_suggests_bubblewrap(place, tmp_path, code):
     program(tmp_path, "sudo", 'shift; "$@"')
     program(tmp_path, "apt-get", f'echo "$@" >>"$CALLS"; exit {code}')
     done = shell(place, tmp_path, "system_libraries", EXTRAS="", CALLS=str(tmp_path / "calls"))

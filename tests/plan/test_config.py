@@ -63,7 +63,7 @@ def test_eval_null_removes_the_protocol_of_a_run(run: Path) -> None:
 
 
 @pytest.mark.needs("libero")
-def test_overrides_win_over_protocols_and_later_protocols_win() -> None:
+def test_overrides_and_later_protocols_take_precedence() -> None:
     words = ["env=libero_10", "eval=libero_standard", "eval.episodes_per_task=3", "env.eval.task_ids=[1]"]
     values, each = found("eval", *words), "eval.episodes_per_task"
     assert (values[each], values["env.eval.task_ids"], values["env.eval.state_ids"]) == (3, [1], None)

@@ -137,7 +137,7 @@ def test_each_process_gets_its_planned_gpu(tmp_path, monkeypatch):
     assert seen_by_processes(tmp_path, blind) == seen | {"env_0": "", "env_1": ""}
 
 
-def test_single_gpu_is_shared_and_cpu_hosts_hide_none(tmp_path, monkeypatch):
+def test_single_gpu_is_shared_and_cpu_hosts_hide_no_gpu(tmp_path, monkeypatch):
     for visible, gpu in (("4", "4"), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         dealt = build_run_plan(toy_config(tmp_path, *APART), training=True).devices

@@ -204,7 +204,7 @@ def test_env_kwargs_accept_any_nested_key() -> None:
         ("env=gym env.kwargs.a={} env.kwargs.a.b=1", "env.kwargs", {"a": {"b": 1}}),
     ],
 )
-def test_last_of_two_overrides_wins(words: str, key: str, value: object) -> None:
+def test_later_of_two_overrides_is_used(words: str, key: str, value: object) -> None:
     assert dict(leaves(load_config("train", words.split())))[key] == value
 
 

@@ -190,7 +190,7 @@ def test_success_ends_the_episode_with_reward_one():
     assert result.terminated[0, last]
 
 
-def test_expert_holds_the_goal_after_success():
+def test_expert_keeps_the_goal_satisfied_after_success():
     env = make()
     for task in (0, 3, 12):
         env.reset([0], [start(env.spec.reset_ids_of(task)[1], ignore=True, limit=60)])

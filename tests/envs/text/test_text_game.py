@@ -55,7 +55,7 @@ def test_game_is_won_by_action_words() -> None:
     env.close()
 
 
-def test_game_fails_in_a_hole_and_truncates_at_the_limit() -> None:
+def test_falling_into_a_hole_fails_and_the_turn_limit_truncates() -> None:
     env = make(max_turns=2)
     say(env, RIGHT, "")
     result = say(env, DOWN, "")

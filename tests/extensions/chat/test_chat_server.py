@@ -164,7 +164,7 @@ def test_seed_fixes_the_sample_and_choices_differ(port: int):
     assert texts(chat(port, "12=", seed=1, top_p=1e-6)) == texts(chat(port, "12=", temperature=0))
 
 
-def test_stop_string_ends_the_reply_and_is_not_part_of_it(port: int):
+def test_stop_string_ends_the_reply_and_is_excluded(port: int):
     (whole,) = texts(chat(port, "12=", seed=1, min_tokens=8))
     stop = whole[2:4]
     expected = whole[: whole.index(stop)]

@@ -197,7 +197,7 @@ def test_conversion_continues_after_sigkill(tmp_path: Path) -> None:
     assert [name for name in names if (out / name).read_bytes() != (tmp_path / "whole" / name).read_bytes()] == []
 
 
-def test_incomplete_result_of_other_settings_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_incomplete_result_with_other_settings_is_refused(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero", demos=21)
     damage_demo(source, "demo_20", lambda demo: demo["actions"].__setitem__((0, 0), np.nan))
     assert convert(source, tmp_path / "out") == 1
@@ -292,7 +292,7 @@ def test_episodes_with_non_finite_numbers_are_counted_as_left_out(tmp_path: Path
 
 
 @pytest.mark.parametrize("frequency", ["NaN", "Infinity", "-5", "0"])
-def test_impossible_control_frequency_is_ignored(tmp_path: Path, frequency: str) -> None:
+def test_invalid_control_frequency_is_ignored(tmp_path: Path, frequency: str) -> None:
     source = write_libero(tmp_path / "libero")
     arguments = json.dumps({"env_kwargs": {"control_freq": 1}}).replace("1", frequency)
     damage_demo(source, "demo_0", lambda demo: demo.parent.attrs.__setitem__("env_args", arguments))

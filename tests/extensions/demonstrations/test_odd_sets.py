@@ -82,14 +82,14 @@ def without_image(old: Any) -> Any:
         (lambda root: (root / DATA).write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
     ],
 )
-def test_unusable_numbers_are_errors_that_name_the_place(tmp_path: Path, damage: Any, said: str) -> None:
+def test_malformed_value_error_names_its_location(tmp_path: Path, damage: Any, said: str) -> None:
     root = write_set(tmp_path / "set")
     damage(root)
     with pytest.raises(EmbodyError, match=said):
         load_demonstrations(root)
 
 
-def test_two_instructions_of_a_number_are_refused_in_version_2(tmp_path: Path) -> None:
+def test_task_index_with_two_instructions_is_refused_in_version_2(tmp_path: Path) -> None:
     root = write_v2_set(tmp_path / "set")
     with open(root / "meta/tasks.jsonl", "a", encoding="utf-8") as file:
         file.write('{"task_index": 0, "task": "open"}\n')
@@ -97,7 +97,7 @@ def test_two_instructions_of_a_number_are_refused_in_version_2(tmp_path: Path) -
         load_demonstrations(root)
 
 
-def test_an_empty_set_of_another_program_is_not_to_be_collected(tmp_path: Path) -> None:
+def test_empty_foreign_dataset_error_does_not_suggest_collect(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set")
     for path in (root / DATA, root / "meta/episodes/chunk-000/file-000.parquet"):
         pq.write_table(pq.read_table(path).slice(0, 0), path)
@@ -118,7 +118,7 @@ def test_an_empty_set_of_another_program_is_not_to_be_collected(tmp_path: Path) 
         lambda root: edit_episodes(root, lambda rows: [row.update(tasks=None) for row in rows][:0]),
     ],
 )
-def test_unusual_forms_of_the_same_data_are_read(tmp_path: Path, change: Any, capsys) -> None:
+def test_unusual_encodings_of_the_same_data_are_read(tmp_path: Path, change: Any, capsys) -> None:
     root = write_set(tmp_path / "set")
     change(root)
     found = load_demonstrations(root)
@@ -132,7 +132,7 @@ def test_unusual_forms_of_the_same_data_are_read(tmp_path: Path, change: Any, ca
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_images_with_an_orientation_are_upright(tmp_path: Path, orientation: int) -> None:
+def test_exif_orientation_of_dataset_images_is_applied(tmp_path: Path, orientation: int) -> None:
     upright = np.zeros((32, 32, 3), np.uint8)
     upright[:8, :16] = 250
     turn = {
@@ -158,7 +158,7 @@ def test_images_with_an_orientation_are_upright(tmp_path: Path, orientation: int
         (lambda row: [1e8, row * 1e6, row / 1e9, -row], None),
     ],
 )
-def test_numbers_that_float32_cannot_distinguish_are_doubted(tmp_path: Path, values: Any, doubted: Any) -> None:
+def test_numbers_that_float32_cannot_distinguish_give_a_warning(tmp_path: Path, values: Any, doubted: Any) -> None:
     root = write_set(tmp_path / "set")
     kind = pa.list_(pa.float64())
     column("observation.state", lambda old: pa.array([values(row) for row in range(len(old))], kind))(root)
@@ -166,7 +166,7 @@ def test_numbers_that_float32_cannot_distinguish_are_doubted(tmp_path: Path, val
     assert (doubted is None and found == ()) or f"'observation.state' {doubted}: numbers differ" in found[0]
 
 
-def test_a_missing_part_of_a_set_is_doubted(tmp_path: Path) -> None:
+def test_missing_part_of_a_dataset_gives_a_warning(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", info={"total_episodes": 50})
     assert "declares 50 episodes, but meta/episodes has 3" in load_demonstrations(root).doubts[0]
 

@@ -82,7 +82,7 @@ def test_size_limit_stops_recording_but_not_the_run(tmp_path: Path, capsys) -> N
     assert "has reached runner.keep_episodes_gb" in capsys.readouterr().out
 
 
-def test_training_in_chunks_is_refused(tmp_path: Path) -> None:
+def test_keeping_episodes_of_chunked_training_is_refused(tmp_path: Path) -> None:
     assert "model.num_action_chunks=4" in TOY
     with pytest.raises(ConfigError, match="one observation per chunk"):
         train(load_config("train", toy_words(tmp_path, *QUIET, "runner.keep_episodes=all")))
@@ -90,7 +90,7 @@ def test_training_in_chunks_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
-def test_overlapping_chunks_are_refused(tmp_path: Path, word: str) -> None:
+def test_keeping_episodes_with_overlapping_chunks_is_refused(tmp_path: Path, word: str) -> None:
     with pytest.raises(ConfigError, match="actions are computed from older observations"):
         evaluated(tmp_path, "late", "runner.keep_episodes=all", word)
     assert not (tmp_path / "late").exists()

@@ -102,7 +102,7 @@ def test_exception_in_an_iql_loss_ends_the_training(tmp_path, data, monkeypatch,
         run_iql(tmp_path, data, "run")
 
 
-def test_error_of_a_non_finite_critic_loss_names_what_changed(tmp_path, data, monkeypatch):
+def test_non_finite_critic_loss_error_names_the_updated_networks(tmp_path, data, monkeypatch):
     monkeypatch.setattr(values, "critic_loss", lambda value, *_: value.sum() * math.inf)
     with pytest.raises(NonFiniteError, match=r"loss of the critics.*the policy is unchanged, but the value network"):
         run_iql(tmp_path, data, "run")

@@ -284,7 +284,7 @@ def test_each_sac_batch_contains_the_fraction_of_demonstrations(make):
     assert result["value_loss"] == pytest.approx(actor._rules.demonstration_share * 1000.0**2, rel=0.05)
 
 
-def test_time_limit_bootstraps(make):
+def test_sac_bootstraps_at_the_time_limit(make):
     """Two chunks terminate, two are truncated: only the terminated ones have no bootstrap value."""
     _, actor = make("algorithm.gamma=0.9")
     actor._store(stored(actor, [(2, "terminated"), (2, "truncated")]))

@@ -165,7 +165,7 @@ def test_presets_of_24_gb_fit_24_and_48_gb_with_simulators(preset, workers, tmp_
         assert 0.6 * most * 2**30 < memory.fullest_gpu(plan, memory.plan_memory(plan)) < most * 2**30
 
 
-def test_advice_for_a_language_model_on_24_gb_fits(tmp_path, monkeypatch):
+def test_suggested_settings_for_a_language_model_fit_24_gb(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(24564))
     with pytest.raises(ConfigError, match=r"model\.is_lora=true with rollout\.backend=hf"):
         dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch)

@@ -145,7 +145,7 @@ def test_permanent_network_outage_keeps_checkpoints(hosts, tmp_path, phase):
     assert wait_until(lambda: not (tmp_path / "run" / "lock").exists(), 5)
 
 
-def test_weights_use_their_size_in_network_traffic(hosts, tmp_path):
+def test_weight_transfer_traffic_equals_the_size_of_the_weights(hosts, tmp_path):
     """Three transfers to a rollout process on the other host; fails if each costs a whole bucket."""
     before = hosts.wire.carried_bytes
     command = start(hosts, tmp_path, PHASES[2], held=False)

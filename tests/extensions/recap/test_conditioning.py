@@ -171,7 +171,7 @@ def test_guidance_of_discrete_actions_combines_logits(tmp_path: Path):
     assert one.conditioning == GUIDED
 
 
-def test_guidance_of_heads_without_logits_of_a_chunk_is_refused():
+def test_guidance_without_logits_of_a_whole_chunk_is_refused():
     cfg = load_config(
         "eval",
         [

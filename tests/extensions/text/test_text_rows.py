@@ -282,7 +282,7 @@ def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
 
 
-def test_configured_columns_win_over_default_names(tmp_path: Path):
+def test_configured_columns_override_default_names(tmp_path: Path):
     """The rows also contain columns with the default names."""
     row = {"q": "1+1", "good": "2", "bad": "3"} | dict.fromkeys(("prompt", "chosen", "rejected", "answer"), "other")
     keys = {"path": jsonl(tmp_path / "a.jsonl", [row]), "prompt_key": "q", "answer_key": "good", "val_share": 0.0}

@@ -231,7 +231,7 @@ def test_train_command_names_a_malformed_row(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_text_sft_checkpoint_can_start_rl(tmp_path: Path):
+def test_rl_starts_from_a_text_sft_checkpoint(tmp_path: Path):
     words = ["data.path=embodyrl.extensions.text.tasks:copy", "data.kwargs={rows: 200}", "model=causal_lm_tiny"]
     words += ["runner.max_steps=40", "runner.val_check_interval=40", "actor.micro_batch_size=32", "actor.optim.lr=3e-3"]
     words += [
