@@ -131,8 +131,8 @@ class Supervisor:
         self._faults = faults
         self.say = say
         self.observers = observers
-        self._unanswered: dict[str, deque[tuple[str, float]]] = defaultdict(deque)
-        """(label, send time) of the open requests of each worker, oldest first."""
+        self._unanswered: dict[str, deque[tuple[Request, float]]] = defaultdict(deque)
+        """Open requests of each worker with their send times, oldest first."""
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self.starting: set[str] = set()
@@ -161,7 +161,7 @@ class Supervisor:
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request; `pump` passes its reply to the worker's callback."""
-        self._unanswered[worker].append((request.label, time.monotonic()))
+        self._unanswered[worker].append((request, time.monotonic()))
         for observer in self.observers:
             observer.sent(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
@@ -205,8 +205,9 @@ class Supervisor:
         """Describe the current request of a worker and its duration."""
         if worker in self.starting:
             return "starting"
-        label, sent = next(iter(self._unanswered[worker]), ("", 0.0))
-        return f"{label} since {time.monotonic() - sent:.1f} s" if label else "idle"
+        for request, sent in self._unanswered[worker]:
+            return f"{request.label} since {time.monotonic() - sent:.1f} s"
+        return "idle"
 
     def _check_stop(self) -> None:
         if not self._shielded:

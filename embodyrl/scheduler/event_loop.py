@@ -104,7 +104,9 @@ class PolicyClient:
 
     def submit(self, request: Request, on_done: OnDone) -> None:
         """Send a request to the least busy acting process; `on_done` is called inside a later `Supervisor.pump`."""
-        self._send(min(self._present(), key=lambda name: len(self._open[name])), request, on_done)
+        present = self._present()
+        idle = next((name for name in present if not self._open[name]), None)
+        self._send(idle or min(present, key=lambda name: len(self._open[name])), request, on_done)
 
     def ask_acting(self, request: Request) -> Replies:
         """Send a request to all acting processes."""

@@ -15,12 +15,12 @@ from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import (
     Done,
     EnvReport,
-    EnvRequest,
     InferRequest,
     Recording,
     ResetRequest,
     ValueRequest,
     WorkerReady,
+    portable,
 )
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
@@ -28,7 +28,7 @@ from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import Open, Phase, Slots, Stages, following_action
+from embodyrl.scheduler.slot import Open, Phase, Slots, StageKey, Stages, following_action
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
@@ -58,7 +58,6 @@ class RolloutScheduler(EventLoop):
         self._slots = Slots(run_plan.num_slots, arena, has_values=run_plan.policy.value_dim > 0)
         self._stages = Stages(run_plan.env_workers, self._num_stages)
         self._task_limits: dict[str, int | None] = {}
-        self._sequence = 0
         self._version = 0
         self._rollouts: list[Rollout] = []
         self._num_opened = 0
@@ -117,9 +116,7 @@ class RolloutScheduler(EventLoop):
             self._stages.note_slots(ready)
         # Simulators before the policy: whether a small batch waits depends on whether a simulator is busy.
         self._dispatch_env()
-        self._dispatch_inference()
-        waits_for_batch = self._policy.num_free and self._may_act.any()
-        return _SHORT_WAIT_S if waits_for_batch else patience
+        return _SHORT_WAIT_S if self._dispatch_inference() else patience
 
     @property
     def pending(self) -> bool:
@@ -157,38 +154,34 @@ class RolloutScheduler(EventLoop):
         # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
         crashed = any(rollout.crash_count for rollout in self._rollouts)
         work = None if crashed else (self._version, self._num_opened, *(rollout.openings for rollout in self._rollouts))
+        orders: list[tuple[StageKey, list[int], tuple[ResetRequest, ...]]] = []
         for key, rows in self._stages.to_check(work):
             if key[0] in self._supervisor.starting:
                 continue
-            phase = self._slots.phase[rows]
-            found = phase.tobytes()  # bytes are faster than several array comparisons
+            found = self._slots.phases(rows)
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = Phase.READY in found and self._slots.may_act(self._version, rows).any()
-            waits = ready or Phase.INFERRING in found
-            acted = rows[phase == Phase.ACTED] if Phase.ACTED in found and not waits else rows[:0]
-            resets = self._reset_requests(key[0], rows[phase == Phase.IDLE], crashed) if Phase.IDLE in found else ()
-            if not len(acted) and not resets:
-                continue
-            # Before the request is made: this allocates the target records.
-            self._slots.step(acted)
-            self._sequence += 1
-            request = EnvRequest(
-                sequence=self._sequence,
-                stage=key[1],
-                slots=(acted - self._stages.first[key[0]]).tolist(),
-                sources=self._slots.current[acted],
-                targets=self._slots.target[acted],
-                resets=resets,
-            )
-            self._stages.busy[key] = request
+            acts = Phase.ACTED in found and not (ready or Phase.INFERRING in found)
+            acted = self._slots.in_phase(Phase.ACTED, rows) if acts else []
+            resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in found else ()
+            if acted or resets:
+                orders.append((key, acted, resets))
+        # Together, because array operations take as long on a few slots as on thousands.
+        rows = np.array([row for _, acted, _ in orders for row in acted], np.int64)
+        if len(rows):
+            self._slots.step(rows)
+        sources, targets, place = self._slots.current[rows], self._slots.target[rows], 0
+        for key, acted, resets in orders:
+            own = slice(place, place := place + len(acted))
+            request = self._stages.open(key, acted, sources[own], targets[own], resets)
             # The slots of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
-    def _reset_requests(self, worker: str, rows: IntArray, crashed: bool) -> tuple[ResetRequest, ...]:
+    def _reset_requests(self, worker: str, rows: range, crashed: bool) -> tuple[ResetRequest, ...]:
         """Start the next episodes of slots; slots that continue a cut episode need no reset."""
         fresh: list[int] = []
         going_on: list[int] = []
-        for row in rows.tolist():
+        for row in self._slots.in_phase(Phase.IDLE, rows):
             rollout = self._next_rollout(worker, row, crashed=crashed)
             if rollout is None:
                 continue
@@ -242,21 +235,24 @@ class RolloutScheduler(EventLoop):
         """Return a mask [N] of slots whose observation the policy may process with the current weights."""
         return self._slots.may_act(self._version)
 
-    def _dispatch_inference(self) -> None:
-        """Send inference batches: at the target size, after a short wait, or if no more observations can arrive."""
+    def _dispatch_inference(self) -> bool:
+        """Send inference batches: at the target size, after a short wait, or if no more observations can arrive.
+
+        Return True if observations wait although a process is idle.
+        """
         slots = self._slots
         ready = np.flatnonzero(self._may_act)
         if not len(ready):
             self._ready_since = 0.0
         if not len(ready) or not (free := self._policy.num_free):
-            return
+            return False
         now = time.monotonic()
         self._ready_since = self._ready_since or now
         active, acting = int(np.count_nonzero(slots.phase)), self._policy.num_acting
         target = max(1, active // (self._num_stages * acting))
         if len(ready) < target and self._stages.busy and now - self._ready_since < _SHORT_WAIT_S:
-            return
-        self._ready_since = 0.0
+            return True
+        self._ready_since, waiting = 0.0, len(ready)
         rollout = slots.each[ready[0]].rollout
         assert rollout is not None
         # Temperature and greedy mode apply to a whole batch: slots with another mode wait for the next batch.
@@ -266,21 +262,23 @@ class RolloutScheduler(EventLoop):
         if acting > 1:
             # Several processes share the slots: none gets more than its share.
             ready = ready[: free * -(-active // acting)]
-        for rows in np.array_split(ready, min(free, max(1, len(ready) // target))):
+        batches = np.array_split(ready, min(free, max(1, len(ready) // target)))
+        for rows in batches:
             self._infer(rows, rollout)
+        return len(ready) < waiting and len(batches) < free
 
     def _infer(self, rows: IntArray, rollout: Rollout) -> None:
         slots = self._slots
         slots.phase[rows] = Phase.INFERRING
         request = InferRequest(
-            tickets=slots.current[rows],
-            noise_seeds=slots.noise_seed[rows],
-            chunks=slots.chunks[rows],
+            tickets=portable(slots.current[rows]),
+            noise_seeds=portable(slots.noise_seed[rows]),
+            chunks=portable(slots.chunks[rows]),
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
             padded_size=self._padded_size,
-            rows=rows,
+            rows=portable(rows),
         )
         self._policy.submit(request, partial(self._on_inferred, rows))
 
@@ -312,14 +310,14 @@ class RolloutScheduler(EventLoop):
                 rollout.out.reward_errors.append(why)
         stepped = [first + slot for first, request, _ in reports for slot in request.slots]
         if stepped:
-            sources = np.concatenate([np.asarray(request.sources, np.int64) for _, request, _ in reports])
-            self._on_stepped(np.array(stepped), records_of(sources), recordings)
+            self._on_stepped(np.array(stepped), recordings)
         for row in (first + local for first, _, report in reports for local in report.solved):
             self._slots.each[row].solved = True
         if resets := [first + reset.slot for first, request, _ in reports for reset in request.resets]:
             self._slots.advance(np.array(resets))
 
-    def _on_stepped(self, rows: IntArray, records: IntArray, recordings: Mapping[int, Recording]) -> None:
+    def _on_stepped(self, rows: IntArray, recordings: Mapping[int, Recording]) -> None:
+        records = records_of(self._slots.current[rows])
         terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _ENDS)
         # `take_chunks` must get every row: it counts the chunks of the quota.
         over = self._slots.take_chunks(rows) | terminated | truncated

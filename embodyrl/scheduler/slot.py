@@ -13,7 +13,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
-from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest
+from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest, portable
 from embodyrl.plan.run_plan import WorkerSlots
 from embodyrl.scheduler.rollout import NO_QUOTA, Rollout
 from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, EpisodeStart, IntArray
@@ -90,7 +90,9 @@ class Slots:
         self._num_bootstraps = int(has_values)
         self.each = [Slot(index) for index in range(count)]
         self._arena = arena
-        self.phase = np.zeros(count, np.int8)
+        # Bytes and an array of the same memory: searching a few bytes is faster than comparing arrays.
+        self._phases = bytearray(count)
+        self.phase = np.frombuffer(self._phases, np.int8)
         self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
         # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far.
         self.keeps = np.ones(count, np.bool_)
@@ -99,12 +101,20 @@ class Slots:
         # `take_chunks` doubles its width for longer episodes.
         self._taken = np.zeros((count, 32), np.int64)
 
-    def may_act(self, version: int, rows: IntArray | slice = slice(None)) -> BoolArray:
+    def phases(self, rows: range) -> bytearray:
+        """Return the phases of consecutive slots."""
+        return self._phases[rows.start : rows.stop]
+
+    def in_phase(self, phase: int, rows: range) -> list[int]:
+        """Return those of consecutive slots that are in a phase."""
+        return [row for row, own in zip(rows, self.phases(rows), strict=True) if own == phase]
+
+    def may_act(self, version: int, rows: range | None = None) -> BoolArray:
         """Return a mask [n] of slots (default: all) whose observation the policy may process with this version."""
-        phase = self.phase[rows]
-        if Phase.READY not in phase.tobytes():  # the common case; faster than an array comparison
-            return np.zeros(len(phase), np.bool_)
-        return (phase == Phase.READY) & (self.not_before[rows] <= version)
+        own = slice(None) if rows is None else slice(rows.start, rows.stop)
+        if Phase.READY not in self._phases[own]:  # the common case
+            return np.zeros(len(self.phase[own]), np.bool_)
+        return (self.phase[own] == Phase.READY) & (self.not_before[own] <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:
         """Assign the rollout's next episode to a slot; `begin` starts the episode."""
@@ -289,13 +299,12 @@ class Stages:
     """
 
     def __init__(self, workers: Sequence[WorkerSlots], per_worker: int) -> None:
-        self._rows: dict[StageKey, IntArray] = {}
+        self._all: list[tuple[StageKey, range]] = []
         self._own: dict[str, range] = {}
         for worker in workers:
             parts = np.array_split(worker.slots, min(per_worker, len(worker.slots)))
-            self._own[worker.name] = range(len(self._rows), len(self._rows) + len(parts))
-            self._rows |= {(worker.name, stage): rows for stage, rows in enumerate(parts)}
-        self._all = list(self._rows.items())
+            self._own[worker.name] = range(len(self._all), len(self._all) + len(parts))
+            self._all += [((worker.name, n), range(rows[0], rows[-1] + 1)) for n, rows in enumerate(parts)]
         self._stage_of = np.repeat(np.arange(len(self._all)), [len(rows) for _, rows in self._all])
         self.first = {worker.name: worker.slots[0] for worker in workers}
         """Index of the first slot of each worker, by worker name."""
@@ -304,15 +313,38 @@ class Stages:
         self._reports: list[tuple[int, EnvRequest, EnvReport]] = []
         self._changed: set[int] = set()
         self._work: Hashable = None
+        self._sequence = 0
 
     def slots_of(self, worker: str) -> list[int]:
         """Return the slots of a worker."""
-        return [row for stage in self._own[worker] for row in self._all[stage][1].tolist()]
+        return [row for stage in self._own[worker] for row in self._all[stage][1]]
 
     def drop_requests(self, worker: str) -> None:
         """Drop the open requests of a dead worker."""
         for stage in self._own[worker]:
             self.busy.pop(self._all[stage][0], None)
+
+    def open(
+        self,
+        key: StageKey,
+        acted: Sequence[int],
+        sources: IntArray,
+        targets: IntArray,
+        resets: tuple[ResetRequest, ...],
+    ) -> EnvRequest:
+        """Return the next request to a stage: chunks of the slots `acted`, then resets. The stage is busy from here."""
+        worker, stage = key
+        first = self.first[worker]
+        self._sequence += 1
+        request = self.busy[key] = EnvRequest(
+            sequence=self._sequence,
+            stage=stage,
+            slots=[row - first for row in acted],
+            sources=portable(sources),
+            targets=portable(targets),
+            resets=resets,
+        )
+        return request
 
     def close(self, worker: str, report: EnvReport) -> None:
         """Close the open request of a stage, and store its report."""
@@ -333,9 +365,9 @@ class Stages:
 
     def note_slots(self, rows: IntArray) -> None:
         """Mark the stages of the given slots for `to_check`."""
-        self._changed.update(np.unique(self._stage_of[rows]).tolist())
+        self._changed.update(self._stage_of[rows].tolist())
 
-    def to_check(self, work: Hashable) -> list[tuple[StageKey, IntArray]]:
+    def to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:
         """Return (stage, slots) of idle stages with events, or of all idle stages if `work` has changed or is None.
 
         Args:

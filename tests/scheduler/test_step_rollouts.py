@@ -255,7 +255,7 @@ def test_inference_batches_have_one_temperature(tmp_path, monkeypatch):
         submit = scheduler._policy.submit
 
         def noted(request, on_done):
-            asked.append((request.temperature, {temperature[seed] for seed in request.noise_seeds.tolist()}))
+            asked.append((request.temperature, {temperature[seed] for seed in request.noise_seeds}))
             submit(request, on_done)
 
         monkeypatch.setattr(scheduler._policy, "submit", noted)
