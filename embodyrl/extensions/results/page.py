@@ -20,7 +20,20 @@ _INTRO = """# Table of results
 `embodyrl results run NAME` runs a row again, `embodyrl results check` compares the new cards with the stored cards
 ([guide](../howto/results.md)). The [coverage](statistics.md) of the intervals is measured.
 """
-_COLUMNS = ("recipe", "before", "after", "seeds", "test states", "CPU-s", "wall s", "MiB", "commit", "machine", "cards")
+_COLUMNS = (
+    "recipe",
+    "command",
+    "before",
+    "after",
+    "seeds",
+    "test states",
+    "CPU-s",
+    "wall s",
+    "MiB",
+    "commit",
+    "machine",
+    "cards",
+)
 _IMPORTED = ("result", "score", "episodes", "protocol", "source")
 
 
@@ -28,11 +41,11 @@ def page_text(table: Table) -> str:
     """Return the table as a Markdown page."""
     rows = table.rows()
     measured = [row for row in rows if row.recipe and row.cards]
-    lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured)), "", "## Commands", ""]
-    for row in measured:
-        assert row.recipe is not None
-        seeds = ",".join(map(str, row.recipe.seeds))
-        lines.append(f"- {row.recipe.title}: {_commands(row.recipe)} with `seed={seeds}`")
+    lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured))]
+    if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
+        lines += ["", "## Without a card", "", "Not run, or the run folders no longer exist.", ""]
+        cells = ((_linked(one.title, one.page), one.claimed or "not run", _command_link(one)) for one in claimed)
+        lines += _markdown(("recipe", "claimed", "command"), cells)
     if imported := [row for row in rows if row.recipe is None and "imported" in row.cards[0]]:
         lines += ["", "## Results of other tools", "", *_markdown(_IMPORTED, map(_imported, imported))]
     if others := [row for row in rows if row.recipe is None and "imported" not in row.cards[0]]:
@@ -41,16 +54,17 @@ def page_text(table: Table) -> str:
             (f"[{r.name}]({CARDS}/{r.name}.md)", *(score_text(r.cards, end) for end in (BEFORE, AFTER))) for r in others
         )
         lines += _markdown(("card", "before", "after"), cells)
-    if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
-        lines += ["", "## Without a card", "", "Not run, or the run folders no longer exist.", ""]
-        cells = ((_linked(one.title, one.page), one.claimed or "not run", _commands(one)) for one in claimed)
-        lines += _markdown(("recipe", "claimed", "command"), cells)
-    return "\n".join(lines) + "\n"
+    lines += ["", "## Commands", ""]
+    for recipe in table.recipes.values():
+        lines += [f"### {recipe.name}", "", f"{recipe.title}, `seed={','.join(map(str, recipe.seeds))}`:", ""]
+        commands = enumerate((*recipe.prepare, recipe.command), 1)
+        lines += [f"{number}. `embodyrl {command}`".replace("{out}", OUT) for number, command in commands]
+        lines.append("")
+    return "\n".join(lines)
 
 
-def _commands(recipe: Recipe) -> str:
-    commands = (f"`embodyrl {one}`".replace("{out}", OUT) for one in (*recipe.prepare, recipe.command))
-    return ", then ".join(commands)
+def _command_link(recipe: Recipe) -> str:
+    return f"[{recipe.name}](#{recipe.name})"
 
 
 def summary(table: Table) -> list[str]:
@@ -78,6 +92,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     links += [f"[video]({recipe.video})"] if recipe.video else []
     return (
         _linked(recipe.title, recipe.page),
+        _command_link(recipe),
         score_text(cards, BEFORE),
         score_text(cards, AFTER),
         ", ".join(str(card["seeds"]["run"]) for card in cards),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,19 @@ TINY = "train experiment=cartpole runner.val_check_interval=24 eval.episodes=10"
 def test_page_matches_the_cards() -> None:
     page = (TABLE.folder / "index.md").read_text(encoding="utf-8")
     assert page == page_text(TABLE), "run embodyrl results page"
+
+
+def test_readme_results_link_to_their_command() -> None:
+    readme = (TABLE.folder.parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [
+        line for line in readme.partition("## Results")[2].partition("\n## ")[0].splitlines() if line.startswith("| ")
+    ]
+    assert len(rows) >= 8
+    for row in rows[2:]:
+        name = re.findall(r"docs/results/index\.md#(\w+)", row)
+        assert len(name) == 1, row
+        said = re.findall(r"experiment=\w+", row)
+        assert set(said) <= set(TABLE.recipes[name[0]].command.split()), row
 
 
 def test_every_card_has_a_readable_page() -> None:
@@ -153,11 +167,8 @@ def test_preparation_runs_once_for_all_seeds(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (out / "queue.jsonl").read_text().splitlines()]
     assert [row["run"] for row in rows] == ["own_prepare1", "own_seed0", "own_seed1"]
     assert read_card(out / "own_seed1" / "card.json")["model"]["weights"] == f"{out}/start"
-    page = page_text(open_table(tmp_path))
-    assert (
-        f"`embodyrl {prepare} runner.experiment_name=start`, then `embodyrl {command}`".replace("{out}", "runs/results")
-        in page
-    )
+    shown = f"1. `embodyrl {prepare} runner.experiment_name=start`\n2. `embodyrl {command}`"
+    assert shown.replace("{out}", "runs/results") in page_text(open_table(tmp_path))
 
 
 @pytest.mark.integration
