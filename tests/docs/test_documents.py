@@ -404,7 +404,7 @@ def test_generated_pages_do_not_scroll_horizontally(site: Path, tmp_path: Path, 
         && getComputedStyle(e).display !== "inline" && e.scrollWidth > e.clientWidth + 1)
         .map(e => e.tagName + " " + e.innerText.slice(0, 60));"""
     with browser(tmp_path / "profile", width=width) as window:
-        for page in GENERATED:
-            window.open((site / "reference" / page / "index.html").as_uri())
+        for page in (*(f"reference/{name}" for name in GENERATED), "results"):
+            window.open((site / page / "index.html").as_uri())
             assert window.run("return innerWidth") == width
             assert window.run(wide) == [], page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from embodyrl.extensions.results.table import AFTER, BEFORE, CARDS, Card, Recipe, Row, Table, score_text
+from embodyrl.extensions.results.table import AFTER, BEFORE, CARDS, Card, Row, Table, score_text
 
 PAGE, OUT = "index.md", "runs/results"
 _INTRO = """# Table of results
@@ -14,26 +14,14 @@ _INTRO = """# Table of results
 - Before, after: success (or return) in the first and the last evaluation of the training command, on test states that
   training does not use. Several seeds: mean with the 95 % interval of Student's t over seeds, then each seed. One seed:
   Wilson interval over initial states.
-- CPU-seconds and wall time include both evaluations, but no preparation; other programs share the machine. MiB: memory
-  of the largest process.
+- CPU-seconds, wall time and memory of the largest process are listed for each seed. Both evaluations are included,
+  preparations are not. Other programs share the machine.
+- [Commands](#commands) also lists test states (with the number of distinct states), commit and machine.
 
 `embodyrl results run NAME` runs a row again, `embodyrl results check` compares the new cards with the stored cards
 ([guide](../howto/results.md)). The [coverage](statistics.md) of the intervals is measured.
 """
-_COLUMNS = (
-    "recipe",
-    "command",
-    "before",
-    "after",
-    "seeds",
-    "test states",
-    "CPU-s",
-    "wall s",
-    "MiB",
-    "commit",
-    "machine",
-    "cards",
-)
+_COLUMNS = ("recipe", "before", "after", "CPU-s", "cards")
 _IMPORTED = ("result", "score", "episodes", "protocol", "source")
 
 
@@ -44,7 +32,9 @@ def page_text(table: Table) -> str:
     lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured))]
     if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
         lines += ["", "## Without a card", "", "Not run, or the run folders no longer exist.", ""]
-        cells = ((_linked(one.title, one.page), one.claimed or "not run", _command_link(one)) for one in claimed)
+        cells = (
+            (_linked(one.title, one.page), one.claimed or "not run", f"[{one.name}](#{one.name})") for one in claimed
+        )
         lines += _markdown(("recipe", "claimed", "command"), cells)
     if imported := [row for row in rows if row.recipe is None and "imported" in row.cards[0]]:
         lines += ["", "## Results of other tools", "", *_markdown(_IMPORTED, map(_imported, imported))]
@@ -55,16 +45,9 @@ def page_text(table: Table) -> str:
         )
         lines += _markdown(("card", "before", "after"), cells)
     lines += ["", "## Commands", ""]
-    for recipe in table.recipes.values():
-        lines += [f"### {recipe.name}", "", f"{recipe.title}, `seed={','.join(map(str, recipe.seeds))}`:", ""]
-        commands = enumerate((*recipe.prepare, recipe.command), 1)
-        lines += [f"{number}. `embodyrl {command}`".replace("{out}", OUT) for number, command in commands]
-        lines.append("")
+    for row in rows:
+        lines += _section(row) if row.recipe else ()
     return "\n".join(lines)
-
-
-def _command_link(recipe: Recipe) -> str:
-    return f"[{recipe.name}](#{recipe.name})"
 
 
 def summary(table: Table) -> list[str]:
@@ -91,19 +74,33 @@ def _cells(row: Row) -> tuple[str, ...]:
     links = [f"[{card['seeds']['run']}]({CARDS}/{recipe.run_name(card['seeds']['run'])}.md)" for card in cards]
     links += [f"[video]({recipe.video})"] if recipe.video else []
     return (
-        _linked(recipe.title, recipe.page),
-        _command_link(recipe),
+        f"{_linked(recipe.title, recipe.page)}<br>[command](#{recipe.name})",
         score_text(cards, BEFORE),
         score_text(cards, AFTER),
-        ", ".join(str(card["seeds"]["run"]) for card in cards),
-        _each(cards, _states),
         _cost(cards, "cpu_hours", 3600),
-        _cost(cards, "wall_hours", 3600),
-        _cost(cards, "largest_process_mib", 1),
-        _each(cards, lambda card: (card["commit"] or "not known")[:8]),
-        _each(cards, lambda card: f"{card['machine'].get('cores', '?')} x {card['machine'].get('processor', 'CPU')}"),
         ", ".join(links),
     )
+
+
+def _section(row: Row) -> Iterator[str]:
+    """Yield the lines with commands, machine and costs of a recipe."""
+    recipe, cards = row.recipe, row.cards
+    assert recipe is not None
+    yield from (f"### {recipe.name}", "", f"{recipe.title}, `seed={','.join(map(str, recipe.seeds))}`", "")
+    commands = enumerate((*recipe.prepare, recipe.command), 1)
+    yield from (f"{number}. `embodyrl {command}`".replace("{out}", OUT) for number, command in commands)
+    if cards:
+        facts = (
+            f"Test states {_each(cards, _states)}",
+            f"commit {_each(cards, lambda card: (card['commit'] or 'not known')[:8])}",
+            f"wall time {_cost(cards, 'wall_hours', 3600)} s",
+            f"memory {_cost(cards, 'largest_process_mib', 1)} MiB",
+            _each(
+                cards, lambda card: f"{card['machine'].get('cores', '?')} x {card['machine'].get('processor', 'CPU')}"
+            ),
+        )
+        yield from ("", "; ".join(facts))
+    yield ""
 
 
 def _imported(row: Row) -> tuple[str, ...]:
