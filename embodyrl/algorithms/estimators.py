@@ -50,26 +50,22 @@ def gae(
     """
     reward, value = np.asarray(reward, dtype=np.float64), np.asarray(value, dtype=np.float64)
     valid = np.asarray(valid, dtype=bool)
-    steps, stops = np.flatnonzero(valid), np.asarray([len(reward)] if ends is None else ends)
-    # Indices count valid steps only. An episode without valid steps is dropped.
-    after: list[float | None] = [None] * (len(steps) + 1)
-    places = np.concatenate([[0], valid.cumsum()])[stops]
-    for place, estimate in zip(places.tolist(), np.ravel(bootstrap).tolist(), strict=True):
-        # Where several episodes have the same end index, only the first has valid steps.
-        if after[place] is None:
-            after[place] = estimate
-    # Python floats: indexing numpy scalars is ten times slower.
-    found: list[float] = []
-    following = running = 0.0
-    for r, v, first in zip(reward[steps][::-1].tolist(), value[steps][::-1].tolist(), after[:0:-1], strict=True):
-        # Last step of an episode: reset the advantage carried backwards.
-        if first is not None:
-            following, running = first, 0.0
-        running = r + gamma * following - v + gamma * lam * running
-        found.append(running)
-        following = v
+    # Positions count valid steps only. An episode without valid steps is dropped.
+    steps, ends = np.flatnonzero(valid), np.asarray([len(reward)] if ends is None else ends)
+    stops = np.concatenate([[0], valid.cumsum()])[ends]
+    lengths = np.diff(stops, prepend=0)
+    longest = np.argsort(-lengths, kind="stable")
+    at, following, lengths = stops[longest] - 1, np.ravel(bootstrap)[longest], lengths[longest]
+    found, running = np.zeros(len(steps)), np.zeros(len(longest))
+    r, v = reward[steps], value[steps]
+    # All episodes together, from their last steps backwards; finished episodes are at the end.
+    for count in range(lengths.max(initial=0)):
+        own = np.count_nonzero(lengths > count)
+        at, following, running = at[:own], following[:own], running[:own]
+        found[at] = running = r[at] + gamma * following - v[at] + gamma * lam * running
+        following, at = v[at], at - 1
     advantage, returns = np.zeros_like(reward), np.zeros_like(reward)
-    advantage[steps] = found[::-1]
+    advantage[steps] = found
     returns[steps] = advantage[steps] + value[steps]
     return advantage, returns
 

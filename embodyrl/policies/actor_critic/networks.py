@@ -1,18 +1,14 @@
-"""Networks of the policy: linear layers, and action distributions (categorical per action dimension, or Gaussian).
+"""Action distributions of the policy: categorical per action dimension, or Gaussian.
 
 Raw samples of a head, the `choice` [B, K, A], are category ids (int64), or real numbers where -1..1 spans the range
 of a bounded action dimension.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from embodyrl.policies.actor_critic.shape import NetShape
@@ -22,80 +18,6 @@ from embodyrl.types import FloatArray, IntArray
 _WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
 """Logit of padded categories: their probability is exactly 0, and 0 * -1e9 is finite."""
-
-
-class Stack(nn.Sequential):
-    """Linear layers of a small network with an activation between them."""
-
-    def __init__(self, layers: dict[str, nn.Module], activation: str) -> None:
-        """Build the network from linear layers by name and an activation, tanh or relu."""
-        super().__init__(OrderedDict(layers))
-        self.activation = activation
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [B, in] to [B, out]."""
-        return stacked(input, self)[0]
-
-
-def stacked(x: Tensor, *stacks: Stack) -> Sequence[Tensor]:
-    """Return the output [B, out] of each `Stack` for the same x [B, in]; all have the same depth and activation."""
-    weights = [weight for stack in stacks for weight in stack.parameters()]
-    activation, depth = stacks[0].activation, len(stacks[0])
-    plain = x.device.type == "cpu" and x.dtype == weights[0].dtype == torch.float32
-    if plain and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling():
-        return _Stacks.apply(x, activation, depth, *weights)
-    return [_layers(x, activation, weights[at : at + 2 * depth]) for at in range(0, len(weights), 2 * depth)]
-
-
-def _layers(x: Tensor, activation: str, weights: Sequence[Tensor]) -> Tensor:
-    for at in range(0, len(weights) - 2, 2):
-        x = functional.linear(x, weights[at], weights[at + 1])
-        x = x.tanh() if activation == "tanh" else x.relu()
-    return functional.linear(x, weights[-2], weights[-1])
-
-
-def _activate(x: Tensor, activation: str) -> Tensor:
-    if activation == "relu":
-        return x.relu_()
-    np.tanh(values := x.numpy(), out=values)  # several times as fast as torch's
-    return x
-
-
-class _Stacks(torch.autograd.Function):
-    """Autograd function of `stacked`; `weights`: weight and bias of each layer of each stack."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, depth: int, *weights: Tensor) -> tuple[Tensor, ...]:
-        inputs, outputs = [], []
-        for start in range(0, len(weights), 2 * depth):
-            here = x
-            for at in range(start, start + 2 * depth, 2):
-                inputs.append(here)
-                here = functional.linear(here, weights[at], weights[at + 1])
-                if at < start + 2 * depth - 2:
-                    here = _activate(here, activation)
-            outputs.append(here)
-        ctx.activation, ctx.depth = activation, depth
-        ctx.save_for_backward(*inputs, *weights[::2])
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        kept, depth = ctx.saved_tensors, ctx.depth
-        inputs, weights = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-        to_x = ctx.needs_input_grad[0]
-        of_x, of_weights = None, []
-        for grad, end in zip(reversed(grads), range(len(inputs), 0, -depth), strict=True):
-            for at in range(end - 1, end - depth - 1, -1):
-                of_weights += [grad.sum(0), grad.t() @ inputs[at]]
-                if at > end - depth:
-                    grad, y = grad @ weights[at], inputs[at]
-                    grad = grad.mul_(y > 0) if ctx.activation == "relu" else grad.addcmul_(grad * y, y, value=-1)
-            if to_x:
-                part = grad @ weights[end - depth]
-                of_x = part if of_x is None else of_x + part
-        return of_x, None, None, *of_weights[::-1]
 
 
 class CategoricalHead(nn.Module):
@@ -191,14 +113,13 @@ class GaussianHead(nn.Module):
         """Return the log density and the entropy of raw samples, all [B, K, A]."""
         mean, log_std = self.spread(outputs)
         log_std = log_std if temperature == 1.0 else log_std + math.log(temperature)
-        if not self._correlation and not choice.requires_grad and torch.is_grad_enabled():
-            return _Density.apply(mean, log_std, choice)
         distance = (choice - mean) / log_std.exp()
         if self._correlation:
             fresh = (distance[:, 1:] - self._correlation * distance[:, :-1]) / self._fresh
             distance = torch.cat([distance[:, :1], fresh], 1)
             log_std = log_std + math.log(self._fresh) * (torch.arange(mean.shape[1]) > 0).to(mean)[:, None]
-        return _density(distance, log_std)
+        logprob = torch.addcmul(-log_std - _LOG_ROOT, distance, distance, value=-0.5)
+        return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
 
     def _linked(self, noise: Tensor) -> Tensor:
         """Return autoregressive noise from normal noise [B, K, A]: consecutive actions of a chunk are correlated."""
@@ -226,33 +147,7 @@ class GaussianHead(nn.Module):
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 
-def _density(distance: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log density and entropy [B, K, A] at `distance` standard deviations from the mean."""
-    logprob = torch.addcmul(-log_std - _LOG_ROOT, distance, distance, value=-0.5)
-    return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
-
-
 _LOG_ROOT = 0.5 * math.log(2 * math.pi)
-
-
-class _Density(torch.autograd.Function):
-    """`_density` as one operation for autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, log_std: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        deviation = log_std.exp()
-        distance = (choice - mean) / deviation
-        ctx.save_for_backward(distance, deviation)
-        return _density(distance, log_std)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (distance, deviation), (of_logprob, of_entropy) = ctx.saved_tensors, grads
-        # With d = (choice - mean) / deviation, the derivatives are d / deviation and d^2 - 1.
-        of_distance = of_logprob * distance
-        of_log_std = (of_distance * distance).sub_(of_logprob).add_(of_entropy)
-        return of_distance / deviation, of_log_std.sum_to_size(deviation.shape), None
 
 
 class SquashedHead(GaussianHead):

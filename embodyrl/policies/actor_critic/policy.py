@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.actor_critic.critics import Critics
-from embodyrl.policies.actor_critic.networks import SquashedHead, Stack, build_head, stacked
+from embodyrl.policies.actor_critic.networks import SquashedHead, build_head
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, WEIGHTS_FILE, NetShape
 from embodyrl.policies.protocol import PolicyRequest
@@ -70,13 +70,6 @@ class ActorCritic(nn.Module):
         """Return value estimates [B, V]."""
         return features[:, :0] if self.value_head is None else self.value_head(features)
 
-    def both(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the results of `outputs` and `value`, computed together."""
-        if self.value_head is None:
-            return self.outputs(features), self.value(features)
-        outputs, value = stacked(features, self.policy, self.value_head)
-        return outputs.view(-1, self.shape.num_actions, self.shape.outputs), value
-
 
 class RunningMoments(nn.Module):
     """Mean and variance of all vectors [S] so far; buffers, so that they are saved with the weights."""
@@ -133,7 +126,8 @@ class ActorCriticPolicy:
 
         Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `networks.GaussianHead`).
         """
-        outputs, value = self._net.both(self.features(obs))
+        features = self.features(obs)
+        outputs, value = self._net.outputs(features), self._net.value(features)
         scale = temperature or self._temperature
         uniform = None
         if noise is not None:
@@ -154,7 +148,8 @@ class ActorCriticPolicy:
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
-        outputs, value = self._net.both(self.features(obs))
+        features = self.features(obs)
+        outputs, value = self._net.outputs(features), self._net.value(features)
         choice = on_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
         logprob, entropy = self._net.head.score(outputs, choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=value)
@@ -222,12 +217,13 @@ class ActorCriticPolicy:
         return self._net.features(on_device(images, self._device), state)
 
 
-def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float) -> Stack:
+def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float) -> nn.Sequential:
     pairs = list(pairwise(widths))
     gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
-    layers = (init(nn.Linear(a, b), own) for (a, b), own in zip(pairs, gains, strict=True))
-    # Names in weights saved when activations were separate layers.
-    return Stack({str(2 * index): layer for index, layer in enumerate(layers)}, activation)
+    layers: list[nn.Module] = []
+    for (a, b), own in zip(pairs, gains, strict=True):
+        layers += [init(nn.Linear(a, b), own), nn.Tanh() if activation == "tanh" else nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def _convolutions(shape: NetShape, init: _Init) -> nn.Sequential:
