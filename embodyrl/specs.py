@@ -326,7 +326,7 @@ class PolicySpec:
     """True if sampled actions are a differentiable function of the weights (`policies.protocol.SoftActor`)."""
     steering: SteeringSpec | None = None
     rates: bool = False
-    """True if a trained value head of this policy is a reward model for `reward.path`."""
+    """True if a trained value head of this policy can be used as a reward model (`reward.path`)."""
     doubts: tuple[str, ...] = ()
     """Warnings of the banner, one line each: valid but possibly unintended settings."""
 
@@ -359,7 +359,7 @@ class PolicyCosts:
     activation_bytes: int = 0
     """Number of bytes that the forward pass of a sample stores for the backward pass."""
     shared_bytes: tuple[int, int] = (0, 0)
-    """Bytes stored for a sample and for a distinct prompt, if equal prompts are computed once; (0, 0): they are not."""
+    """Bytes stored for a sample and for a distinct prompt, if equal prompts are computed once; (0, 0): unsupported."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)

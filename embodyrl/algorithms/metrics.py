@@ -14,7 +14,7 @@ from embodyrl.types import Episode
 
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
-"""Weighted sums that are divided by the summed weights, so they are means under every `loss_agg_func`."""
+"""Metrics that are weighted sums, divided by the summed weights, so they are means under every `loss_agg_func`."""
 
 
 def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:

@@ -17,11 +17,11 @@ class SamplingSettings(Settings):
     temperature: Positive = 1.0
     """Sampling temperature of rollouts, also used for log-probabilities in the loss."""
     top_k: CountOrAll = -1
-    """Text generation only; -1: off."""
+    """Text generation only: sample from the k most probable tokens; -1: off."""
     top_p: Share = 1.0
-    """Text generation only; 1: off."""
+    """Text generation only: probability mass of nucleus sampling; 1: off."""
     repetition_penalty: Positive = 1.0
-    """Text generation only; 1: off."""
+    """Text generation only: penalty on tokens that occur in the prompt or the reply; 1: off."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Text generation only: subtracted from the logit of a token for each of its occurrences in the reply; 0: off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0

@@ -12,7 +12,7 @@ from embodyrl.registry import installed
 TRUST = "trust=true"
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
-"""Values that import code (package.module:attr, package:Id-v0) or receive data of the run (addresses)."""
+"""Pattern of values that import code (package.module:attr, package:Id-v0) or receive data of the run (addresses)."""
 _PLAIN = (
     *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),

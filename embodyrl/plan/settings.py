@@ -49,7 +49,7 @@ class RunnerSettings(Settings):
     experiment_name: Name | None = None
     """Name of the run folder; default: time, environment, model and algorithm."""
     on_existing: OnExisting = OnExisting.error
-    """Response to an existing run folder."""
+    """If the run folder exists: error, resume the run, or rename the new run."""
     max_steps: Count = 100
     """Number of training steps."""
     max_epochs: CountOrAll = -1

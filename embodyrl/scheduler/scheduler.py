@@ -63,7 +63,7 @@ class RolloutScheduler(EventLoop):
         self._num_opened = 0
         self._tally = Tally()
         self._tally_since: float | None = None
-        """Time at which open rollouts started to progress outside of `finish`; None: they did not."""
+        """Time since which open rollouts progress outside of `finish`; None: no open rollout."""
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:

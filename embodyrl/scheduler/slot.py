@@ -64,7 +64,7 @@ class Slot:
     """The episode that a slot runs."""
 
     index: int
-    """Index over all workers."""
+    """Index of the slot among the slots of all workers."""
     rollout: Rollout | None = None
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None

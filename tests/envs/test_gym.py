@@ -356,7 +356,7 @@ def test_wrong_observation_shape_is_an_error():
         ("test_gym:needs_box", {}, MissingDependencyError, "install box"),
         ("CartPole-v1", {"kwargs": {"speed": 2}}, ConfigError, "speed"),
         (COUNTER, {"kwargs": {"speed": 2}}, ConfigError, "speed"),
-        (COUNTER, {"kwargs": {"action": "text"}}, ConfigError, "are not supported; Discrete"),
+        (COUNTER, {"kwargs": {"action": "text"}}, ConfigError, "are not supported. Convert the space to Discrete"),
         (COUNTER, {"wrappers": ["test_gym:needs_more"]}, ConfigError, "cannot wrap"),
         (COUNTER, {"wrappers": ["test_gym:nothing"]}, UnknownNameError, "nothing"),
     ],

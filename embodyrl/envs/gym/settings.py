@@ -29,11 +29,12 @@ class GymSettings(EnvSettings, RewardSettings):
     instruction_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the instruction in the observation or in the info of reset; nested keys as a.b."""
     controls: list[dict[str, Any]] = []
-    """Inputs of a person in `embodyrl play`, each {key: ArrowLeft, pad: axis0-, index: 0, value: -1, label: left}. key:
-    a KeyboardEvent.code. pad: buttonN, axisN+ or axisN- of a gamepad. index, value: the dimension that the input sets.
-    Default: two keys for each number of the action, or a digit for each category."""
+    """Keyboard and gamepad inputs in `embodyrl play`, each {key: ArrowLeft, pad: axis0-, index: 0, value: -1, label:
+    left}. key: a KeyboardEvent.code. pad: buttonN, axisN+ or axisN- of a gamepad. index, value: the dimension that the
+    input sets. Default: two keys for each number of the action, or a digit for each category.
+    """
     neutral: list[float] = []
-    """Action without an input of a person; default: zeros."""
+    """Action while no input is pressed; default: zeros."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the success flag in info; nested keys as a.b; null: success, is_success or succeed."""
 

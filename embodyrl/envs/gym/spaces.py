@@ -167,9 +167,8 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
         low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
         return ActionSpec(dim=len(low), low=tuple(low), high=tuple(high))
     raise ConfigError(
-        f"env.id={env_id}: actions of {space} are not supported; Discrete, MultiDiscrete, MultiBinary and Box "
-        f"(floats, or integers with up to {_MOST} values) are. Convert it to one of them with a wrapper in "
-        f"env.wrappers."
+        f"env.id={env_id}: actions of {space} are not supported. Convert the space to Discrete, MultiDiscrete, "
+        f"MultiBinary or Box (floats, or integers with up to {_MOST} values) with a wrapper in env.wrappers."
     )
 
 

@@ -14,7 +14,7 @@ from embodyrl.envs.libero.scene import Box, Goal, Scene
 from embodyrl.types import DoubleArray, FloatArray
 
 OPENING = 0.078
-"""Maximum width of a grasped object."""
+"""Maximum width of a graspable object, in metres."""
 
 _SQUARE = 0.075
 """Objects narrower than this in both directions may be grasped in either direction."""

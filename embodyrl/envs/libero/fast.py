@@ -41,7 +41,7 @@ class _Arm(NamedTuple):
 
     site: int
     first: int
-    """Degree of freedom of the arm's first joint."""
+    """Index of the degree of freedom of the arm's first joint."""
     position: DoubleArray
     """Position [3] of the hand, m."""
     rotation: DoubleArray

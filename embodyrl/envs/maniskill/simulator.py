@@ -27,7 +27,7 @@ MAX_FACES = 400
 
 @contextlib.contextmanager
 def lean_visuals() -> Iterator[None]:
-    """Replace GLB meshes with reduced copies in SAPIEN's builders inside this context."""
+    """Load reduced copies instead of GLB meshes in SAPIEN's builders inside this context."""
     from sapien.wrapper.actor_builder import ActorBuilder  # pyright: ignore[reportMissingImports]
 
     original = ActorBuilder.add_visual_from_file

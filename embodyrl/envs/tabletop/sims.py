@@ -25,9 +25,9 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 OPEN, CLOSED = -1.0, 1.0
 
 _ABOVE = 0.02
-"""Horizontal distance in metres from a point below which the gripper descends to it."""
+"""Maximum horizontal distance in metres to a target at which the closed, empty gripper descends."""
 _CONE = 0.05
-"""Horizontal distance at which open fingers, or a held block, may descend: there are no obstacles."""
+"""Maximum horizontal distance to a target at which the gripper descends with open fingers or a held block."""
 _HALF = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 

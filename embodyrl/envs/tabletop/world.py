@@ -17,7 +17,7 @@ STEP = 0.04
 REACH = 0.32
 """Maximum absolute x and y of the gripper, in metres."""
 TOP = 0.12
-"""Maximum height of the gripper above the table (0)."""
+"""Maximum height of the gripper above the table, in metres."""
 TRAVEL_HEIGHT = 0.10
 BLOCK_SIDE = 0.06
 BLOCK_HEIGHT = 0.05

@@ -30,7 +30,7 @@ class Samples:
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1
-    """Number of steps per sample; 2: a pair of a chunk of a better and a chunk of a worse episode."""
+    """Number of entries of `steps` per sample; 2: a chunk of a better and a chunk of a worse episode."""
 
     def __len__(self) -> int:
         return len(self.steps) // self.width

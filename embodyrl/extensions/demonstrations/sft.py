@@ -55,7 +55,7 @@ class SftResult:
     step: int
     checkpoint: Path
     metrics: dict[str, float]
-    """Metrics of the last validation; empty without one."""
+    """Metrics of the last validation; empty without validation."""
 
 
 def sft(

@@ -91,7 +91,7 @@ def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -
     """Load additional demonstrations of `env`; `alike`: fields of the spec that must be equal to those of `env`."""
     other = read_card(resolve_asset(folder), data).env
     if differs := differences(other, env, *alike):
-        raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
+        raise ConfigError(f"{folder} differs from data.path in {differs}. Use data of the same environment.")
     return load_demonstrations(resolve_asset(folder), data)
 
 

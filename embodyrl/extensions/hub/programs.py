@@ -34,7 +34,7 @@ def program_of(name: str) -> Callable[..., Any]:
     if module_name not in sys.modules:
         if not path.is_file():
             found = ", ".join(sorted(one.name for one in folder.iterdir()))
-            raise ConfigError(f"env.id={name}: the repository has no {FILE} (files: {found}); EnvHub needs one.")
+            raise ConfigError(f"env.id={name}: the repository has no {FILE} (files: {found}), which EnvHub requires.")
         _import(module_name, path, name)
     found = getattr(sys.modules[module_name], FUNCTION, None)
     if not callable(found):

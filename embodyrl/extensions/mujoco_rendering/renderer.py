@@ -92,7 +92,7 @@ def choose_renderer() -> Renderer:
 
 
 def check_egl(frame: Frame) -> Renderer:
-    """Select EGL if a GPU rendered with it."""
+    """Return EGL if the frame was rendered on a GPU, else OSMesa with the reason and a fix."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
     folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _VENDORS).split(":")
     if not any(file for folder in folders for file in Path(folder).glob("*nvidia*.json")):

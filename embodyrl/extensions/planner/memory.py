@@ -355,7 +355,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
 
 
 def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
-    """Return config changes that reduce GPU memory and are not made yet, as text."""
+    """Return the settings that would reduce GPU memory and are not in use yet, as text."""
     cfg, workers = run_plan.cfg, len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
     if drawn and not run_plan.env.simulator.lockstep:

@@ -26,9 +26,9 @@ class Round:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of the value models and labels (`labelling.label`)."""
     success: float | None = None
+    """Success rate on the evaluation states, with its 95 % interval `low` to `high`; None without an evaluation."""
     low: float | None = None
     high: float | None = None
-    """Success rate on the evaluation states, with the bounds of its 95 % interval; None without an evaluation."""
     episodes: int = 0
 
 

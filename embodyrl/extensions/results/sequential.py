@@ -94,7 +94,7 @@ def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Se
     sides = [_Side(run, words, config_dirs) for run in runs]
     first, second = (side.compose() for side in sides)
     if differs := other_worlds(plain(first), plain(second), state_keys()):
-        raise ConfigError(f"--until-significant: the initial states of the runs are different ({differs}).")
+        raise ConfigError(f"--until-significant: initial states of the runs differ ({differs}); use equal settings.")
     most = min(map(_most_pairs, (first, second)))
     say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     say(f"at most {most} episodes of each policy; level 5 % at every number of episodes")

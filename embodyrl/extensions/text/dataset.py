@@ -109,7 +109,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, ConfigError) or not cfg.kwargs:
             raise
-        raise ConfigError(f"data.path={cfg.path} returns no rows with data.kwargs={cfg.kwargs}: {error}.") from error
+        raise ConfigError(f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}.") from error
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens = np.arange(rows.total), 0
     template = ChatTemplate.read(tokenizer) if tokenizer is not None and chat else None

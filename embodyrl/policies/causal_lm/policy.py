@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
 ADAPTED_SEED = 0
-"""Seed of the random weights below adapters.
+"""Seed of random base weights of adapters.
 Checkpoints contain only the adapters, which fit every run with this seed."""
 VALUE_FILE = "value_head/model.safetensors"
 """File of the value head, in a separate folder because other tools load every weight file next to config.json."""

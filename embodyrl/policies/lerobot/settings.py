@@ -17,7 +17,7 @@ class LeRobotSettings(ResidualSettings):
     needs = {"likelihood=dsrl": "noise_bound"}
 
     precision: Precision = Precision.fp32
-    """Compute precision: fp32."""
+    """Compute precision; only fp32 is supported."""
     cameras: list[str] | None = None
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names."""

@@ -309,7 +309,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} contains a {type(content).__name__}, not an object. Download the file again.")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, not a JSON object. Download it again.")
     return content
 
 

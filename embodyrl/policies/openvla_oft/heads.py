@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TRAIN_STEPS = 50
-"""Denoising steps of the public training recipe."""
+"""Number of diffusion steps in the public training recipe."""
 RESIDUAL_BLOCKS = 2
 
 

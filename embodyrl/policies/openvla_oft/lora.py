@@ -74,7 +74,7 @@ def read_adapter(folder: Path) -> Adapter:
         elif ".base_layer." in name:
             replaced[name.replace(".base_layer.", ".")] = tensor
         else:
-            raise CheckpointError(f"{path} has a weight '{key}' that is not a part of a plain LoRA adapter.")
+            raise CheckpointError(f"{path} has a weight '{key}'; only plain LoRA adapters are supported.")
     if low.keys() != high.keys():
         odd = sorted(low.keys() ^ high.keys())[0]
         raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; download the file again.")

@@ -151,7 +151,7 @@ def test_unreadable_data_sources_are_errors(tmp_path: Path):
         ({"sise": 3}, "rejects"),
         ({"size": "x"}, "rejects"),
         ({"rows": "x"}, "rejects"),
-        ({"letters": ""}, "returns no rows with"),
+        ({"letters": ""}, "fails with"),
     ):
         with pytest.raises(ConfigError, match=rf"{message} data\.kwargs"):
             open_rows(RowSettings(path="embodyrl.extensions.text.tasks:copy", kwargs=kwargs), tokenizer=None)

@@ -8,7 +8,7 @@ from embodyrl.config.settings import Index, Path, Seconds, Settings, Weight
 
 
 class JudgeSettings(Settings):
-    """Reward functions of a reply."""
+    """Config keys for the reward functions of text replies."""
 
     needs = {"overlong_buffer": "overlong_penalty"}
 

@@ -134,7 +134,8 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
         )
     if empty := [part for part in PARTS if not chosen.get(part)]:
         raise CheckpointError(
-            f"{where} contains no statistics of {' and '.join(empty)}; the file is damaged or of another step."
+            f"{where} contains no statistics of {' and '.join(empty)}; the file is damaged or belongs "
+            "to another processor step."
         )
     return {part: to_statistics(chosen[part], f"{where}: {part}") for part in PARTS}
 
