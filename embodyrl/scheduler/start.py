@@ -146,20 +146,28 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
     )
 
 
-_PINNING = "PYTORCH_ALLOC_CONF"
-_EXACT_PINNING = {_PINNING: os.environ.get(_PINNING, "pinned_max_round_threshold_mb:8")}
-"""Environment variable that stops torch from rounding pinned memory up to powers of two."""
-
-
 def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
     return WorkerSpec(
         name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
-        environ={"OMP_NUM_THREADS": _threads()} | (_EXACT_PINNING if init.actor.fsdp.cpu_offload else {}),
+        environ={"OMP_NUM_THREADS": _threads()} | _allocator(init, gpu),
         component=component,
         gpu=gpu,
     )
+
+
+def _allocator(init: PolicyHostInit, gpu: str | None) -> dict[str, str]:
+    """Return the variable with options of torch's allocator, unless the user has set it."""
+    if gpu is None or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return {}
+    options = []
+    if not init.request.engine.get("enable_sleep_mode"):  # its memory pool refuses expandable segments
+        # Without them, freed blocks of other sizes stay reserved: a tenth to a fifth more memory, measured on an H100.
+        options.append("expandable_segments:True")
+    if init.actor.fsdp.cpu_offload:
+        options.append("pinned_max_round_threshold_mb:8")  # not rounded up to powers of two
+    return {"PYTORCH_ALLOC_CONF": ",".join(options)} if options else {}
 
 
 def _threads() -> str:

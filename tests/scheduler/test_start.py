@@ -24,13 +24,25 @@ def test_optimizer_steps_on_cpu_use_all_cores(tmp_path, monkeypatch, offload, gp
         assert policy_init(run_plan, arena, None).threads == (available_cores() if all_cores else 1)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_cpu_offload_limits_rounding_of_pinned_allocations(offload, tmp_path):
-    words = (f"actor.fsdp.cpu_offload={str(offload).lower()}", "launcher=local")
-    run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
-    arena = Arena.create(run_plan.layout, 1)
-    try:
+GROWING, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:8"
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "given", "options"),
+    [
+        ((), "0", {}, GROWING),
+        (("actor.fsdp.cpu_offload=true",), "0", {}, f"{GROWING},{EXACT}"),
+        (("rollout.vllm.enable_sleep_mode=true",), "0", {}, None),
+        ((), "", {}, None),
+        ((), "0", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_allocator_options_of_policy_processes(words, gpus, given, options, tmp_path, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"CUDA_VISIBLE_DEVICES": gpus} | given).items():
+        monkeypatch.setenv(name, value)
+    run_plan = build_run_plan(toy_config(tmp_path, "launcher=local", *words), training=True)
+    with closing(Arena.create(run_plan.layout, 1)) as arena:
         (spec,) = plan_hosts(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
-    finally:
-        arena.close()
-    assert (spec.environ.get("PYTORCH_ALLOC_CONF") == "pinned_max_round_threshold_mb:8") is offload
+    assert spec.environ.get("PYTORCH_ALLOC_CONF") == options

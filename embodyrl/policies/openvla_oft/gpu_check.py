@@ -207,11 +207,13 @@ def _train(parts: GpuParts, holder: list[Policy], device: str, name: str, costs:
 
 
 def planned_bytes(costs: PolicyCosts, batch: int) -> int:
-    """Return the planned peak memory of an optimizer step on one GPU.
+    """Return the planned peak memory of an optimizer step with one micro-batch on one GPU.
 
     Trained weights, their gradients and moments are float32; frozen weights and copies for autocast are bfloat16.
+    Activations and copies are freed while gradients are allocated, so the peak is at one end of the backward pass.
     """
+    trained = costs.num_parameters if costs.num_trained is None else costs.num_trained
+    frozen = 0 if costs.num_trained is None else 2 * costs.num_parameters
+    copied = 2 * (costs.num_parameters - costs.outside_layers) if costs.num_trained is None else 0
     activations = batch * costs.activation_bytes + costs.scoring(batch)[0]
-    if costs.num_trained is not None:
-        return 2 * costs.num_parameters + 16 * costs.num_trained + activations
-    return 16 * costs.num_parameters + 2 * (costs.num_parameters - costs.outside_layers) + activations
+    return frozen + max(12 * trained + copied + activations, 16 * trained)

@@ -165,6 +165,16 @@ def test_presets_of_24_gb_fit_24_and_48_gb_with_simulators(preset, workers, tmp_
         assert 0.6 * most * 2**30 < memory.fullest_gpu(plan, memory.plan_memory(plan)) < most * 2**30
 
 
+def test_textures_are_planned_for_the_tasks_that_fit_in_host_memory(tmp_path, monkeypatch):
+    pytest.importorskip("libero.libero")
+    planned = {}
+    for gib in (900, 110):
+        monkeypatch.setattr(env_factory, "available_bytes", lambda gib=gib: gib * 2**30)
+        cfg = config("libero_10_lora_1gpu", tmp_path, monkeypatch)
+        planned[gib] = memory.plan_memory(run_plan.build_run_plan(cfg, training=True)).env_gpu
+    assert planned == {900: 2_000_000_000, 110: 1_100_000_000}
+
+
 def test_suggested_settings_for_a_language_model_fit_24_gb(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(24564))
     with pytest.raises(ConfigError, match=r"model\.is_lora=true with rollout\.backend=hf"):
@@ -194,16 +204,17 @@ def test_speed_table_is_found_by_gpu_name(name, speed, tmp_path, monkeypatch):
 def test_measured_rates_replace_assumed_rates(tmp_path, monkeypatch):
     """Rates of another GPU, and incomplete ones, are not used."""
     pytest.importorskip("libero.libero")
-    assumed = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch)
+    words = ("actor.micro_batch_size=8", "launcher.env_workers=64")
+    assumed = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
     assert "650 TFLOP/s in bfloat16" in assumed
     assert "simulators 625 chunks/s" in assumed, "all processes share a GPU that renders"
     report = tmp_path / "report.json"
     half = {"flops": 325e12, "slow_flops": 25e12, "bandwidth": 1.4e12}
     keep_measured({"NVIDIA L4": half, H100[-1]: {"flops": 1.0}}, report, "2026-01-02")
-    assert dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch) == assumed
+    assert dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words) == assumed
     chunk = chunk_name(RenderProfile.full, fast=True, on_gpu=True)
     keep_measured({H100[-1]: half, chunk: {"chunk_s": 10.0}}, report, "2026-01-02")
-    measured = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch)
+    measured = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
     assert f"measured of each GPU ({H100[-1]}): 325 TFLOP/s in bfloat16, 1.4 TB/s" in measured
     assert "rates from FOLDER/report.json (2026-01-02), time of simulators from FOLDER/report.json" in measured
     assert "bound by simulators" in measured

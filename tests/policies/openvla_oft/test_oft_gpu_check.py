@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from embodyrl.findings import GpuParts
@@ -27,11 +28,16 @@ def test_failed_build_does_not_end_the_check() -> None:
     assert "building the policy" in result.text
 
 
-def test_planned_bytes_depend_on_the_precisions() -> None:
-    costs = PolicyCosts(num_parameters=100, outside_layers=40, activation_bytes=10, logit_bytes=(5, 7))
-    assert planned_bytes(costs, 2) == 1600 + 120 + 27
-    costs = PolicyCosts(num_parameters=100, num_trained=5, activation_bytes=10, logit_bytes=(5, 7))
-    assert planned_bytes(costs, 2) == 200 + 80 + 27
+@pytest.mark.parametrize(
+    ("trained", "activation", "planned"),
+    [(None, 10, 1600), (None, 500, 1200 + 120 + 1007), (5, 10, 200 + 60 + 27), (5, 0, 200 + 80)],
+)
+def test_planned_bytes_are_the_larger_end_of_the_backward_pass(trained, activation, planned) -> None:
+    logits = (5, 7) if activation else (0, 0)
+    costs = PolicyCosts(
+        num_parameters=100, num_trained=trained, outside_layers=40, activation_bytes=activation, logit_bytes=logits
+    )
+    assert planned_bytes(costs, 2) == planned
 
 
 def test_weights_of_7b_are_generated_on_the_device(tmp_path):
