@@ -9,9 +9,9 @@ from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.devices import visible_gpus
-from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
+from embodyrl.extensions.planner.simulators import rendering_bytes
 from embodyrl.files import available_bytes
 from embodyrl.plan.episodes import groups_per_step
 from embodyrl.plan.run_plan import RunPlan
@@ -163,10 +163,6 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
     acting_batch = _acting_batch(run_plan, cfg, costs) if on_gpu else 0
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
-    tasks = len(run_plan.env_workers[0].slots)
-    if env.task_bytes:
-        held = tasks_in_memory(env.task_bytes, run_plan.env_workers_per_node)
-        tasks = min(tasks, held, len(cfg.env.train.task_ids or run_plan.env.tasks))
     return MemoryPlan(
         weights=0 if offloaded else (kept + aside) // shards,
         gathered=whole + (2 * costs.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
@@ -187,7 +183,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
         env_worker=_ENV_PROCESS + env.task_bytes,
-        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * tasks,
+        env_gpu=rendering_bytes(run_plan),
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained

@@ -1,0 +1,13 @@
+"""GPU memory of simulators."""
+
+from embodyrl.envs.factory import tasks_in_memory
+from embodyrl.plan.run_plan import RunPlan
+
+
+def rendering_bytes(run_plan: RunPlan) -> int:
+    """Return the planned GPU memory of an env worker: its context, and the textures of the tasks that it keeps."""
+    env, count = run_plan.env_costs, len(run_plan.env_workers[0].slots)
+    if env.task_bytes:
+        tasks = len(run_plan.cfg.env.train.task_ids or run_plan.env.tasks)
+        count = min(count, tasks, tasks_in_memory(env.task_bytes, run_plan.env_workers_per_node))
+    return env.gpu_bytes[0] + env.gpu_bytes[1] * count
