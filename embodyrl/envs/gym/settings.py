@@ -1,12 +1,12 @@
 """Config keys for Gymnasium environments."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from embodyrl.config.settings import NumbersStates
-from embodyrl.envs.controls import control_problem
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
@@ -48,7 +48,7 @@ class GymSettings(EnvSettings, RewardSettings):
         if self.instruction is not None and self.instruction_key is not None:
             yield "env.instruction and env.instruction_key are both set; remove one."
         for number, each in enumerate(self.controls):
-            if problem := control_problem(each):
+            if problem := _control_problem(each):
                 yield f"env.controls[{number}]: {problem}"
 
     @property
@@ -56,3 +56,17 @@ class GymSettings(EnvSettings, RewardSettings):
         """Name and arguments of each wrapper."""
         named = [{"name": item} if isinstance(item, str) else item for item in self.wrappers]
         return [(str(item.get("name", "")), {k: v for k, v in item.items() if k != "name"}) for item in named]
+
+
+def _control_problem(given: Mapping[str, Any]) -> str:
+    """Return the error in a mapping with the fields of a `Control`, or an empty string."""
+    kinds = {"label": str, "key": str, "pad": str, "index": int, "value": (int, float)}
+    if wrong := [name for name, value in given.items() if not isinstance(value, kinds.get(name, ()))]:
+        return f"{wrong[0]}={given[wrong[0]]!r} is unknown or has another type; the fields are {', '.join(kinds)}."
+    if missing := [name for name in ("index", "value") if name not in given]:
+        return f"{missing[0]} is missing."
+    if not given.get("key") and not given.get("pad"):
+        return "neither key nor pad is set."
+    if given.get("pad") and not re.fullmatch(r"button\d\d?|axis\d\d?[+-]", given["pad"]):
+        return f"pad={given['pad']!r} is neither buttonN nor axisN with + or -."
+    return ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.settings import (
@@ -18,6 +17,7 @@ from embodyrl.envs.maniskill.settings import (
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.controls import arm_controls
 from embodyrl.registry import closest
 from embodyrl.types import (
     ActionKind,

@@ -13,7 +13,7 @@ from embodyrl.envs.maniskill.install import (
     vulkan_problem,
 )
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
-from embodyrl.findings import GpuCheck, GpuParts, GpuResult
+from embodyrl.extensions.findings import GpuCheck, GpuParts, GpuResult
 
 _FETCH_S = 180.0
 CHECK = GpuCheck(

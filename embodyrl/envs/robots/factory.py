@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from embodyrl.envs.controls import controls_of
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.factory import FACTORY as GYM
 from embodyrl.envs.protocol import EnvContext, GoalJudge
@@ -16,6 +15,7 @@ from embodyrl.envs.robots.settings import RobotSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
+from embodyrl.extensions.controls import controls_of
 from embodyrl.types import EnvSpec, GripperConvention
 
 

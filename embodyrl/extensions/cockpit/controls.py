@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embodyrl.envs.controls import controls_of
+from embodyrl.extensions.controls import controls_of
 from embodyrl.types import ActionKind, ActionSpec, FloatArray
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from embodyrl.envs.controls import controls_of
 from embodyrl.extensions.cockpit.controls import action_of, neutral_action
 from embodyrl.extensions.cockpit.recording import Recording, Step
 from embodyrl.extensions.cockpit.turn import Turn
+from embodyrl.extensions.controls import controls_of
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.own_loop.acting import LoadedPolicy
 from embodyrl.extensions.own_loop.environment import SingleEnv

@@ -1,6 +1,6 @@
 """Registration of the checks of `embodyrl doctor --gpu` that need no other extension."""
 
-from embodyrl.findings import GpuCheck
+from embodyrl.extensions.findings import GpuCheck
 
 _HERE = "embodyrl.extensions.doctor"
 

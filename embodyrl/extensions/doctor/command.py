@@ -15,7 +15,7 @@ from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes
 from embodyrl.extensions.doctor.gpu import check_gpus
-from embodyrl.findings import Finding
+from embodyrl.extensions.findings import Finding
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys

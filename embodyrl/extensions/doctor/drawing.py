@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 
 from embodyrl.devices import query_gpus, select_visible, visible_gpus
+from embodyrl.extensions.findings import GpuParts, GpuResult
 from embodyrl.extensions.mujoco_rendering.renderer import (
     check_egl,
     cuda_number,
@@ -14,7 +15,6 @@ from embodyrl.extensions.mujoco_rendering.renderer import (
     rendering,
 )
 from embodyrl.files import available_cores
-from embodyrl.findings import GpuParts, GpuResult
 
 _MIB = 2**20
 _MOST = 32

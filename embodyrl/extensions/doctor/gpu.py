@@ -17,9 +17,9 @@ from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError
 from embodyrl.extensions.doctor.probes import installed_version
+from embodyrl.extensions.findings import GpuCheck, GpuResult
 from embodyrl.extensions.planner.measured import keep_measured, rates_file
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
-from embodyrl.findings import GpuCheck, GpuResult
 from embodyrl.registry import Registry, closest, has
 from embodyrl.version import __version__
 

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from embodyrl.devices import visible_gpus
+from embodyrl.extensions.findings import GpuParts, GpuResult
 from embodyrl.files import available_bytes, available_cores, control_groups
-from embodyrl.findings import GpuParts, GpuResult
 
 _GIB = 2**30
 _PCI = Path("/sys/bus/pci/devices")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from embodyrl.devices import visible_gpus
-from embodyrl.findings import GpuParts, GpuResult
+from embodyrl.extensions.findings import GpuParts, GpuResult
 
 _BYTES = 512 * 10**6
 _REPEATS = 5

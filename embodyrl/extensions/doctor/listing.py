@@ -7,7 +7,7 @@ import torch
 
 from embodyrl.devices import Gpu, query_gpus, select_visible, visible_gpus
 from embodyrl.extensions.doctor.probes import TORCH_FIX
-from embodyrl.findings import GpuParts, GpuResult
+from embodyrl.extensions.findings import GpuParts, GpuResult
 from embodyrl.policies.tensors import cuda_problem
 
 _GIB = 2**30

@@ -13,9 +13,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from embodyrl.devices import query_gpus, visible_gpus
+from embodyrl.extensions.findings import Finding
 from embodyrl.extensions.mujoco_rendering.renderer import choose_renderer, draw_frame, egl_device
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.findings import Finding
 
 _GIB = 2**30
 _APT = {

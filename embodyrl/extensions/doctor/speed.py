@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from embodyrl.extensions.findings import GpuParts, GpuResult
 from embodyrl.extensions.planner.rates import known_speed
-from embodyrl.findings import GpuParts, GpuResult
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.training import load_optimizer
 from embodyrl.policies.tensors import best_device

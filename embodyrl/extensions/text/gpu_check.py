@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from embodyrl.config.paths import assets_dir
 from embodyrl.devices import Gpus
 from embodyrl.errors import MissingDependencyError
-from embodyrl.findings import GpuCheck, GpuParts, GpuResult
+from embodyrl.extensions.findings import GpuCheck, GpuParts, GpuResult
 
 CHECK = GpuCheck(
     number=8,

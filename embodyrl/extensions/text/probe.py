@@ -1,7 +1,7 @@
 """The check of the sandbox in `embodyrl doctor`."""
 
+from embodyrl.extensions.findings import Finding
 from embodyrl.extensions.text.sandbox import confinement
-from embodyrl.findings import Finding
 
 
 def probe_sandbox() -> Finding:

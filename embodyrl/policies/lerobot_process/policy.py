@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.foreign import ForeignScript
+from embodyrl.extensions.foreign import ForeignScript
 from embodyrl.policies.lerobot_process import worker
 from embodyrl.policies.lerobot_process.checkpoint import Checkpoint
 from embodyrl.policies.lerobot_process.settings import LeRobotProcessSettings

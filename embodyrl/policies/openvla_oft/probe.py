@@ -1,6 +1,6 @@
 """Declaration of the GPU check of OpenVLA-OFT, without torch."""
 
-from embodyrl.findings import GpuCheck
+from embodyrl.extensions.findings import GpuCheck
 
 CHECK = GpuCheck(
     number=9,

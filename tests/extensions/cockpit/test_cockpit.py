@@ -18,11 +18,11 @@ from processes import start_cli
 
 import embodyrl
 from embodyrl.envs import ENVS
-from embodyrl.envs.controls import controls_of
 from embodyrl.extensions.cockpit.controls import action_of
 from embodyrl.extensions.cockpit.desk import Desk
 from embodyrl.extensions.cockpit.recording import VIDEOS, Recording
 from embodyrl.extensions.cockpit.scene import Scene
+from embodyrl.extensions.controls import controls_of
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations

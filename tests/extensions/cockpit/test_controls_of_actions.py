@@ -1,7 +1,7 @@
 """Actions of a person's inputs."""
 
-from embodyrl.envs.controls import controls_of
 from embodyrl.extensions.cockpit.controls import action_of, neutral_action
+from embodyrl.extensions.controls import controls_of
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 

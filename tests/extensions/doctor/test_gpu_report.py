@@ -13,14 +13,14 @@ from gpu_host import H100, stub_nvidia_smi
 
 from embodyrl.cli.main import main
 from embodyrl.extensions.doctor import gpu, host, links, listing, speed
+from embodyrl.extensions.findings import GpuCheck, GpuParts
 from embodyrl.extensions.planner.measured import read_measured
-from embodyrl.findings import GpuCheck, GpuParts
 from embodyrl.registry import Registry, has
 
 CHECKS = """
 import os, signal, time
 from embodyrl.errors import MissingDependencyError
-from embodyrl.findings import GpuParts
+from embodyrl.extensions.findings import GpuParts
 
 def hang():
     print("before the wait", flush=True)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from embodyrl.extensions.findings import GpuParts
 from embodyrl.extensions.text import gpu_check
-from embodyrl.findings import GpuParts
 
 
 def test_engine_check_compares_log_probs_after_new_weights(tmp_path: Path) -> None:

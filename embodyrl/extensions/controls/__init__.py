@@ -1,8 +1,6 @@
 """Keyboard and gamepad inputs with which a person controls an environment (`embodyrl play`)."""
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,20 +53,6 @@ def controls_of(action: ActionSpec) -> tuple[Control, ...]:
         ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
         found += _pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
     return tuple(found)
-
-
-def control_problem(given: Mapping[str, Any]) -> str:
-    """Return the error in a mapping with the fields of a `Control`, or an empty string."""
-    kinds = {"label": str, "key": str, "pad": str, "index": int, "value": (int, float)}
-    if wrong := [name for name, value in given.items() if not isinstance(value, kinds.get(name, ()))]:
-        return f"{wrong[0]}={given[wrong[0]]!r} is unknown or has another type; the fields are {', '.join(kinds)}."
-    if missing := [name for name in ("index", "value") if name not in given]:
-        return f"{missing[0]} is missing."
-    if not given.get("key") and not given.get("pad"):
-        return "neither key nor pad is set."
-    if given.get("pad") and not re.fullmatch(r"button\d\d?|axis\d\d?[+-]", given["pad"]):
-        return f"pad={given['pad']!r} is neither buttonN nor axisN with + or -."
-    return ""
 
 
 def _pair(

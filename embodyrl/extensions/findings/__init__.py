@@ -63,7 +63,7 @@ class GpuParts:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Run a part of the check; an exception marks the part as failed and stores the traceback."""
-        print(f"{name} ...", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             yield
         except Exception as error:
@@ -74,7 +74,7 @@ class GpuParts:
     def note(self, name: str, value: Any) -> None:
         """Store a measured value."""
         self.values[name] = value
-        print(f"{name}: {value}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{name}: {value}", file=sys.stderr, flush=True)
 
     def result(self, text: str, fix: str = "") -> GpuResult:
         """Return the result: FAIL after a failure, warn after a warning, else ok."""
