@@ -14,8 +14,8 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, deal, mean_metrics
-from embodyrl.policies.protocol import weights_changed
+from embodyrl.learners.training import InParts, deal, mean_metrics, order_by_prompt
+from embodyrl.policies.protocol import TextPolicy, weights_changed
 from embodyrl.policies.tensors import on_device, peak_memory
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
@@ -211,6 +211,11 @@ class PolicyGradientLearner(Learner):
                 counts.append([])
                 continue
             cost = self._arena[Record.cost][batch.records[samples[useful]]]
+            if len(useful) > self._cfg.micro_batch_size and isinstance(self._policy, TextPolicy):
+                # A micro-batch computes equal prompts once, and is padded to its longest sample.
+                records = batch.records[samples[useful]]
+                order = order_by_prompt(self._arena[Record.instruction][records], cost)
+                useful, cost = useful[order], cost[order]
             dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
             counts.append([counted for _, counted in dealt])
             for rows, _ in dealt:

@@ -22,7 +22,7 @@ from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.policies.inputs import write_inputs
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
-from embodyrl.types import EnvSpec, IntArray
+from embodyrl.types import ByteArray, EnvSpec, IntArray
 
 TRAINING_STATE = "training_state"
 
@@ -309,6 +309,20 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
         batches.append(order[:count])
         order = order[count:]
     return batches
+
+
+def order_by_prompt(prompts: ByteArray, cost: IntArray) -> IntArray:
+    """Return an order of samples in which equal prompts are adjacent, those with the longest sample first.
+
+    Args:
+        prompts: [n, W] prompt of each sample, as in `Record.instruction`.
+        cost: [n] tokens of each sample.
+    """
+    numbers: dict[bytes, int] = {}
+    number = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in prompts], np.int64)
+    longest = np.zeros(len(numbers), np.int64)
+    np.maximum.at(longest, number, cost)
+    return np.lexsort((number, -longest[number]))
 
 
 def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:

@@ -12,7 +12,7 @@ from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.messages import RankInfo
 from embodyrl.learners.precision import layers
-from embodyrl.learners.training import deal
+from embodyrl.learners.training import deal, order_by_prompt
 from embodyrl.plan.run_plan import build_run_plan
 
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
@@ -132,6 +132,12 @@ def test_samples_are_split_evenly_over_ranks(count, world, micro):
     counted = np.concatenate([rows for batches in dealt for rows, counts in batches if counts])
     assert sorted(counted) == list(range(count))
     assert all(0 < len(rows) <= micro for batches in dealt for rows, _ in batches)
+
+
+def test_equal_prompts_are_adjacent_and_the_longest_come_first():
+    prompts = np.array([[7, 1], [7, 2], [7, 1], [7, 3], [7, 2], [7, 3]], np.uint8)
+    order = order_by_prompt(prompts, np.array([4, 9, 5, 3, 8, 3]))
+    assert order.tolist() == [1, 4, 0, 2, 3, 5]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

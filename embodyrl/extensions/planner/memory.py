@@ -194,9 +194,12 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
 
 
 def _prompts(run_plan: RunPlan) -> float:
-    """Return the number of distinct prompts in a training step; infinity if episodes have several chunks."""
-    groups, size = groups_per_step(run_plan.cfg), run_plan.cfg.algorithm.group_size
-    return groups if run_plan.max_samples == groups * size else math.inf
+    """Return the number of distinct prompts in a micro-batch; infinity if episodes have several chunks."""
+    cfg, total, groups = run_plan.cfg, run_plan.max_samples, groups_per_step(run_plan.cfg)
+    size, samples = cfg.algorithm.group_size, cfg.actor.micro_batch_size
+    groups_are_adjacent = cfg.actor.global_batch_size >= total and not cfg.actor.max_tokens_per_mbs
+    most = min(groups, samples // size + 2 * (samples % size > 0)) if groups_are_adjacent else groups
+    return most if total == groups * size else math.inf
 
 
 def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:

@@ -1,12 +1,15 @@
 """Replies to repeated prompts: log-probabilities, values and gradients match those of separate prompts."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from settings import model_of
 from test_causal_lm import TINY, build, noise, observe
+from text_runs import text_config
 
+from embodyrl.commands.train import train
 from embodyrl.policies.causal_lm import policy
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.causal_lm.shared_prompts import pays
@@ -46,6 +49,14 @@ def test_different_prompts_are_not_shared(monkeypatch: pytest.MonkeyPatch):
     obs = observe("What is 3 + 4?", "What is 4 + 4?", "cab=")
     tested.score(obs, tested.act(obs, noise=noise(3)).tokens)
     assert used == [False]
+
+
+def test_micro_batches_of_an_update_contain_whole_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    distinct: list[int] = []
+    monkeypatch.setattr(policy, "pays", lambda *args: distinct.append(len({id(p) for p in args[1]})) or pays(*args))
+    sizes = ("env.train.total_num_envs=16", "actor.micro_batch_size=8", "actor.global_batch_size=16")
+    train(text_config(tmp_path, *sizes, "algorithm.entropy_bonus=1e-3", "runner.max_steps=1"))
+    assert distinct == [2, 2], "two groups of four in each micro-batch"
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch, shares: Callable[..., bool]) -> list[bool]:
