@@ -2,6 +2,7 @@
 
     python benchmarks/smollm2.py embodyrl --seed 1 --rows 8 --json ours.json
     python benchmarks/smollm2.py trl --seed 1 --rows 8 --json trl.json
+    python benchmarks/smollm2.py pair --seed 3 --rows 10 --steps 4 --micro-batch 16 --json pair.json
 
 The settings are those of experiment=smollm2_arithmetic. The second command needs `pip install trl`. The JSON file has
 for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and the tokens
@@ -12,6 +13,9 @@ then left out. With `--keep FOLDER` the same command resumes an interrupted TRL 
 embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is given (a tiny
 entropy bonus); TRL trains them. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in
 embodyrl.
+
+`pair` starts three processes (embodyrl, embodyrl with `--train-all`, TRL) that take steps in turn, each with replies of
+exactly `--tokens` tokens, and prints the ratios of the CPU seconds of each round.
 """
 
 from __future__ import annotations
@@ -20,19 +24,30 @@ import argparse
 import json
 import os
 import platform
+import re
 import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-PROMPTS, GROUP, MICRO_BATCH, RATE, EVALUATED = 8, 8, 32, 2e-4, 128
+PROMPTS, GROUP, RATE, EVALUATED = 8, 8, 2e-4, 128
+SIDES = {"embodyrl": ["embodyrl"], "embodyrl, all groups": ["embodyrl", "--train-all"], "trl": ["trl"]}
 
 
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its children that have ended."""
     return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def wait_for_turn(args: argparse.Namespace) -> None:
+    """Wait until `pair` permits the next step."""
+    if args.turns and not sys.stdin.readline():
+        raise SystemExit("the process that gives turns has ended")
 
 
 def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -43,6 +58,7 @@ def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         *("experiment=smollm2_arithmetic", "launcher=inline", f"seed={args.seed}", f"data.kwargs.seed={args.rows}"),
         *(f"data.val_share={args.val_share}", f"runner.max_steps={args.steps}", f"runner.output_dir={out}"),
         *(f"algorithm.sampling_params.max_new_tokens={args.tokens}", "runner.experiment_name=run"),
+        f"actor.micro_batch_size={args.micro_batch}",
     ]
     if args.fixed:
         words += [f"algorithm.sampling_params.min_new_tokens={args.tokens}", "runner.val_check_interval=-1"]
@@ -53,13 +69,16 @@ def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     if args.checkpointing:
         words.append("actor.gradient_checkpointing=true")
     steps: list[dict[str, float]] = []
+    wait_for_turn(args)
     last = [cpu_seconds()]
 
     def on_step(done: int, metrics: dict[str, float]) -> None:
         now = cpu_seconds()
         steps.append({"cpu_s": now - last[0], "tokens": metrics["env/steps"], "metrics": dict(metrics)})
-        last[0] = now
         print(f"step {done}: {steps[-1]['cpu_s']:.2f} CPU-s, {steps[-1]['tokens']:.0f} tokens", flush=True)
+        if done < args.steps:
+            wait_for_turn(args)
+        last[0] = cpu_seconds()
 
     def on_eval(*_: Any) -> None:
         last[0] = cpu_seconds()
@@ -105,6 +124,7 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            wait_for_turn(args)
             self.began = cpu_seconds()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -118,8 +138,8 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     cfg = trl.GRPOConfig(
         output_dir=str(out),
         seed=args.seed,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=PROMPTS * GROUP // args.micro_batch,
         num_generations=GROUP,
         max_completion_length=args.tokens,
         generation_kwargs=fixed,
@@ -194,21 +214,63 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     return {"steps": steps, "replies": replies, "trl": trl.__version__}
 
 
+def next_step(side: str, process: subprocess.Popen[str]) -> float:
+    """Let a process take one step and return its CPU seconds."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    found = next((m for line in process.stdout if (m := re.match(r"step [0-9]+: ([0-9.]+) CPU-s", line))), None)
+    if found is None:
+        raise SystemExit(f"{side} ended with exit code {process.wait()}")
+    print(f"{side}: {found[0]}", flush=True)
+    return float(found[1])
+
+
+def run_pair(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Run the steps of all sides in turn; return the CPU seconds of each step."""
+    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        common = [*("--seed", args.seed, "--rows", args.rows, "--val-share", args.val_share, "--steps", args.steps)]
+        common += [*("--tokens", args.tokens, "--micro-batch", args.micro_batch), "--fixed", "--turns"]
+        processes: dict[str, subprocess.Popen[str]] = {}
+        for _ in range(args.steps):
+            for number, (side, words) in enumerate(SIDES.items()):
+                if side not in processes:
+                    command = [sys.executable, __file__, *words, *map(str, common), "--json", f"{folder}/{number}.json"]
+                    processes[side] = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    )
+                    stack.callback(processes[side].kill)
+                found[side].append(next_step(side, processes[side]))
+        for process in processes.values():
+            process.communicate(timeout=120)
+    for side in list(SIDES)[:-1]:
+        ratios = [trl / ours for trl, ours in zip(found["trl"][1:], found[side][1:], strict=True)]
+        print(f"TRL / {side}: {statistics.median(ratios):.2f} (steps {', '.join(f'{r:.2f}' for r in ratios)})")
+    return found
+
+
 def main() -> None:
-    """Run one side and write its JSON file."""
+    """Run one side, or all in turn, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("side", choices=["embodyrl", "trl"])
+    parser.add_argument("side", choices=["embodyrl", "trl", "pair"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=0, help="data.kwargs.seed")
     parser.add_argument("--val-share", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--turns", action="store_true", help="wait for a line on standard input before each step")
     parser.add_argument("--fixed", action="store_true", help="each reply has exactly --tokens tokens")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--train-all", action="store_true", help="embodyrl: also train groups with equal rewards")
     parser.add_argument("--keep", type=Path, help="TRL: folder of its checkpoints; an interrupted run is resumed")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
+    if args.side == "pair":
+        args.json.write_text(json.dumps({"command": sys.argv, "cpu_s": run_pair(args)}, indent=1) + "\n")
+        return
     import torch
     import transformers
 
