@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.causal_lm.cache import reserved_cache
 from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
@@ -197,7 +197,7 @@ class CausalLMPolicy:
         first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
         source = list(range(count)) if exact else sorted(first.values())
         ids, mask, positions, image_inputs = self._inputs([prompts[i] for i in source])
-        cache = DynamicCache(config=self._net.lm.config)
+        cache = reserved_cache(self._net.lm.config, ids.shape[1] + limit)
         with self._precision():
             logits, value = self._net(ids, mask, positions, 1, cache, **image_inputs)
         rows = torch.arange(count, device=self._device)
