@@ -127,8 +127,8 @@ class Rate:
 class Mean:
     """Mean of a number per episode, for example the return if success is unknown.
 
-    >>> str(Mean.of([("a", 1.0), ("b", 2.0), ("c", 3.0)]))
-    '2 [-0.4843, 4.484] (3 episodes)'
+    >>> str(Mean.of([("a", 1.0), ("b", 2.0), ("c", 3.0)])), str(Mean.of([("a", 1.0), ("b", 1.0)]))
+    ('2 [-0.4843, 4.484] (3 episodes)', '1 (2 episodes, all equal)')
     """
 
     value: float
@@ -159,6 +159,8 @@ class Mean:
         if not self.episodes:
             return "-"
         low, high = self.interval
+        if low == high:  # no variance, so no confidence interval
+            return f"{self.value:.4g} ({self.counts}, all equal)"
         return f"{self.value:.4g} [{low:.4g}, {high:.4g}] ({self.counts})"
 
     @property

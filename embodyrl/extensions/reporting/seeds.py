@@ -101,12 +101,22 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
     return float(low), float(high)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean and its 95 % interval by Student's t over runs; infinite for one run."""
+def mean_interval(values: Sequence[float], each: Sequence[tuple[float, float]] = ()) -> tuple[float, float, float]:
+    """Return the mean and its 95 % interval by Student's t over runs; infinite for one run.
+
+    Equal values have no variance, and an interval without width would contain the true value too rarely (3 runs of 100
+    episodes, success rate 99.5 %: 75 %). If all values are equal, the interval is the union of `each`, the intervals of
+    the runs.
+
+    >>> mean_interval([1.0, 1.0, 1.0], [(0.963, 1.0)] * 3)
+    (1.0, 0.963, 1.0)
+    """
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
         return mean, -math.inf, math.inf
+    if each and min(values) == max(values):
+        return mean, min(low for low, _ in each), max(high for _, high in each)
     variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
     half = student_t(count - 1) * math.sqrt(variance / count)
     return mean, mean - half, mean + half
@@ -147,8 +157,9 @@ class SeedGroup:
         rate = self.rates
         matrix = self.matrix(tasks, rates=rate)
         seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
-        overall = [run.evaluations[-1].score(known=rate).value for run in self.runs]
-        mean, low, high = mean_interval(overall)
+        scores = [run.evaluations[-1].score(known=rate) for run in self.runs]
+        overall = [score.value for score in scores]
+        mean, low, high = mean_interval(overall, [score.interval for score in scores])
         said = "; ".join(_spell(value, rate) for value in overall)
         lines = [f"{self.name}: mean over seeds {seeds}: {_spell(mean, rate)} {_bounds((low, high), rate)} ({said})"]
         if len(self.runs) >= FEWEST_RUNS:

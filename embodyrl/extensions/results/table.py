@@ -158,7 +158,7 @@ def score_row(card: Card, end: int) -> dict[str, Any]:
 def score_text(cards: Sequence[Card], end: int) -> str:
     """Return the mean score with its 95 % interval as text.
 
-    The interval is over seeds, or, for a single card, over initial states.
+    The interval is over seeds, or, for a single card, over initial states. Equal returns have no interval.
     """
     if not cards or (end == BEFORE and any(len(card["figures"]) < 2 for card in cards)):
         return "-"
@@ -166,8 +166,10 @@ def score_text(cards: Sequence[Card], end: int) -> str:
     if len(rows) == 1 or (end == BEFORE and len({row["text"] for row in rows}) == 1):  # one checkpoint for all seeds
         return rows[0]["text"]
     values = [row["value"] for row in rows]
-    mean, low, high = mean_interval(values)
+    known = [(row["low"], row["high"]) for row in rows if row["low"] is not None]
+    mean, low, high = mean_interval(values, known)
     if rows[0]["kind"] != "success":
-        return f"{mean:.4g} [{low:.4g}, {high:.4g}] ({', '.join(f'{value:.4g}' for value in values)})"
+        bounds = f" [{low:.4g}, {high:.4g}]" if low < high else ""
+        return f"{mean:.4g}{bounds} ({', '.join(f'{value:.4g}' for value in values)})"
     each = ", ".join(f"{100 * value:.1f}" for value in values)
     return f"{100 * mean:.1f} % [{100 * max(low, 0):.1f}, {100 * min(high, 1):.1f}] ({each})"

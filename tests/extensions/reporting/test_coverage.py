@@ -26,8 +26,8 @@ Draw = Callable[[np.random.Generator], tuple[float, Interval]]
 MIDDLE = float(interquartile_mean(np.random.default_rng(5).normal(size=(200_000, 5)) * 0.1 + np.arange(5) * 0.05))
 
 
-def rate(rng: np.random.Generator, episodes: int) -> tuple[float, Interval]:
-    chance = rng.uniform(0.05, 0.95)
+def rate(rng: np.random.Generator, episodes: int, low: float = 0.05, high: float = 0.95) -> tuple[float, Interval]:
+    chance = rng.uniform(low, high)
     return chance, Rate.of((k, rng.random() < chance) for k in range(episodes)).interval
 
 
@@ -46,6 +46,12 @@ def difference(rng: np.random.Generator, states: int, each: int = 1) -> tuple[fl
     return 0.2, rate_difference(wins)
 
 
+def difference_near_one(rng: np.random.Generator, pairs: int) -> tuple[float, Interval]:
+    first, second = rng.uniform(0.9, 1.0, 2)
+    wins = [(k, int(rng.random() < second) - int(rng.random() < first)) for k in range(pairs)]
+    return second - first, rate_difference(wins)
+
+
 def mean(rng: np.random.Generator, states: int) -> tuple[float, Interval]:
     """Four episodes per state."""
     returns = rng.normal(size=(states, 1)) + rng.normal(size=(states, 4))
@@ -57,6 +63,14 @@ def over_seeds(rng: np.random.Generator, seeds: int) -> tuple[float, Interval]:
     chances = rng.normal(0.6, 0.1, seeds).clip(0, 1)
     _, low, high = mean_interval((rng.binomial(100, chances) / 100).tolist())
     return 0.6, (low, high)
+
+
+def over_seeds_near_one(rng: np.random.Generator, seeds: int) -> tuple[float, Interval]:
+    """Success rates from 90 to 100 % of 100 episodes, often equal in all runs."""
+    chance = rng.uniform(0.9, 1.0)
+    rates = [Rate(int(successes), 100) for successes in rng.binomial(100, chance, seeds)]
+    _, low, high = mean_interval([rate.value for rate in rates], [rate.interval for rate in rates])
+    return chance, (low, high)
 
 
 def middle_of_runs(rng: np.random.Generator, runs: int) -> tuple[float, Interval]:
@@ -73,14 +87,18 @@ def improvement(rng: np.random.Generator, runs: int) -> tuple[float, Interval]:
 KINDS: dict[str, tuple[Draw, int]] = {
     "rate, 10 episodes": (lambda rng: rate(rng, 10), 3000),
     "rate, 50 episodes": (lambda rng: rate(rng, 50), 3000),
+    "rate, 50 episodes, above 90 %": (lambda rng: rate(rng, 50, 0.9, 1.0), 3000),
     "rate, 10 states": (lambda rng: rate_over_states(rng, 10, 0.2), 3000),
     "rate, 30 states": (lambda rng: rate_over_states(rng, 30, 0.2), 2000),
     "difference of rates, 20 pairs": (lambda rng: difference(rng, 20), 3000),
     "difference of rates, 100 pairs": (lambda rng: difference(rng, 100), 2000),
+    "difference of rates, 100 pairs, above 90 %": (lambda rng: difference_near_one(rng, 100), 2000),
     "difference of rates, 20 states": (lambda rng: difference(rng, 20, 5), 2000),
     "mean, 5 states": (lambda rng: mean(rng, 5), 3000),
     "mean, 30 states": (lambda rng: mean(rng, 30), 1500),
     "seeds, 3": (lambda rng: over_seeds(rng, 3), 3000),
+    "seeds, 3, rates above 90 %": (lambda rng: over_seeds_near_one(rng, 3), 3000),
+    "seeds, 10, rates above 90 %": (lambda rng: over_seeds_near_one(rng, 10), 3000),
     "seeds, 10": (lambda rng: over_seeds(rng, 10), 3000),
     "interquartile mean, 10 runs": (lambda rng: middle_of_runs(rng, FEWEST_RUNS), 400),
     "interquartile mean, 20 runs": (lambda rng: middle_of_runs(rng, 20), 400),

@@ -78,6 +78,14 @@ def test_score_of_several_seeds_has_an_interval_over_seeds() -> None:
     assert score_text(cards, 0) == "-", "without an evaluation before training"
 
 
+def test_equal_seeds_have_the_interval_of_one_seed() -> None:
+    row = {"kind": "success", "value": 1.0, "low": 0.963, "high": 1.0, "episodes": 100, "text": "100.0 %"}
+    cards = [{"figures": [{"rows": [row]}]}] * 3
+    assert score_text(cards, -1) == "100.0 % [96.3, 100.0] (100.0, 100.0, 100.0)"
+    returns = row | {"kind": "return", "value": 500.0, "low": 500.0, "high": 500.0}
+    assert score_text([{"figures": [{"rows": [returns]}]}] * 3, -1) == "500 (500, 500, 500)", "no variance, no interval"
+
+
 @pytest.mark.parametrize("seeds", [1, 3, 10])
 def test_prediction_interval_has_nominal_coverage(seeds: int) -> None:
     """Seeds differ by ten points where several are stored; a single one shows its episodes alone."""
