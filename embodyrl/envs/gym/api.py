@@ -87,11 +87,11 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
         if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
             raise
         raise EnvError(f"env '{env_id}': reset does not accept a seed. {_OLD}") from error
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+    if _length(result) != 2 or not isinstance(result[1], dict):
         pair = isinstance(result, tuple) and len(result) == 2
         cure = "Fix: return info={} if there is no information." if pair else _OLD
         raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {cure}")
-    return result
+    return result[0], result[1]
 
 
 def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple[Any, dict[str, Any]]:
@@ -102,18 +102,21 @@ def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple
     """
     with contextlib.suppress(AttributeError):  # some generators cannot be set
         # Some wrappers sample (a task, an initial state) before they pass the seed on.
-        env.unwrapped.np_random = seeding.np_random(seed)[0]
+        if isinstance(env.unwrapped.np_random, np.random.Generator):  # some use RandomState, with other methods
+            env.unwrapped.np_random = seeding.np_random(seed)[0]
     return reset_env(env_id, env, seed=seed)
 
 
 def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Return the result of `step` if it has five values, the last a mapping; else raise EnvError.
+    """Return the five values of `step`, the last a mapping; else raise EnvError.
 
     >>> require_step("mine", ([0.0], 1.0, False, False, {}))[1]
     1.0
     """
     if result.__class__ is tuple and len(result) == 5 and isinstance(result[4], dict):
         return result
+    if _length(result) == 5 and isinstance(result[4], dict):
+        return tuple(result)
     expected = "expected (observation, reward, terminated, truncated, info)"
     raise EnvError(
         f"env '{env_id}': step returned {_shape(result)}, {expected}."
@@ -153,7 +156,9 @@ def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
         EnvError: values that are neither true nor false, such as a fraction of a goal.
     """
     found = np.asarray(values)
-    if found.shape in ((), (count,)) and found.dtype.kind in "biuf" and np.isin(found, (0, 1)).all():
+    found = found[:, 0] if found.shape == (count, 1) else found
+    kind = found.dtype.kind if found.shape in ((), (count,)) else ""
+    if kind == "b" or (kind and kind in "iuf" and np.isin(found, (0, 1)).all()):
         return np.broadcast_to(found, count).astype(np.bool_)
     shown = found.reshape(-1).tolist()[0] if found.size == 1 else values
     raise EnvError(
@@ -173,7 +178,7 @@ def line(error: BaseException) -> str:
 
 
 def _length(result: Any) -> int:
-    return len(result) if isinstance(result, tuple) else 0
+    return len(result) if isinstance(result, (tuple, list)) else 0
 
 
 def _shape(result: Any) -> str:

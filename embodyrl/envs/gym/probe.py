@@ -6,7 +6,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import gymnasium
@@ -24,7 +24,7 @@ from embodyrl.envs.gym.said import (
     success_key,
 )
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
+from embodyrl.envs.gym.spaces import ObservationWriter, copied, leaves, member
 from embodyrl.envs.protocol import GoalJudge
 from embodyrl.errors import ConfigError, EmbodyError, EnvError
 from embodyrl.registry import Registry, takes
@@ -111,7 +111,8 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
     prepare_rendering()
     # Two environments are the minimum to check whether they can be reset separately.
     env, suites = create_named(cfg, kwargs, 2 if is_vector(cfg) else 1)
-    try:
+    late: list[str] = []
+    with _closed(cfg, env, late):
         vector = isinstance(env, VectorEnv)
         modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
         asked = pictures and not vector and env.render_mode is None and "render_mode" not in kwargs
@@ -126,7 +127,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             raise
         except Exception as error:
             raise EnvError(f"env.id={cfg.id}: its first reset or step failed: {line(error)}.") from error
-        return Probe(
+        found = Probe(
             observation_space=env.single_observation_space if vector else env.observation_space,
             action_space=env.single_action_space if vector else env.action_space,
             max_episode_steps=_time_limit(cfg, env),
@@ -137,8 +138,19 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             doubts=(*said.pop("doubts"), *_suite_doubts(cfg, suites)),
             **said,
         )
+    return replace(found, doubts=(*found.doubts, *late))
+
+
+@contextlib.contextmanager
+def _closed(cfg: GymSettings, env: Any, late: list[str]) -> Iterator[None]:
+    """Close the environment at the end; append a warning to `late` if `close` fails."""
+    try:
+        yield
     finally:
-        env.close()
+        try:
+            env.close()
+        except Exception as error:
+            late.append(f"close() of env.id={cfg.id} failed: {line(error)}; fix: let close() end without an error")
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
@@ -158,14 +170,14 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
         wrapper = WRAPPERS.get(name)
         if isinstance(wrapper, type) and issubclass(wrapper, gymnasium.wrappers.TimeLimit):
             limits.append(arguments.get("max_episode_steps"))
-    return min((int(limit) for limit in limits if limit), default=0)
+    return min((int(limit) for limit in limits if limit and limit > 0), default=0)  # -1: no limit
 
 
 def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     """Reset and step the environment; return the fields of a `Probe` that depend on episodes."""
     env_id, keys = str(cfg.id), success_key(cfg)
     first, begun = begin_episode(env_id, env, 0)
-    seen = [copy.deepcopy(first)]
+    seen = [copied(env.observation_space, first)]
     env.action_space.seed(0)
     last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
     number(env_id, reward)
@@ -178,7 +190,7 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # later errors are reported when episodes run
         while not any(flag(env_id, "end", end) for end in ends) and (len(seen) < _LOOKS or not reports):
             if len(seen) < _LOOKS:
-                seen.append(copy.deepcopy(last))
+                seen.append(copied(env.observation_space, last))
             if steps >= _TRIED_STEPS or time.perf_counter() - started > _TRIED_S:
                 break
             last, _, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
@@ -244,7 +256,7 @@ def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
     return {
         name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
         for name, value in infos.items()
-        if not name.startswith("_") and np.broadcast_to(infos.get(f"_{name}", True), count)[slot]
+        if not str(name).startswith("_") and np.broadcast_to(infos.get(f"_{name}", True), count)[slot]
     }
 
 

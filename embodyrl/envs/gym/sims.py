@@ -1,6 +1,7 @@
 """Gymnasium environments as simulators: one instance per slot, or one vector environment for all slots."""
 
 import copy
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +17,12 @@ from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.probe import Probe, slot_info
 from embodyrl.envs.gym.said import instruction_of, succeeded, success_key
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
+from embodyrl.envs.gym.spaces import ObservationWriter, copied, flat_actions, native_actions
 from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
 from embodyrl.errors import EnvError
 from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
+
+log = logging.getLogger(__name__)
 
 
 class _Slots(Simulators):
@@ -50,8 +53,8 @@ class _Slots(Simulators):
             raise EnvError(f"env '{self.spec.name}' cannot render on this machine: {line(error)}. {GL_FIX}") from error
         if frame is None and not self.spec.cameras.names:
             raise EnvError(
-                f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array', no image observation. "
-                "Add one, or set video=none."
+                f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array' or None from render(), and "
+                "no image observation. Add one, or set video=none."
             )
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
@@ -122,9 +125,12 @@ class GymSims(_Slots, PerSlot):
         return self._infos[slot]
 
     def close(self) -> None:
-        """Free the environments; idempotent."""
+        """Free the environments; idempotent. A failure is logged: the results are complete."""
         while self._envs:
-            self._envs.popitem()[1].close()
+            try:
+                self._envs.popitem()[1].close()
+            except Exception as error:
+                log.warning("close() of env '%s' failed: %s", self.spec.name, line(error))
 
     def _frame(self, slot: int) -> Any:
         env = self._envs[slot]
@@ -143,6 +149,10 @@ def one_frame(frame: Any) -> ByteArray:
         array = np.concatenate([*array], axis=1)
     if array.ndim == 2 or array.shape[-1] == 1:
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
+    if array.ndim != 3 or array.shape[-1] not in (3, 4):
+        raise EnvError(f"render returned an image of shape {array.shape}, expected [H, W, 3].")
+    if array.dtype.kind in "fb":  # numbers in 0..1, as in Matplotlib
+        array = np.rint(np.clip(array * (255.0 if array.max(initial=0) <= 1 else 1.0), 0, 255))
     return array[..., :3].astype(np.uint8, copy=False)
 
 
@@ -190,6 +200,8 @@ class VectorSims(_Slots):
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         result = require_step(self.spec.name, self._vector.step(batch))
         seen, reward, terminated, truncated, infos = result
+        name, count = self.spec.name, len(self._actions)
+        terminated, truncated = flags(name, "terminated", terminated, count), flags(name, "truncated", truncated, count)
         self._over = {*np.flatnonzero(terminated | truncated).tolist()}
         success = self._successes(infos)
         self._batch_info = infos
@@ -198,9 +210,9 @@ class VectorSims(_Slots):
             success = self._look_back(infos, [slot for slot in self._over if slot in acting], success)
         return SimSteps(
             reward=np.asarray(reward, np.float64)[slots],
-            terminated=np.asarray(terminated)[slots],
+            terminated=terminated[slots],
             success=success[slots],
-            truncated=np.asarray(truncated)[slots],
+            truncated=truncated[slots],
         )
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
@@ -218,13 +230,15 @@ class VectorSims(_Slots):
             )
         success = success.copy()
         for slot in over:
-            self._observations[slot] = copy.deepcopy(_pick(ends, slot))
+            self._observations[slot] = copied(self._vector.single_observation_space, _pick(ends, slot))
             success[slot] = self._successes(said)[slot]
         return success
 
     def _successes(self, infos: Mapping[str, Any]) -> BoolArray:
         """Return a mask [N] of the environments whose `info` reports success."""
         found = succeeded(infos, self._success_keys)
+        if isinstance(found, np.ndarray) and found.dtype == object:  # None: not set for this environment
+            found = np.asarray([False if one is None else one for one in found])
         return flags(self.spec.name, "success in info", found, len(self._actions))
 
     def info(self, slot: int) -> dict[str, Any]:

@@ -5,14 +5,15 @@ n]) becomes a camera, or n cameras. All other parts are concatenated to the stat
 one-hot; members of Dict and Tuple in their space's order. Texts are instructions.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import Space, spaces
 
 from embodyrl.errors import ConfigError, EnvError
-from embodyrl.types import ActionKind, ActionSpec, FloatArray, ObservationOut
+from embodyrl.types import ActionKind, ActionSpec, ByteArray, FloatArray, ObservationOut
 
 Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
@@ -20,6 +21,8 @@ _Frames = tuple[int, int, int, int]
 
 _MOST = 1024
 """Maximum number of integer values of an action dimension."""
+_UNBOUNDED = 1e30
+"""Magnitude from which a bound of an action means no bound."""
 _CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
 
 
@@ -81,7 +84,7 @@ class ObservationWriter:
             EnvError: a shape or a category does not match the space.
         """
         for path, leaf, frames, rows in self._images:
-            out.images[rows] = _unstacked(self._fitting(path, self._member(observation, path), leaf), frames)
+            out.images[rows] = _unstacked(self._picture(path, leaf, self._member(observation, path)), frames)
         for path, leaf, columns in self._parts:
             out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
 
@@ -105,13 +108,25 @@ class ObservationWriter:
     def image(self, observation: Any) -> np.ndarray:
         """Return the newest frame [H, W, 3] of the first image."""
         path, leaf, frames, _ = self._images[0]
-        picture = self._fitting(path, member(observation, path), leaf).astype(np.uint8, copy=False)
+        picture = self._picture(path, leaf, member(observation, path))
         return np.broadcast_to(_unstacked(picture, frames)[-1], (*self.image_size, 3))
 
-    def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
+    def _picture(self, path: Path, leaf: Space[Any], value: Any) -> ByteArray:
+        array = self._fitting(path, value, leaf)
+        if array.dtype == np.uint8 or not array.size:
+            return array
+        low, high = array.min(), array.max()
+        if low < 0 or high > 255 or (array.dtype.kind in "fb" and 0 < high <= 1):
+            raise EnvError(
+                f"env '{self._env_id}' returned {array.dtype} values in {low:g}..{high:g} in '{spell(path)}', a uint8 "
+                f"image, expected 0..255. Fix: convert the image, for example with (255 * image).astype(np.uint8)."
+            )
+        return array.astype(np.uint8)
+
+    def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> np.ndarray:
         if not isinstance(leaf, _CATEGORIES):
-            # Like `spaces.flatten`, whose dispatch takes longer than a step of a small simulator.
-            return self._fitting(path, value, leaf).astype(leaf.dtype, copy=False).ravel()
+            # Not `spaces.flatten`, which wraps values outside of the space's dtype and takes longer.
+            return self._fitting(path, value, leaf).ravel()
         if not leaf.contains(value):
             raise EnvError(
                 f"env '{self._env_id}' returned category {value} in '{spell(path)}', expected one of {leaf}."
@@ -129,7 +144,7 @@ class ObservationWriter:
         if array.dtype.kind not in "biuf":
             raise EnvError(f"env '{self._env_id}' returned {value!r:.80} in '{spell(path)}', expected real numbers.")
         if whole and array.dtype.kind == "f" and not np.isfinite(array).all():
-            # An integer conversion would hide NaN and infinity.
+            # The conversion of an image to integers would hide NaN and infinity.
             raise EnvError(f"env '{self._env_id}' returned {value!r:.80} in '{spell(path)}', expected finite numbers.")
         return array
 
@@ -157,14 +172,18 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
     """Convert a Gymnasium action space to an ActionSpec.
 
     Raises:
-        ConfigError: the space is not supported.
+        ConfigError: the space is not supported, or has no dimensions.
     """
+    if space.shape is not None and 0 in space.shape:
+        raise ConfigError(f"env.id={env_id}: the action space {space} is empty, expected at least one dimension.")
     if (categories := _categories(space)) is not None:
         kind = ActionKind.discrete if isinstance(space, spaces.Discrete) else ActionKind.multi_discrete
         sizes = tuple(map(int, categories[0]))
         return ActionSpec(dim=len(sizes), kind=kind, sizes=sizes)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
+        bounds = (bound.astype(np.float64).reshape(-1) for bound in (space.low, space.high))
+        # Some environments declare the largest float instead of infinity.
+        low, high = (np.where(np.abs(b) < _UNBOUNDED, b, np.copysign(np.inf, b)).tolist() for b in bounds)
         return ActionSpec(dim=len(low), low=tuple(low), high=tuple(high))
     raise ConfigError(
         f"env.id={env_id}: actions of {space} are not supported. Convert the space to Discrete, MultiDiscrete, "
@@ -241,6 +260,8 @@ def frames_of(space: Space[Any]) -> _Frames | None:
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
+    if space.low.any() or (space.high != 255).any():
+        return None  # a board or a map: each value has its own meaning
     if len(shape) == 3 and shape[-1] not in (1, 3) and shape[-1] < min(shape[:2]):
         shape.insert(0, shape.pop())  # frames come last
     if len(shape) == 2 or shape[-1] not in (1, 3):
@@ -295,6 +316,15 @@ def member(observation: Any, path: Path) -> Any:
     for key in path:
         observation = observation[key]
     return observation
+
+
+def copied(space: Space[Any], observation: Any) -> Any:
+    """Copy the members of an observation that its space declares; other members may not be copyable."""
+    if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
+        return {key: copied(part, observation[key]) for key, part in space.spaces.items() if key in observation}
+    if isinstance(space, spaces.Tuple) and isinstance(observation, (tuple, list)):
+        return tuple(copied(part, one) for part, one in zip(space.spaces, observation, strict=False))
+    return copy.deepcopy(observation)
 
 
 def spell(path: Path) -> str:

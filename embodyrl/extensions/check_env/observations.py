@@ -68,7 +68,13 @@ def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
 def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked: bool) -> Iterator[str]:
     shape, size = leaf.shape, values[0].size
     if leaf.dtype == np.uint8:
-        if len(shape) > 2 and frames_of(leaf) is None:
+        if leaf.low.any() or (leaf.high != 255).any():
+            if len(shape) > 2 and sorted(shape)[-2] >= _PICTURE:
+                yield (
+                    f"'{name}' {shape} looks like an image, but its bounds are {leaf.low.min()}..{leaf.high.max()}, so "
+                    f"it becomes {size} numbers of the state; fix: low=0, high=255, for model=cnn"
+                )
+        elif len(shape) > 2 and frames_of(leaf) is None:
             yield (
                 f"'{name}' {shape} looks like images whose channels are not last, which become {size} numbers of "
                 "the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"

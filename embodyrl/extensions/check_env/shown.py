@@ -31,6 +31,7 @@ def render(h: Harness) -> None:
         if h.spec.cameras.names:
             raise
         h.note = str(error)  # without cameras there may be nothing to show
+        h.prefer(not h.spec.simulator.renders, "render", "uint8 (H, W, 3), as the render modes declare", error)
         return
     is_array = isinstance(frame, np.ndarray)
     drawn = is_array and frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8

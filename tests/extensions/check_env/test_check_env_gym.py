@@ -114,14 +114,14 @@ def test_goal_interface_must_match_step_rewards(name, level, said):
 ILLEGAL = {
     "OldReset": ("spec", "reset returned one ndarray.*before Gymnasium 0.26. Fix: "),
     "OldSeed": ("spec", "reset does not accept a seed. This is the API before.*Fix: "),
-    "OldStep": ("spec", "step returned 4 things.*before Gymnasium 0.26. Fix: "),
+    "OldStep": ("spec", "step returned 4 values.*before Gymnasium 0.26. Fix: "),
     "NothingStepped": ("spec", "step returned nothing, expected \\(observation, reward, terminated"),
     "NoReward": ("spec", "the reward None, expected a number"),
     "NanAtSomeStarts": ("reset_ids_differ", "state\\[0\\]: expected a finite number, found nan"),
     "NanLater": ("flags", "state\\[0\\]: expected a finite number, found nan"),
     "RaisesLater": ("lasts", "RuntimeError: the arm fell off \\(odd_envs.py:"),
     "SleepsLater": ("lasts", "no response within 8 s"),
-    "WrongShape": ("observe", "returned shape \\(3,\\).*its observation space declares \\(2,\\)"),
+    "WrongShape": ("spec", "returned shape \\(3,\\).*its observation space declares \\(2,\\)"),
     "NoSpaces": ("spec", "observation_space is None.*Fix: set self.observation_space"),
     "NotSeeded": ("reset_repeats", "fix: use only generators that the reset seeds"),
     "FailsToBuild": ("spec", "AttributeError: no licence"),
@@ -133,7 +133,7 @@ ILLEGAL = {
     "TwoEnds": ("spec", "array\\(.*for terminated, expected True or False. Fix: "),
     "NoEnd": ("spec", "None for truncated, expected True or False. Fix: "),
     "SaysNo": ("step", "'no' for success in info, expected True or False. Fix: "),
-    "SeesWords": ("reset_repeats", "observed array.*'left'.* in 'observation', expected real numbers"),
+    "SeesWords": ("reset_repeats", "returned array.*'left'.* in 'observation', expected real numbers"),
     "OneWorldForAll": ("slots", "states differ"),
     "ResetsOnce": ("reset", "RuntimeError: already running \\(odd_envs.py:"),
     "SeesNothing": ("spec", "has neither numbers nor images.*Fix: add observations"),
@@ -239,3 +239,12 @@ def test_threads_and_processes_left_by_close_are_reported():
     assert re.search(r"thread motor.*process (\d+) \(sleep 1000\)", str(found["close"].violations[0]))
     ended = re.findall(r"process (\d+)", str(found["close"].violations[0]))
     assert not [pid for pid in ended if Path("/proc", pid).exists()]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("RendersNothing", "None from render()"), ("RendersChannelsFirst", "(3, 4, 6)")]
+)
+def test_unusable_frames_give_a_warning(name, said):
+    found = {f.check: f for f in look(f"env.id=test_gym_odd:{name}")}
+    assert found["render"].level == "warn"
+    assert said in str(found["render"].violations[0])
