@@ -7,6 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
 
 KIND = "diffusion"
+FINAL_GROUPS = 8
+"""Groups of the last group norm; the original does not use `n_groups` there."""
 
 
 class DiffusionConfig(LeRobotConfig):
@@ -92,10 +94,18 @@ class DiffusionConfig(LeRobotConfig):
             return f"input_features has no '{STATE}'"
         if self.cameras and self.crop and any(a > b for a, b in zip(self.crop, self._before_crop, strict=True)):
             return f"crop_shape={list(self.crop)} is larger than the images"
-        if self.horizon % 2 ** (len(self.down_dims) - 1) or self.kernel_size % 2 == 0:
-            return f"horizon={self.horizon} or kernel_size={self.kernel_size} does not fit the levels of down_dims"
-        if any(width % self.n_groups for width in self.down_dims):
-            return f"down_dims={list(self.down_dims)} are not multiples of n_groups={self.n_groups}"
+        if self.horizon % 2 ** len(self.down_dims):
+            return f"horizon={self.horizon} is not a multiple of 2 to the power of the {len(self.down_dims)} down_dims"
+        if self.kernel_size % 2 == 0 or self.diffusion_step_embed_dim % 2:
+            return (
+                f"kernel_size={self.kernel_size} is even, or diffusion_step_embed_dim={self.diffusion_step_embed_dim} "
+                "is odd"
+            )
+        if any(width % self.n_groups for width in self.down_dims) or self.down_dims[0] % FINAL_GROUPS:
+            return (
+                f"down_dims={list(self.down_dims)} are not multiples of n_groups={self.n_groups}, or the first is not "
+                f"a multiple of {FINAL_GROUPS}"
+            )
         if self.steps > self.num_train_timesteps:
             return f"num_inference_steps={self.steps} exceeds num_train_timesteps={self.num_train_timesteps}"
         return super().wrong()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.diffusion.config import FINAL_GROUPS, DiffusionConfig
 from embodyrl.policies.lerobot.resnet import group_norm, resnet_parts
 from embodyrl.policies.lerobot.resnet_sizes import last_channels, map_size
 from embodyrl.policies.lerobot.units import Inputs
@@ -141,8 +141,7 @@ class UNet(nn.Module):
         self.up_modules = nn.ModuleList(
             Stage(*blocks(2 * a, b), nn.ConvTranspose1d(b, b, 4, 2, 1)) for a, b in pairwise(levels[::-1])
         )
-        # The last stage has eight groups in the original too, independent of `n_groups`.
-        first = ConvBlock(levels[0], levels[0], config.kernel_size, 8)
+        first = ConvBlock(levels[0], levels[0], config.kernel_size, FINAL_GROUPS)
         self.final_conv = nn.Sequential(first, nn.Conv1d(levels[0], config.action_dim, 1))
 
     def forward(self, x: Tensor, level: Tensor, condition: Tensor) -> Tensor:

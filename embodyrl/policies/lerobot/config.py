@@ -103,7 +103,7 @@ class LeRobotConfig(BaseModel):
             return "input_features has neither an image nor an environment state"
         sizes = {self.input_features[name].shape for name in self.cameras}
         if len(sizes) > 1:
-            return f"images of different shapes: {sorted(sizes)}"
+            return f"images of different shapes: {sorted(sizes)}, but all cameras of an environment have one shape"
         if self.n_action_steps > self.horizon_length - self.first_executed:
             return f"n_action_steps={self.n_action_steps} exceeds the chunk"
         return None
@@ -198,6 +198,10 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
         raise CheckpointError(
             f"{path} cannot be read ({error}). It must be the folder of a LeRobot {kind} policy."
         ) from error
+    # LeRobot executes the actions that the chunk contains.
+    contained = max(1, read.horizon_length - read.first_executed)
+    if contained < read.n_action_steps <= read.horizon_length:
+        read = read.model_copy(update={"n_action_steps": contained})
     if RANDOM_INIT_KEY not in raw and (problem := read.wrong()):
         raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
     return read, raw

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
-from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, read_config
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
 from embodyrl.policies.lerobot.units import STATISTICS, Statistics
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
@@ -33,6 +33,11 @@ from embodyrl.policies.vla.folder import (
 from embodyrl.policies.weights import check_weights
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+_STEPS = {
+    PREPROCESSOR: ("rename_observations_processor", "to_batch_processor", "device_processor", "normalizer_processor"),
+    POSTPROCESSOR: ("unnormalizer_processor", "device_processor"),
+}
+"""Steps that LeRobot 0.4 writes for ACT and Diffusion Policy."""
 HEADS_FILE = "embodyrl_heads.safetensors"
 """File of the weights added by RL, which LeRobot does not read."""
 NETWORK = "network."
@@ -142,7 +147,7 @@ def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robo
     raw = read_config(folder, kind, type(config))[1]
     small = {path.name: path.read_bytes() for path in _small_files(folder)}
     fresh = RANDOM_INIT_KEY in raw
-    statistics, eps = _processor_statistics(folder, small)
+    statistics, eps = _processor_statistics(folder, small, config)
     own, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE
     aside: dict[str, Tensor] = {}
     compiled: dict[str, str] = {}
@@ -170,25 +175,63 @@ def _small_files(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("policy_*processor*.safetensors"))
 
 
-def _processor_statistics(folder: Path, small: Mapping[str, bytes]) -> tuple[Statistics, float]:
-    """Return the statistics of the preprocessor's normalizer, and its eps."""
-    name = f"{PREPROCESSOR}.json"
-    if name not in small:
-        return {}, 1e-8
-    try:
-        steps = json.loads(small[name])["steps"]
-        (step,) = (step for step in steps if step.get("registry_name") == "normalizer_processor")
-        flat = load_bytes(small[step["state_file"]])
-        eps = float(step["config"].get("eps", 1e-8))
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+def _processor_statistics(folder: Path, small: Mapping[str, bytes], config: LeRobotConfig) -> tuple[Statistics, float]:
+    """Return the statistics of the preprocessor's normalizer, and its eps.
+
+    Raises:
+        CheckpointError: a file is damaged, or its steps differ from those of this implementation.
+    """
+    found: dict[str, tuple[Statistics, float]] = {}
+    for name in _STEPS:
+        if f"{name}.json" not in small:
+            continue
+        try:
+            steps = json.loads(small[f"{name}.json"])["steps"]
+            (step,) = (step for step in steps if str(step.get("registry_name")).endswith("normalizer_processor"))
+            flat = load_bytes(small[step["state_file"]]) if "state_file" in step else {}
+            found[name] = _by_feature(flat), float(step["config"].get("eps", 1e-8))
+            differs = _differences(name, steps, step["config"], found[name][0], config)
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "
+                "again."
+            ) from error
+        if differs:
+            raise CheckpointError(f"{folder}/{name}.json {differs} Set model=lerobot to run the policy in LeRobot.")
+    before, after = (found[name][0].get(ACTION) if name in found else None for name in _STEPS)
+    if before and after and any(key in after and not torch.equal(after[key], before[key]) for key in before):
         raise CheckpointError(
-            f"{folder}/{name} or the file of its normalizer is damaged ({reason_of(error)}). Download both again."
-        ) from error
+            f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{ACTION}'. Download both "
+            "again, or set model=lerobot to run the policy in LeRobot."
+        )
+    return found.get(PREPROCESSOR, ({}, 1e-8))
+
+
+def _by_feature(flat: Mapping[str, Tensor]) -> Statistics:
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         feature, _, statistic = key.rpartition(".")
         found.setdefault(feature, {})[statistic] = tensor
-    return found, eps
+    return found
+
+
+def _differences(
+    name: str, steps: list[Any], scaling: Mapping[str, Any], statistics: Statistics, config: LeRobotConfig
+) -> str | None:
+    """Return how a processor's steps or kinds of normalization differ from those of `config`, or None."""
+    kinds = [step.get("registry_name", step.get("class")) for step in steps]
+    if unknown := [kind for kind in kinds if kind not in _STEPS[name]]:
+        return f"has the step '{unknown[0]}', which is not supported."
+    chosen = scaling.get("normalize_observation_keys")
+    features = config.output_features if name == POSTPROCESSOR else config.input_features | config.output_features
+    for feature in features.keys() & statistics.keys():
+        mine = config.normalization_mapping.get(features[feature].type, Normalization.IDENTITY)
+        theirs = scaling["norm_map"].get(scaling["features"].get(feature, {}).get("type"), Normalization.IDENTITY)
+        if chosen is not None and feature != ACTION and feature not in chosen:
+            theirs = Normalization.IDENTITY
+        if mine != theirs:
+            return f"normalizes '{feature}' by {theirs}, and normalization_mapping in {CONFIG_FILE} contains {mine}."
+    return None
 
 
 def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None) -> Statistics:

@@ -228,3 +228,64 @@ def test_damaged_lerobot_folders_are_reported(kind, tmp_path):
     (folder / "policy_preprocessor_step_3_normalizer_processor.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="policy_preprocessor"):
         policy_of(folder)
+
+
+def _edited(folder, name, edit):
+    path = folder / name
+    content = json.loads(path.read_text())
+    edit(content["steps"])
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "says"),
+    [
+        ("policy_preprocessor.json", lambda s: s.insert(0, {"registry_name": "delta_actions"}), "'delta_actions'"),
+        ("policy_preprocessor.json", lambda s: s.insert(0, {"class": "my.Step"}), "'my.Step'"),
+        ("policy_preprocessor.json", lambda s: s[3]["config"]["norm_map"].update(STATE="MEAN_STD"), "by MEAN_STD"),
+        ("policy_postprocessor.json", lambda s: s[0]["config"]["norm_map"].pop("ACTION"), "'action' by IDENTITY"),
+        (
+            "policy_preprocessor.json",
+            lambda s: s[3]["config"].update(normalize_observation_keys=[]),
+            "'observation.state' by IDENTITY",
+        ),
+    ],
+)
+def test_processors_that_act_otherwise_are_refused(name, edit, says, tmp_path):
+    folder = folder_of("diffusion/state", tmp_path / "in")
+    _edited(folder, name, edit)
+    with pytest.raises(CheckpointError, match=rf"{name} .*{says}.*model=lerobot"):
+        policy_of(folder)
+
+
+def test_different_action_statistics_of_the_processors_are_refused(tmp_path):
+    folder = folder_of("act/state", tmp_path / "in")
+    path = folder / "policy_postprocessor_step_0_unnormalizer_processor.safetensors"
+    save_file({key: tensor + 1 for key, tensor in load_file(path).items()}, path)
+    with pytest.raises(CheckpointError, match="different statistics of 'action'"):
+        policy_of(folder)
+
+
+def test_processors_without_statistics_change_nothing(tmp_path):
+    """LeRobot writes no file of statistics without statistics, and leaves the values unchanged."""
+    folder = folder_of("act/state", tmp_path / "in")
+    for name, step in (("policy_preprocessor", 3), ("policy_postprocessor", 0)):
+        _edited(folder, f"{name}.json", lambda steps, step=step: steps[step].pop("state_file"))
+    for path in folder.glob("policy_*.safetensors"):
+        path.unlink()
+    policy, actions = policy_of(folder), np.ones((1, 6, 3), np.float32)
+    assert np.abs(policy._from_actions(actions).numpy() - actions).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"horizon": 6}, "horizon=6 is not a multiple"),
+        ({"kernel_size": 4}, "kernel_size=4 is even"),
+        ({"diffusion_step_embed_dim": 7}, "diffusion_step_embed_dim=7 is odd"),
+        ({"down_dims": [12, 24], "n_groups": 4}, "a multiple of 8"),
+    ],
+)
+def test_sizes_that_lerobot_cannot_build_are_refused(changes, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        policy_of(fresh("diffusion", tmp_path / "in", **changes), env=toy_env())

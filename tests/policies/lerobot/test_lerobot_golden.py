@@ -215,3 +215,37 @@ def test_history_chunks_match_the_lerobot_action_queue(cases, case):
             condition = policy._read(observation(config, data, "", history)).model
             rows = policy._executed(policy.denoise(condition, data["sample.noise"]))
         close(rows[:, t % every], data[f"episode.{t}.selected"], MANY, t)
+
+
+PARTS = {
+    "act": {
+        "vae_encoder_out": "vae_encoder",
+        "latent_token": "encoder_latent_input_proj",
+        "state_token": "encoder_robot_state_input_proj",
+    },
+    "diffusion": {"down0_first": "unet.down_modules.0.0", "mid_last": "unet.mid_modules.1"},
+}
+
+
+@pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
+def test_outputs_of_modules_match_lerobot(cases, case, monkeypatch):
+    policy, config, data = cases[case]
+    kind, network, found, hooks = case.partition("/")[0], policy.module.network, {}, []
+    for name, module in PARTS[kind].items():
+        if f"train.{name}.0" in data:
+            part = network.get_submodule(module)
+            hooks.append(part.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out)))
+    obs, target = observation(config, data, "raw."), policy._from_actions(data["raw.action"].numpy())
+    if kind == "act":
+        monkeypatch.setattr(torch, "randn_like", lambda mean: data["train.latent_noise"])
+        loss = policy.loss(obs, target, data["action_is_pad"]).mean()
+        close(loss[None], data["train.loss"][None], ONE_PASS, "loss")
+    else:
+        policy.elements(network.condition(policy._inputs(obs)), target, data["train.eps"], data["train.timesteps"])
+        rows = torch.from_numpy(policy._to_actions(data["eval.chunk"]))
+        close(rows, data["eval.chunk_unnormalised"], ONE_PASS, "actions")
+    for hook in hooks:
+        hook.remove()
+    assert found
+    for name, out in found.items():
+        close(out, data[f"train.{name}.0"], ONE_PASS, name)
