@@ -164,7 +164,7 @@ class TextSpec:
     prompt_bytes: int = 0
     """Number of UTF-8 bytes of the longest instruction; 0: the longest instruction in `EnvSpec.tasks`."""
     prompt_tokens: int = 0
-    """Number of tokens of the longest instruction for the run's language model; 0: estimated from `prompt_bytes`."""
+    """Tokens of the longest instruction without earlier replies of the policy; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
     """Role sequences that occur in the run's conversations, for example (system, user)."""
     max_replies: int = 0

@@ -3,7 +3,7 @@
 from typing import Any
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
+from embodyrl.envs.text.environment import ANSWER_BYTES, LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import give_task, text_problems
@@ -22,6 +22,8 @@ from embodyrl.types import (
 
 _TURNS = 4
 """Number of turns after which the sequence of roles is periodic."""
+_ANSWER_TOKENS = ANSWER_BYTES // 4
+"""Estimated maximum tokens of a tool's answer, at four bytes per token."""
 
 
 class TextFactory:
@@ -63,7 +65,7 @@ class TextFactory:
             text=TextSpec(
                 roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
                 max_replies=cfg.max_turns,
-                prompt_tokens=rows.prompt_tokens if cfg.max_turns == 1 else 0,
+                prompt_tokens=rows.prompt_tokens and rows.prompt_tokens + _ANSWER_TOKENS * (cfg.max_turns - 1),
                 prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             ),
             action=ActionSpec(dim=1, kind=ActionKind.text),

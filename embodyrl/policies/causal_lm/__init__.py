@@ -89,7 +89,10 @@ class CausalLMFactory:
         folder = self._folder(cfg)
         size, shown = read_sizes(folder), len(env.cameras.names) if self.sees else 0
         tokens = cfg.num_action_chunks
-        tokens += env.text.prompt_tokens or -(-env.text.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
+        if env.text.prompt_tokens:
+            tokens = max(1, env.text.max_replies) * tokens + env.text.prompt_tokens
+        else:
+            tokens += -(-env.text.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
         per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
         total = self.start_parameters if cfg.path is None else _count(folder)
         adapters, tower = size.adapter_parameters(cfg.lora.r), 0

@@ -163,6 +163,17 @@ def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     assert whole.scoring(4) == (512_000, 528_000)
 
 
+def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "12345", "answer": "1"}) + "\n")
+    own = (f"data.path={rows}", "data.val_share=0", "algorithm.sampling_params.max_new_tokens=7")
+    plans = [
+        build_run_plan(text_config(tmp_path, *own, *words), training=True).policy_costs.sample_tokens
+        for words in ((), ("env.tools=[calculator]", "env.max_turns=3"))
+    ]
+    assert plans == [5 + 7, 5 + 3 * 7 + 2 * 1024 // 4]
+
+
 def test_equal_prompts_are_stored_once_where_that_halves_the_tokens():
     size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
     assert size.per_token(half=False, adapters=True) == 512
