@@ -1,0 +1,61 @@
+"""Rows with worked examples: earlier turns show the form of the reply, or a call of the calculator."""
+
+import random
+from collections.abc import Sequence
+
+from embodyrl.conversation import Message
+from embodyrl.extensions.text.conversation import TextRow
+
+_SUMS = ((2, 5), (14, 9), (6, 11), (17, 3))
+_PRODUCTS = ((12, 34), (56, 71), (90, 18), (43, 25))
+"""Numbers of the examples; rows do not contain these pairs."""
+
+
+def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[TextRow]:
+    """Return sums whose `shown` (at most 4) earlier replies have the form that the reward `format` requires."""
+    examples: list[Message] = []
+    for a, b in _SUMS[:shown]:
+        text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
+        examples += [_user(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
+    pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
+    return _rows(examples, pairs, _SUMS, "+", seed)
+
+
+def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
+    """Return products of two numbers from 10 to 99 whose `shown` (at most 4) earlier turns call the calculator."""
+    examples: list[Message] = []
+    for a, b in _PRODUCTS[:shown]:
+        examples += [
+            _user(f"What is {a} * {b}?"),
+            Message(role="assistant", content=f"?{a}*{b}"),
+            Message(role="tool", content=str(a * b)),
+            Message(role="assistant", content=f"{a} * {b} = {a * b}"),
+        ]
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    return _rows(examples, pairs, _PRODUCTS, "*", seed)
+
+
+def _user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def _rows(
+    examples: Sequence[Message],
+    pairs: list[tuple[int, int]],
+    excluded: Sequence[tuple[int, int]],
+    sign: str,
+    seed: int,
+) -> list[TextRow]:
+    """Return rows `What is a + b?` in random order; both orders of a pair are one group."""
+    left_out = {tuple(sorted(pair)) for pair in excluded}
+    pairs = [pair for pair in pairs if pair not in left_out]
+    random.Random(seed).shuffle(pairs)
+    return [
+        TextRow(
+            messages=(*examples, _user(f"What is {a} {sign} {b}?")),
+            reference=str(a + b if sign == "+" else a * b),
+            group=f"{min(a, b)} {max(a, b)}",
+        )
+        for first, second in pairs
+        for a, b in dict.fromkeys([(first, second), (second, first)])
+    ]

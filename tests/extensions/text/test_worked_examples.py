@@ -1,0 +1,47 @@
+"""Rows with worked examples: the examples satisfy the reward or the tool that they show."""
+
+import re
+
+import pytest
+
+from embodyrl.envs.text.environment import answer, find_call
+from embodyrl.extensions.text.conversation import TextRow
+from embodyrl.extensions.text.rewards.functions import gsm8k_flexible, tagged
+from embodyrl.extensions.text.worked_examples import calculator_products, tagged_sums
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"[0-9]+", text)))
+
+
+@pytest.mark.parametrize(("rows", "count"), [(tagged_sums(shown=4), 433), (calculator_products(shown=4), 8092)])
+def test_every_pair_occurs_once_in_each_order_and_never_as_an_example(rows: list[TextRow], count: int):
+    asked = [numbers(row.messages[-1].content) for row in rows]
+    assert len({*asked}) == len(asked) == count
+    assert {pair[::-1] for pair in asked} == {*asked}
+    examples = {numbers(m.content) for m in rows[0].messages[:-1] if m.role == "user"}
+    assert len(examples) == 4
+    assert not {*asked} & {*examples, *(pair[::-1] for pair in examples)}
+    first = [row.group for row in rows]
+    assert all(first.index(group) in (i, i - 1) for i, group in enumerate(first[:100]))
+
+
+def test_shown_replies_have_the_rewarded_form_and_the_right_answer():
+    row = tagged_sums(shown=3)[0]
+    turns = row.messages[:-1]
+    for asked, reply in zip(turns[::2], turns[1::2], strict=True):
+        assert tagged("", reply.content, "") == 1
+        assert gsm8k_flexible("", reply.content, str(sum(numbers(asked.content)))) == 1
+    assert row.reference == str(sum(numbers(row.messages[-1].content)))
+
+
+def test_shown_calls_have_the_answers_of_the_calculator():
+    row = calculator_products(shown=3)[0]
+    turns = row.messages[:-1]
+    for call, told, reply in zip(turns[1::4], turns[2::4], turns[3::4], strict=True):
+        found = find_call(call.content, ["calculator"])
+        assert found is not None
+        assert answer(found, ["calculator"]) == told.content
+        assert gsm8k_flexible("", reply.content, told.content) == 1
+    a, b = numbers(row.messages[-1].content)
+    assert row.reference == str(a * b)
