@@ -19,6 +19,7 @@ from embodyrl.extensions.demonstrations.layout import (
     REWARD,
     STATE,
     SUCCESS,
+    UNDESCRIBED,
     Card,
     image_key,
 )
@@ -41,9 +42,16 @@ def camera_column(data: DemonstrationSettings, camera: str) -> str:
     return data.cameras.get(camera, image_key(camera))
 
 
-def _gripper(data: DemonstrationSettings) -> GripperConvention | None:
+def _checked_gripper(root: Path, data: DemonstrationSettings, width: int) -> GripperConvention | None:
+    """Return the gripper convention of the settings for actions of `width` numbers.
+
+    Raises:
+        ConfigError: the actions have no number of that index.
+    """
     if data.gripper is None:
         return None
+    if not -width <= data.gripper_index < width:
+        raise ConfigError(f"data.gripper_index={data.gripper_index}: the actions of {root} have {width} numbers.")
     return GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
 
 
@@ -83,7 +91,16 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
             f"{path} is not usable ({reason_of(error)}). Download or collect the data set again, or choose another "
             "folder."
         ) from error
-    if given := [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]:
+    given = [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]
+    # Copies and conversions of other programs' data may lack these conventions.
+    unknown = {"data.gripper"} if card.env.action.gripper is None else set()
+    unknown |= {"data.image_rotation_deg"} if card.collected.get(UNDESCRIBED) else set()
+    if given and unknown.issuperset(given):
+        gripper = _checked_gripper(root, data, card.env.action.dim)
+        turned = data.image_rotation_deg or card.env.cameras.rotation_deg
+        action, cameras = replace(card.env.action, gripper=gripper), replace(card.env.cameras, rotation_deg=turned)
+        return replace(card, env=replace(card.env, action=action, cameras=cameras))
+    if given:
         raise ConfigError(
             f"{', '.join(given)}: {root} was written by `embodyrl collect` and contains its description; remove these "
             "keys."
@@ -116,17 +133,15 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
         # A data set may have no state; a state with another name must not be ignored silently.
         if column not in features and known:
             raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
-    tasks, gripper = read_tasks(root), _gripper(data)
+    tasks, action_dim = read_tasks(root), _vector_size(root, data.action_key, features[data.action_key])
     env = EnvSpec(
         name=info.get("robot_type") or root.name,
-        action=ActionSpec(dim=_vector_size(root, data.action_key, features[data.action_key]), gripper=gripper),
+        action=ActionSpec(dim=action_dim, gripper=_checked_gripper(root, data, action_dim)),
         tasks=tuple(tasks.values()),
         states_per_task=(1,) * len(tasks),
         cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=data.image_rotation_deg),
         state_dim=_vector_size(root, data.state_key, features[data.state_key]) if data.state_key in features else 0,
     )
-    if gripper is not None and not -env.action.dim <= gripper.index < env.action.dim:
-        raise ConfigError(f"data.gripper_index={gripper.index}: the actions of {root} have {env.action.dim} numbers.")
     fps = info.get("fps")
     if not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +25,8 @@ from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
 """Keys of `ENV_FIELDS` that determine the shape and meaning of frames."""
+_SAME_RATE = 0.01
+"""Maximum relative difference of equal frame rates, such as 29.97 and 30."""
 _TOLERANCE_S = 1e-4
 """Maximum difference between a timestamp and frame_index / fps that LeRobot accepts, in seconds."""
 
@@ -62,6 +65,31 @@ def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
     """Describe the fields in which two environment specs differ; `alike`: additional fields to compare."""
     read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
     return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
+
+
+def set_differences(
+    one: tuple[Path, Card], other: tuple[Path, Card], *alike: str, data: DemonstrationSettings = PLAIN
+) -> str:
+    """Describe the differences of two data sets, each a folder and its card, that rule out training on both.
+
+    These are the fields of `differences`, the frame rate, and the order of named numbers.
+    """
+    differs, rates = differences(one[1].env, other[1].env, *alike), (one[1].fps, other[1].fps)
+    if not differs and not math.isclose(*rates, rel_tol=_SAME_RATE):
+        return "fps ({:g} and {:g})".format(*rates)
+    for key in () if differs else (data.action_key, data.state_key):
+        names = [_number_names(root, key) for root, _ in (one, other)]
+        if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
+            return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
+    return differs
+
+
+def _number_names(root: Path, key: str) -> list[str]:
+    """Return the names of the numbers in a column, if meta/info.json has them as a list or as lists by kind."""
+    feature = read_json(root / layout.INFO_PATH)["features"].get(key) or {}
+    names = feature.get("names") or ()
+    parts = names.values() if isinstance(names, dict) else [names]
+    return [str(name) for part in parts if isinstance(part, list | tuple) for name in part]
 
 
 def _task_names(rows: _Episodes) -> list[str]:
@@ -119,7 +147,10 @@ def _table_problems(rows: _Episodes) -> Iterator[str]:
     start = 0
     for number, row in enumerate(rows):
         if row["episode_index"] != number or row["dataset_from_index"] != start:
-            yield f"meta/episodes: row {number} is episode {row['episode_index']} from {row['dataset_from_index']}."
+            yield (
+                f"meta/episodes: row {number} is episode {row['episode_index']} from {row['dataset_from_index']}, "
+                f"expected episode {number} from {start}; number the episodes and rows from 0 without gaps."
+            )
             return
         start = row["dataset_to_index"]
         if start - row["dataset_from_index"] != row["length"] or row["length"] < 1:

@@ -45,6 +45,8 @@ ENVIRONMENT_PATH = "meta/environment.yaml"
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
 ACTOR = "embodyrl.actor"
 """Column of the data files with the author of each action, a value of `Actor`."""
+UNDESCRIBED = "undescribed"
+"""Key in `Card.collected` of a copy of data of other programs, whose gripper convention and rotation are unknown."""
 OWN = "embodyrl/"
 """Prefix of the columns in meta/episodes that only embodyrl writes, such as the fields of `Source`."""
 

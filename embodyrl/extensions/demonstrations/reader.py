@@ -155,7 +155,7 @@ class EpisodeReader:
         if layout.REWARD not in card.without:
             numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
         skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
-        if not ours:
+        if data.gripper is not None:
             check_gripper(str(root), env.action.gripper, action)
         self.episodes: _Episodes = [e for e in episodes if e["episode_index"] not in skipped]
         """Rows of meta/episodes, without skipped episodes."""

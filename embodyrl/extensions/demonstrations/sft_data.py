@@ -7,8 +7,8 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.cards import read_card
-from embodyrl.extensions.demonstrations.checks import differences
+from embodyrl.extensions.demonstrations.cards import stored_card
+from embodyrl.extensions.demonstrations.checks import set_differences
 from embodyrl.extensions.demonstrations.labels import read_positive
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
@@ -33,11 +33,14 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
     data = cfg.data
-    first = load_demonstrations(resolve_asset(cfg.data.path), data)
     ranked = cfg.objective.name is Objective.dpo
     # Equal reset ids of two environments are different initial states.
     alike = ("name", "states_per_task") if ranked else ()
-    demos = join_demonstrations([first, *(_more(path, data, env, *alike) for path in cfg.data.more)])
+    # Before frames are decoded, which takes minutes.
+    more = [_same_kind(folder, data, *alike) for folder in data.more]
+    val_path = None if data.val_path is None else _same_kind(data.val_path, data)
+    first = load_demonstrations(resolve_asset(cfg.data.path), data)
+    demos = join_demonstrations([first, *(load_demonstrations(path, data) for path in more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
     # Of `data.path` only: rounds of DAgger add folders, and no round may train on later validation data.
     known, count = np.unique(kinds[: first.num_episodes]), 0
@@ -48,9 +51,9 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     if cfg.objective.labels is not None:
         return _labelled(cfg, demos, aside, env, policy)
     training = _samples(cfg, demos, np.flatnonzero(~aside).tolist(), env, policy)
-    if data.val_path is not None:
-        demos = _more(data.val_path, data, env)
-    held_out = np.flatnonzero(aside).tolist() if data.val_path is None else list(range(demos.num_episodes))
+    if val_path is not None:
+        demos = load_demonstrations(val_path, data)
+    held_out = np.flatnonzero(aside).tolist() if val_path is None else list(range(demos.num_episodes))
     validation = _samples(cfg, demos, held_out, env, policy) if held_out else None
     return _checked(cfg, training), validation if validation is not None and len(validation) else None
 
@@ -87,12 +90,19 @@ def _labelled(
     return _checked(cfg, parts[0]), parts[1] if parts[1:] and len(parts[1]) else None
 
 
-def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
-    """Load additional demonstrations of `env`; `alike`: fields of the spec that must be equal to those of `env`."""
-    other = read_card(resolve_asset(folder), data).env
-    if differs := differences(other, env, *alike):
+def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
+    """Return the folder of demonstrations like those of `data.path`; `alike`: additional fields that must be equal.
+
+    Raises:
+        ConfigError: the demonstrations differ from those of `data.path`.
+    """
+    assert data.path is not None
+    root, other = resolve_asset(data.path), resolve_asset(folder)
+    if differs := set_differences(
+        (other, stored_card(other, data)), (root, stored_card(root, data)), *alike, data=data
+    ):
         raise ConfigError(f"{folder} differs from data.path in {differs}. Use data of the same environment.")
-    return load_demonstrations(resolve_asset(folder), data)
+    return other
 
 
 def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:

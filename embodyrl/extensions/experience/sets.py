@@ -14,13 +14,14 @@ import numpy as np
 from embodyrl.commands.run_folder import locked
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.cards import stored_card
-from embodyrl.extensions.demonstrations.checks import check_layout, differences
+from embodyrl.extensions.demonstrations.checks import check_layout, set_differences
 from embodyrl.extensions.demonstrations.layout import (
     ACTOR,
     ENVIRONMENT_PATH,
     OWN,
     REWARD,
     SUCCESS,
+    UNDESCRIBED,
     Actor,
     Card,
     Demonstration,
@@ -29,6 +30,7 @@ from embodyrl.extensions.demonstrations.layout import (
 )
 from embodyrl.extensions.demonstrations.reader import Demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.rows import find_rows, read_success, read_vectors
+from embodyrl.extensions.demonstrations.tables import read_tasks
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
 from embodyrl.types import EnvSpec, IntArray
 
@@ -49,6 +51,15 @@ class DataSet:
     """Metadata of the episodes, one dict per episode."""
     actor: IntArray
     """[N] author of each action, as a value of `Actor`."""
+    task: IntArray
+    """[N] task index of each step."""
+    names: dict[int, str]
+    """Instructions by task index."""
+
+    def instructions_of(self, row: dict[str, Any]) -> list[str]:
+        """Return the distinct instructions of an episode."""
+        steps = self.task[row["dataset_from_index"] : row["dataset_to_index"]]
+        return [self.names[task] for task in dict.fromkeys(steps.tolist())]
 
     def actors_of(self, row: dict[str, Any]) -> set[int]:
         """Return the distinct authors of the actions of an episode, as values of `Actor`."""
@@ -67,10 +78,15 @@ def open_set(root: Path) -> DataSet:
     rows = read_episodes(root)
     if not is_ours(root):
         _add_outcomes(root, card, rows)
-    actor = np.full(rows[-1]["dataset_to_index"] if rows else 0, Actor.unknown, np.int64)
-    if card.actors and rows:
-        actor = read_vectors(find_rows(root, rows), ACTOR, 1)[:, 0].astype(np.int64)
-    return DataSet(root=root, card=card, rows=rows, actor=actor)
+    if not rows:
+        none = np.zeros(0, np.int64)
+        return DataSet(root=root, card=card, rows=rows, actor=none, task=none, names={})
+    found = find_rows(root, rows)
+    actor = np.full(len(found), Actor.unknown, np.int64)
+    if card.actors:
+        actor = read_vectors(found, ACTOR, 1)[:, 0].astype(np.int64)
+    task = found.counters["task_index"].astype(np.int64)
+    return DataSet(root=root, card=card, rows=rows, actor=actor, task=task, names=read_tasks(root))
 
 
 def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
@@ -138,17 +154,21 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
     """
     first = sources[0].card
     for other in sources[1:]:
-        differs = differences(other.card.env, first.env, "name")
+        differs = set_differences((other.root, other.card), (sources[0].root, first), "name")
         if not differs and other.card.without != first.without:
             lacks = (", ".join(card.without) or "none" for card in (other.card, first))
             differs = "unknown columns ({} and {})".format(*lacks)
-        if not differs and other.card.fps != first.fps:
-            differs = f"fps ({other.card.fps:g} and {first.fps:g})"
         if differs:
             raise ConfigError(f"{other.root} differs from {sources[0].root} in {differs}.")
     chosen = [(s, row["episode_index"]) for s in sources for row in s.rows if selection.chooses(s, row)]
     if not chosen:
         raise ConfigError(f"No episode of {', '.join(str(s.root) for s in sources)} satisfies the conditions.")
+    for source, index in chosen:
+        if len(tasks := source.instructions_of(source.rows[index])) > 1:
+            raise ConfigError(
+                f"{source.root}: episode {index} has {len(tasks)} instructions ({', '.join(tasks)}), but a copied "
+                "episode can have only one. Train on the data set directly: data.path, data.more."
+            )
     with locked(out):
         writer = DatasetWriter(out, _card(sources, selection))
         try:
@@ -169,6 +189,8 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
     first = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
+    if not all(is_ours(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
+        collected[UNDESCRIBED] = True
     known = [one for one in states if isinstance(one, list | tuple) and len(one) == 2]
     if len(known) == len(states):
         collected["state_ids"] = [min(one[0] for one in known), max(one[1] for one in known)]
@@ -213,7 +235,8 @@ def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: Dataset
         row = source.rows[index]
         origin = {f.name: row.get(f"{OWN}{f.name}", _UNKNOWN[f.name]) for f in fields(Source)}
         old, task = source.card.env, int(origin["task_id"])
-        named = old.tasks[task] if f"{OWN}task_id" in row and task < len(old.tasks) else row["tasks"][0]
+        known = f"{OWN}task_id" in row and task < len(old.tasks)
+        named = old.tasks[task] if known else str(demos.instruction[demos.start[place]])
         writer.append(episode_of(demos, place, _moved(Source(**origin), named, old, env)))
 
 

@@ -230,7 +230,7 @@ def test_episodes_of_different_environments_are_not_paired(demos: Path, tmp_path
     cfg = config(tmp_path, demos, f"data.more=[{other}]")
     assert load_samples(cfg, toy_spec(2), TOY_POLICY)[0].demos.num_episodes == 40
     cfg = config(tmp_path, demos, f"data.more=[{other}]", "objective.name=dpo")
-    with pytest.raises(ConfigError, match=r"/other differ from those of data.path in name"):
+    with pytest.raises(ConfigError, match=r"/other differs from data.path in name"):
         load_samples(cfg, toy_spec(2), TOY_POLICY)
 
 

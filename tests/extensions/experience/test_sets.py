@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from lerobot_sets import LENGTHS, numbers, write_set, write_v2_set
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
-from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.checks import check_layout, set_differences
 from embodyrl.extensions.demonstrations.layout import Actor, Demonstration
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.sft_data import _same_kind
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
 from embodyrl.extensions.experience.command import data
+from embodyrl.types import GripperConvention
 
 FLAGS = ("success", "failure", "min_return", "max_return", "actor", "policy_version")
 
@@ -200,3 +204,67 @@ def test_invalid_data_commands_are_refused(two, tmp_path: Path) -> None:
     run("merge", out, own, shown)
     with pytest.raises(EmbodyError, match="collected with other settings"):
         run("merge", out, shown, own)
+
+
+def test_episode_with_two_instructions_is_not_copied(tmp_path: Path) -> None:
+    tasks = ("touch the red block", "touch the blue block")
+    write_set(tmp_path / "two", tasks=tasks, task_of=lambda episode, step: int(episode == 1 and step > 2))
+    write_set(tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"two: episode 1 has 2 instructions \(touch the red block, touch the blue"):
+        run("merge", tmp_path / "both", tmp_path / "one", tmp_path / "two")
+    assert not (tmp_path / "both").exists()
+
+
+def test_copies_of_foreign_sets_need_no_new_source_for_their_conventions(tmp_path: Path) -> None:
+    """A copy of a copy, too; the action of the data is checked against the convention."""
+    opens = {"observation.state": numbers(4), "action": lambda e, t: [0.5, float(t % 2)]}
+    for name in ("one", "other"):
+        write_set(tmp_path / name, columns=opens)
+    run("merge", tmp_path / "both", tmp_path / "one", tmp_path / "other")
+    run("merge", tmp_path / "three", tmp_path / "both", tmp_path / "one")
+    for name in ("both", "three"):
+        root = tmp_path / name
+        assert read_card(root).env.action.gripper is None
+        env = read_card(root, DemonstrationSettings(gripper=[1, 0], image_rotation_deg=180)).env
+        assert (env.action.gripper, env.cameras.rotation_deg) == (GripperConvention(open=1, closed=0, index=-1), 180)
+        with pytest.raises(ConfigError, match=r"action -1 in .* is in 0..1"):
+            load_demonstrations(root, DemonstrationSettings(gripper=[1, -1]))
+        with pytest.raises(ConfigError, match="contains its description"):
+            read_card(root, DemonstrationSettings(gripper=[1, 0], action_key="other"))
+    write(tmp_path / "own", range(2), Actor.policy, 7)
+    with pytest.raises(ConfigError, match=r"data.gripper: .* contains its description"):
+        read_card(tmp_path / "own", DemonstrationSettings(gripper=[1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("names", "other", "said"),
+    [
+        (["x", "y", "z", "g"], ["g", "x", "y", "z"], r"the order of 'observation.state' \(g, x, y, z and x, y, z, g\)"),
+        ({"motors": ["a", "b", "c", "d"]}, {"motors": ["b", "a", "c", "d"]}, "the order of 'observation.state'"),
+        (["x", "y", "z", "g"], {"axes": ["x", "y", "z", "g"]}, ""),
+        (["x", "y", "z", "g"], None, ""),
+    ],
+)
+def test_sets_with_another_order_of_their_numbers_are_not_joined(tmp_path: Path, names, other, said) -> None:
+    for name, order in (("one", names), ("other", other)):
+        info = write_set(tmp_path / name) / "meta/info.json"
+        found = json.loads(info.read_text())
+        found["features"]["observation.state"]["names"] = order
+        info.write_text(json.dumps(found))
+    one, more = tmp_path / "one", tmp_path / "other"
+    found = set_differences((more, read_card(more)), (one, read_card(one)))
+    assert (re.match(said, found) is not None) if said else found == ""
+
+
+@pytest.mark.parametrize(("rates", "said"), [((30, 29.97), ""), ((10, 20), r"fps \(20 and 10\)")])
+def test_sets_of_other_frame_rates_are_not_joined(tmp_path: Path, rates, said) -> None:
+    for name, fps in zip(("one", "other"), rates, strict=True):
+        write_set(tmp_path / name, fps=fps)
+    words = ("merge", tmp_path / "both", tmp_path / "one", tmp_path / "other")
+    if not said:
+        assert run(*words) == 0
+        return
+    with pytest.raises(ConfigError, match=said):
+        run(*words)
+    with pytest.raises(ConfigError, match=f"other differs from data.path in {said}"):
+        _same_kind(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
