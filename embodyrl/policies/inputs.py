@@ -90,7 +90,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
             InputProblem(
                 f"The policy was trained on '{where}' with {gripper_text(gripper)}, but env '{env.name}' needs "
                 f"{gripper_text(policy.gripper)}.",
-                "Train it on data with data.gripper=[open,closed] set.",
+                "Train it on data with this convention, and set data.gripper=[open,closed] and data.gripper_index.",
             )
         )
     return problems
@@ -104,4 +104,5 @@ def gripper_text(gripper: GripperConvention | None) -> str:
     """Return the description of a gripper convention."""
     if gripper is None:
         return "no gripper convention"
-    return f"a gripper that opens at {gripper.open:g} and closes at {gripper.closed:g}"
+    place = "" if gripper.index == -1 else f" (action {gripper.index})"
+    return f"a gripper{place} that opens at {gripper.open:g} and closes at {gripper.closed:g}"

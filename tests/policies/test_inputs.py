@@ -73,7 +73,7 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
         ({"gripper": None}, {"action": {"gripper": None}}, None, "needs no gripper convention"),
         ({"gripper": GripperConvention(open=1.0, closed=0.0)}, {}, None, "a gripper that opens at 1 and closes at 0"),
         ({"gripper": replace(ENDS, index=6, binary=True)}, {}, None, None),
-        ({"gripper": replace(ENDS, index=0)}, {}, None, "data.gripper"),
+        ({"gripper": replace(ENDS, index=0)}, {}, None, r"needs a gripper \(action 0\) that opens at -1"),
     ],
 )
 def test_different_policy_inputs_are_reported(

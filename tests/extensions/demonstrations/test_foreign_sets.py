@@ -111,7 +111,7 @@ def test_fractional_frame_rates_are_accepted(tmp_path: Path, fps: float, files: 
 
 def test_timestamps_of_another_frame_rate_are_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", fps=10, info={"fps": 20})
-    with pytest.raises(EmbodyError, match=r"episode 0: step 1 comes 0.1000 s after .* fps 20 means 0.0500 s"):
+    with pytest.raises(EmbodyError, match=r"episode 0: step 1 is 0.1000 s after .* fps 20 means 0.0500 s"):
         load_demonstrations(root)
 
 
