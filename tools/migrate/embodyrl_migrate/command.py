@@ -1,4 +1,4 @@
-"""The command `embodyrl-migrate`: one config of another framework, one experiment or one report."""
+"""The command `embodyrl-migrate`, which translates a config of another framework into an experiment or a report."""
 
 import argparse
 import dataclasses
@@ -23,13 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Translate one config.
 
     Returns:
-        0: an experiment was written. 2: there is a report but no experiment, or the config cannot be read.
+        0: an experiment was written. 2: only a report was written, or the config cannot be read.
     """
     parser = argparse.ArgumentParser(prog="embodyrl-migrate", usage=USAGE, description=__doc__, allow_abbrev=False)
-    parser.add_argument("words", nargs="+", help="config file (YAML, TOML or shell script), then overrides of it")
-    parser.add_argument("--from", dest="source", choices=systems(), help="source system; default: found by its keys")
+    parser.add_argument("words", nargs="+", help="config file (YAML, TOML or shell script), then overrides")
+    parser.add_argument(
+        "--from", dest="source", choices=systems(), help="source system; default: detected from the keys"
+    )
     parser.add_argument("--to", type=Path, default=Path("conf"), help="config folder to write to; default: conf")
-    parser.add_argument("--nearest", action="store_true", help="write the nearest experiment and name its differences")
+    parser.add_argument("--nearest", action="store_true", help="write the nearest experiment and list its differences")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(argv)
     try:
@@ -65,7 +67,7 @@ def _migrate(args: argparse.Namespace) -> int:
 def _show(
     result: Migration, facts: list[Fact], why: list[str], source: Source, path: Path, written: Path | None, report: Path
 ) -> None:
-    """Print the outcome: reasons first; to standard error where no experiment was written."""
+    """Print the outcome, reasons first; to standard error if no experiment was written."""
     stream = sys.stdout if written else sys.stderr
     for text in why:
         print(f"not the same experiment: {text}" if written else f"embodyrl-migrate: error: {text}", file=stream)
@@ -73,7 +75,7 @@ def _show(
     print(f"{path} is a {result.system.name} config with {sum(result.counts.values())} keys{layout}")
     print("  " + ", ".join(f"{count} {state}" for state, count in result.counts.items()))
     if facts:
-        print(f"  {'what decides the result':<22} {result.system.name:<26} embodyrl")
+        print(f"  {'setting':<22} {result.system.name:<26} embodyrl")
     for fact in facts:
         print(fact.line())
     for v in result.verdicts:
@@ -85,7 +87,7 @@ def _show(
     if written:
         print(f"config  {written}")
         print(
-            f"mend    {', '.join(result.local)}: of another machine" if result.local else "",
+            f"correct {', '.join(result.local)}: paths of another machine" if result.local else "",
             end="\n" if result.local else "",
         )
         folder = shlex.quote(str(written.parent.parent))
@@ -107,7 +109,9 @@ def _data(result: Migration, facts: list[Fact], why: list[str], is_written: bool
 
 
 def experiment_text(result: Migration, why: list[str], source: str) -> str:
-    """Return the experiment file: groups as a defaults list, settings that differ from the defaults as a tree."""
+    """Return the content of the experiment file: a defaults list of groups, and the settings that differ from
+    defaults.
+    """
     body = OmegaConf.create({"defaults": [{f"override /{group}": option} for group, option in result.groups.items()]})
     for key, value in sorted(without_defaults(result).items()):
         OmegaConf.update(body, key, value, force_add=True)

@@ -1,4 +1,4 @@
-"""The comparison of both configs, the reasons against an experiment, and the Markdown report."""
+"""Comparison of both configs, the reasons why they differ, and the Markdown report."""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from embodyrl_migrate.translate import STATES, Migration
 
 OFF = "off"
 EXACT, BOUND = "exact", "bound"
-"""Kinds of facts. `bound`: the source's number is at most the one here."""
+"""Kinds of facts. `bound`: the number in the source must be at most the number in embodyrl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One line of the comparison."""
+    """One row of the comparison."""
 
     what: str
     theirs: Any
@@ -32,12 +32,12 @@ class Fact:
 
     @property
     def blocks(self) -> bool:
-        """Return whether the line can change the result."""
+        """Return whether the difference can change the result."""
         return self.is_same is None or (self.is_same is False and self.kind == EXACT)
 
     @property
     def mark(self) -> str:
-        """Return the verdict in words; empty: the same."""
+        """Return the result of the comparison as text; empty: equal."""
         if self.is_same is None:
             return "not known there" if self.theirs is None else "not known here"
         if self.is_same:
@@ -45,12 +45,12 @@ class Fact:
         return "differs"
 
     def line(self) -> str:
-        """Return the text for the screen."""
+        """Return the row as text for the terminal."""
         return f"  {self.what:<22} {_shown(self.theirs):<26} {_shown(self.ours):<26} {self.mark}".rstrip()
 
 
 def compare(result: Migration) -> list[Fact]:
-    """Compare the meaning of the source's keys with the meaning of the translated config."""
+    """Compare the effects of the source's keys with those of the translated config."""
     theirs = _evaluated(result.system.facts, result.values)
     ours = _evaluated(read("ours.yaml"), result.flat)
     rows = []
@@ -65,7 +65,7 @@ def compare(result: Migration) -> list[Fact]:
 
 
 def reasons(result: Migration, facts: list[Fact], source: Source) -> list[str]:
-    """Return why the translation is not the same experiment, one line each."""
+    """Return the reasons why the translation is a different experiment, one line each."""
     missing = dict.fromkeys(source.missing)
     if missing:  # what such a file says is unknown, so that nothing else can be judged
         return [f"missing file: {name}. Put it where the config looks for it." for name in missing]
@@ -81,7 +81,7 @@ def reasons(result: Migration, facts: list[Fact], source: Source) -> list[str]:
 
 
 def _evaluated(facts: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluate facts in order; each may use the earlier ones. `words` are their terms for ours."""
+    """Evaluate facts in order; a fact may refer to earlier facts. `words` maps terms of the source to ours."""
     found: dict[str, Any] = {}
     for what, rule in facts.items():
         text, words = (rule["is"], rule.get("words", {})) if isinstance(rule, dict) else (str(rule), {})
@@ -103,7 +103,7 @@ def _shown(value: Any) -> str:
 
 
 def report_text(result: Migration, facts: list[Fact], why: list[str], source: Source, file: str) -> str:
-    """Return the report as Markdown: reasons, facts with their sources, and the verdict on every key."""
+    """Return the report as Markdown: reasons, facts with their sources, and the state of every key."""
     counts = ", ".join(f"{count} {state}" for state, count in result.counts.items())
     lines = [f"# {file} ({result.system.name}, layout {result.layout or 'unknown'})", ""]
     lines += [f"- **Not the same experiment:** {text}" for text in why]

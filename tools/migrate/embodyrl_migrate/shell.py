@@ -1,4 +1,4 @@
-"""The training command of a shell script, without running it: variables, defaults, arrays, continued lines."""
+"""Extract the training command of a shell script without running the script: variables, arrays, continued lines."""
 
 import re
 import shlex
@@ -12,27 +12,27 @@ _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<op>:?[-=])(?P<else>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<plain>\w+)")
 _OPEN = re.compile(r"""(?:export\s+)?[A-Za-z_]\w*=(?:"[^"]*|'[^']*)""")
-"""A value whose quotation does not end on its line."""
+"""Pattern of an assignment whose quotation does not end on its line."""
 _TEST = re.compile(r"(?:if|elif)\s+\[\[?\s(.*)\s\]\]?\s*(?:;\s*then)?")
 _PROGRAMS = ("--config", "--config-path", "--config_path", "--config-name", "--config_name")
 
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """The command with the most overrides."""
+    """Training command of a script: the command with the most overrides."""
 
     program: str = ""
     """Module or file that Python runs."""
     words: list[str] = field(default_factory=list)
-    """Overrides, key=value."""
+    """Overrides of the form key=value."""
     config: str | None = None
     """Config file of the command."""
     unclear: list[str] = field(default_factory=list)
-    """What depends on arguments or on the machine."""
+    """Values that depend on arguments or on the machine."""
 
 
 def read_shell(text: str) -> Script:
-    r"""Find the command that trains and its words.
+    r"""Find the training command and its arguments.
 
     >>> read_shell("N=4\npython -m verl.trainer.main_ppo a.b=$N c.d=$((N * 2)) $@").words
     ['a.b=4', 'c.d=8']
@@ -52,7 +52,7 @@ def read_shell(text: str) -> Script:
 
 
 def _logical_lines(text: str) -> list[str]:
-    """Lines without comments; continued ones, and arrays and quoted values of several lines, are joined."""
+    """Return the lines without comments; continued lines, and arrays and quoted values of several lines, are joined."""
     kept = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
     # What another program would print is not known; the innermost first, for they may be nested.
     while kept != (kept := re.sub(r"\$\((?!\()[^()`\n]*\)", "$COMMAND", kept)):
@@ -68,21 +68,21 @@ def _logical_lines(text: str) -> list[str]:
 
 
 class _Reader:
-    """Goes through a script from the top."""
+    """Reader of a script, line by line."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {}
         self.arrays: dict[str, list[str]] = {}
         self.changed: list[str] = []
-        """Variables whose value depends on an undecided condition."""
+        """Variables whose value depends on a condition with an unknown result."""
         self.scripts: list[Script] = []
         self.branches: list[bool | None] = []
-        """Whether the branch of each open condition is taken; None: undecided, and read like a taken one."""
+        """For each open condition, True if the branch is taken; None: unknown, and processed like a taken branch."""
         self.taken: list[bool | None] = []
-        """Whether a branch of each open condition was taken."""
+        """For each open condition, True if one of its branches was taken."""
 
     def read(self, line: str) -> None:
-        """Take in a logical line."""
+        """Process a logical line."""
         if self._branch(line) or False in self.branches:
             return
         array = _ARRAY.fullmatch(line)
@@ -99,7 +99,7 @@ class _Reader:
             self.variables[found[1]] = value
 
     def _branch(self, line: str) -> bool:
-        """Follow a condition that the script itself decides; whether the line is a part of one."""
+        """Process a line of a condition; return False if the line is not part of a condition."""
         word = line.split(";")[0].split(" ")[0]
         if word == "if" and not line.endswith("fi"):
             self.branches.append(self._holds(line))
@@ -140,7 +140,7 @@ def _is_launch(word: str) -> bool:
 
 
 def _expand(word: str, variables: dict[str, str]) -> str:
-    """Put in the values of variables; what is not known stays as it is written."""
+    """Substitute the values of variables; unknown variables are unchanged."""
 
     def total(found: re.Match[str]) -> str:
         inner = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda m: variables.get(m[1], m[0]), found[1])
@@ -158,7 +158,7 @@ def _expand(word: str, variables: dict[str, str]) -> str:
 
 
 def _words(line: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
-    """The words of a command, arrays and variables put in."""
+    """Return the words of a command with arrays and variables substituted."""
     plain: list[str] = []
     for word in _split(line):
         if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
@@ -172,7 +172,7 @@ def _words(line: str, variables: dict[str, str], arrays: dict[str, list[str]]) -
 
 
 def _command(plain: list[str]) -> Script:
-    """Read the words of one command."""
+    """Parse the words of one command."""
     script = Script()
     start = next(i for i, word in enumerate(plain) if _is_launch(word))
     options: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Readers of configs: TOML, YAML with Hydra's defaults lists, shell scripts; nothing is run."""
+"""Readers of configs: TOML, YAML with Hydra's defaults lists, shell scripts. No code is executed."""
 
 import re
 import tomllib
@@ -15,9 +15,9 @@ from embodyrl_migrate.shell import read_shell
 from embodyrl_migrate.tables import MigrationError
 
 MOST_BYTES = 4 * 2**20
-"""No config is larger."""
+"""Maximum size of a config in bytes."""
 MOST_FILES = 200
-"""Files that defaults lists may name in all."""
+"""Maximum number of files in all defaults lists."""
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "multiply": lambda a, b: a * b,
     "int_div": lambda a, b: a // b,
@@ -31,29 +31,29 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Source:
-    """A config as read, before it is translated."""
+    """A config before its translation."""
 
     values: dict[str, Any]
-    """By dotted key; an interpolation that cannot be resolved stays as text."""
+    """Values by dotted key; an interpolation that cannot be resolved stays as text."""
     program: str = ""
-    """What a shell script starts, for example verl.trainer.main_ppo."""
+    """Program that the shell script starts, for example verl.trainer.main_ppo."""
     missing: list[str] = field(default_factory=list)
-    """Files that the config names and that were not found."""
+    """Files in the config that were not found."""
     unclear: list[str] = field(default_factory=list)
-    """What depends on arguments of a script or on the machine."""
+    """Values that depend on arguments of the script or on the machine."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """Read a config, and apply `overrides` to it (key=value as Hydra takes them, also +key=value and ~key).
+    """Read a config and apply `overrides` in Hydra's syntax (key=value, +key=value, ~key).
 
     Raises:
-        MigrationError: no such file, or no readable config.
+        MigrationError: the file is missing or not a readable config.
     """
     if not path.is_file():
         raise MigrationError(f"{path}: no such file.")
     if path.stat().st_size > MOST_BYTES:
-        raise MigrationError(f"{path}: not readable: more than {MOST_BYTES >> 20} MiB is no config.")
+        raise MigrationError(f"{path}: not readable: larger than {MOST_BYTES >> 20} MiB.")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".sh", ".bash") or text.startswith("#!"):
@@ -71,11 +71,11 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def _read_script(path: Path, text: str, overrides: Sequence[str]) -> Source:
-    """Take the overrides of the command that a script starts, and the file that it names with --config, if any."""
+    """Return the overrides of the command in a script, applied to the file of its flag --config, if any."""
     script = read_shell(text)
     if not script.words and script.config is None:
         raise MigrationError(
-            f"{path}: not readable: this script starts no training with key=value words or --config FILE."
+            f"{path}: not readable: the script starts no training with key=value overrides or --config FILE."
         )
     source = Source(values={}, program=script.program, unclear=script.unclear)
     if script.config is not None:
@@ -103,7 +103,7 @@ def _override(raw: DictConfig, words: Sequence[str]) -> None:
             continue
         key, equals, value = word.lstrip("+").partition("=")
         if not equals:
-            raise MigrationError(f"'{word}': after the file come overrides of it, key=value.")
+            raise MigrationError(f"'{word}': arguments after the file must be overrides, key=value.")
         key = key.partition("@")[0]
         try:
             parsed = OmegaConf.create(f"v: {value}").v
@@ -120,7 +120,7 @@ def _remove(raw: DictConfig, key: str) -> None:
 
 
 class _Composer:
-    """Follows Hydra's defaults lists; what is not there is noted, not fatal."""
+    """Composer of Hydra's defaults lists; missing files are recorded and are no error."""
 
     def __init__(self, path: Path, source: Source) -> None:
         self._path = path
@@ -139,14 +139,14 @@ class _Composer:
     def _load(self, path: Path) -> DictConfig:
         self._files += 1
         if self._files > MOST_FILES:
-            raise MigrationError(f"{self._path}: its defaults lists name more than {MOST_FILES} files.")
+            raise MigrationError(f"{self._path}: its defaults lists contain more than {MOST_FILES} files.")
         raw = OmegaConf.load(path)
         if not isinstance(raw, DictConfig):
-            raise MigrationError(f"{path}: not readable: it holds a list, not keys.")
+            raise MigrationError(f"{path}: not readable: it contains a list, not keys.")
         return raw
 
     def _merged(self, raw: DictConfig, path: Path, package: str) -> DictConfig:
-        """Merge a file's defaults and then itself, unless _self_ stands elsewhere, all below `package`."""
+        """Merge a file's defaults and then the file below `package`, unless _self_ has another position."""
         found = OmegaConf.create({})
         entries = OmegaConf.to_container(raw.get("defaults", OmegaConf.create([])), resolve=False)
         primary = path == self._path
@@ -176,7 +176,7 @@ class _Composer:
 
 
 def _named(entry: Any) -> list[tuple[str, str | None]]:
-    """Files of one entry of a defaults list, each with its package, None where it names none."""
+    """Return the files of one entry of a defaults list, each with its package or None."""
     if isinstance(entry, str):
         name, at, place = entry.partition("@")
         return [(name, place if at else None)]
@@ -200,7 +200,7 @@ def _below(package: str, raw: DictConfig) -> DictConfig:
 
 
 def _leaves(raw: Any) -> dict[str, Any]:
-    """Dotted keys and values; an interpolation that cannot be resolved stays as text."""
+    """Yield dotted keys and values; an interpolation that cannot be resolved stays as text."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:

@@ -23,7 +23,7 @@ class MigrationError(Exception):
 
 
 def spell(value: Any) -> str:
-    """Write a value as on a command line: null, true, [0,1], {a:1}.
+    """Format a value for the command line: null, true, [0,1], {a:1}.
 
     >>> spell({"a": [None, True]})
     '{a:[null,true]}'
@@ -54,7 +54,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def devices(value: Any) -> int | None:
-    """Count the devices of ROLL's device_mapping, "list(range(0,16))" or a list; it is read, not run.
+    """Count the devices of ROLL's device_mapping, "list(range(0,16))" or a list; the expression is parsed, not
+    executed.
 
     >>> devices("list(range(0,4)) + list(range(8,16,2))"), devices("[4, 5]"), devices([0, 1, 2])
     (8, 2, 3)
@@ -80,13 +81,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Unknown(Exception):
-    """A key has no number here."""
+    """A value is unknown or not a number."""
 
 
 def evaluate(text: str, values: Mapping[str, Any]) -> Any:
-    """Work out an expression of dotted keys; None where a key that it needs says nothing.
+    """Evaluate an expression of dotted keys; None if a required key has no value.
 
-    `first(a, b)` is the first that says something; `a if b else c`, `and`, `or`, comparisons and arithmetic are
+    `first(a, b)` is the first argument with a value; `a if b else c`, `and`, `or`, comparisons and arithmetic are
     Python's.
 
     >>> evaluate("ceil(data.size / first(batch, 4)) * 2", {"data.size": 10})
@@ -99,7 +100,7 @@ def evaluate(text: str, values: Mapping[str, Any]) -> Any:
 
 
 def number(text: str) -> float | None:
-    """Work out arithmetic without keys; None if it is none."""
+    """Evaluate arithmetic without keys; None for any other text."""
     try:
         return evaluate(text, {})
     except (SyntaxError, RecursionError):
@@ -139,7 +140,7 @@ class _Evaluator:
                 return next((result for result in results if result is not None), None)
             case ast.Call(func=ast.Name(id=function)):
                 return _FUNCTIONS[function](*(self.value(part) for part in node.args))
-        raise SyntaxError(f"{ast.unparse(node)} is no expression of keys")
+        raise SyntaxError(f"{ast.unparse(node)} is not an expression of keys")
 
     def _or_none(self, node: ast.expr) -> Any:
         try:
@@ -156,29 +157,29 @@ class _Evaluator:
 
 FOLDER = files("embodyrl_migrate")
 PROGRAM = "(program)"
-"""Stands for what a shell script starts, where conditions name keys."""
+"""Name of the program of a shell script in conditions, in place of a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """One source system. Its files are in systems/<folder>/."""
+    """One source system, with files in systems/<folder>/."""
 
     folder: str
     keys: Mapping[str, Any]
     """name, version, layouts, kinds; terms: expressions that several keys share; keys, "not needed", "unsupported"
     and "without effect": unsupported, but the result stays the same."""
     identity: list[Mapping[str, Any]]
-    """Questions whose answers choose our parts, or say that there are none."""
+    """Questions whose answers select components of embodyrl, or report that embodyrl has none."""
     defaults: Mapping[str, Any]
-    """Values that the system's version takes where a file is silent, by key."""
+    """Default values of the system's version, by key."""
     facts: Mapping[str, Any]
-    """Expressions of its keys for what decides a result."""
+    """Expressions of the system's keys for settings that affect results."""
     sources: Mapping[str, str]
     """File and function of the source system in which each fact was read."""
 
     @property
     def name(self) -> str:
-        """As its authors write it."""
+        """Name in the spelling of the system's authors."""
         return self.keys["name"]
 
 
@@ -199,10 +200,10 @@ def load_system(folder: str) -> System:
     """Read a system.
 
     Raises:
-        MigrationError: it is not known.
+        MigrationError: the system is unknown.
     """
     if folder not in systems():
-        raise MigrationError(f"--from {folder}: one of {', '.join(systems())}.")
+        raise MigrationError(f"--from {folder}: unknown system. Use one of {', '.join(systems())}.")
     parts = {name: read("systems", folder, f"{name}.yaml") for name in ("keys", "identity", "defaults", "facts")}
     facts = {name: rule for name, rule in parts.pop("facts").items() if name != "(sources)"}
     cited = read("systems", folder, "facts.yaml")["(sources)"]
@@ -211,10 +212,10 @@ def load_system(folder: str) -> System:
 
 
 def detect(values: Mapping[str, Any]) -> str:
-    """Find the system whose table knows most of the keys.
+    """Find the system whose table contains most of the keys.
 
     Raises:
-        MigrationError: none knows a third of them.
+        MigrationError: no table contains a third of the keys.
     """
     known = {}
     for system in systems():
@@ -223,12 +224,12 @@ def detect(values: Mapping[str, Any]) -> str:
         known[system] = sum(find(table, key)[0] != "unknown" for key in values) if fitting else 0
     best = max(known, key=lambda system: known[system])
     if known[best] * 3 < len(values) or not values:
-        raise MigrationError(f"this is no config of {', '.join(systems())}: too few of its keys are known; see --from.")
+        raise MigrationError(f"not a config of {', '.join(systems())}: too few of its keys are known. Set --from.")
     return best
 
 
 def find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
-    """Return the state of a key and what the table says about it."""
+    """Return the state of a key and its entry in the table."""
     if key in table["keys"]:
         return "mapped", table["keys"][key]
     # In this order: a harmless key may well fit the broad pattern of an unsupported section.
@@ -240,7 +241,7 @@ def find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
 
 
 def fits(key: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns (*, ?, {a,b}) is this key."""
+    """Return whether a key matches one of the patterns (*, ?, {a,b})."""
     return any(_compiled(pattern)(key) for pattern in patterns)
 
 
@@ -251,7 +252,7 @@ def _compiled(pattern: str) -> Any:
 
 
 def _braces(pattern: str) -> list[str]:
-    """Expand {a,b} wherever it stands."""
+    """Expand each {a,b} in a pattern."""
     match = re.match(r"(.*?)\{(.*?)\}(.*)", pattern)
     if match is None:
         return [pattern]
@@ -259,10 +260,10 @@ def _braces(pattern: str) -> list[str]:
 
 
 def holds(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Whether all conditions hold: patterns of a key's value, in lower case.
+    """Return whether all conditions hold: patterns of a key's value, in lower case.
 
-    Null is `none` and a missing key `absent`, which no pattern with * or ? fits. A key with `*` stands for every key
-    that it fits, of which one must have such a value.
+    Null is `none` and a missing key `absent`; patterns with * or ? match neither. A key with `*` holds if one of the
+    matching keys has such a value.
     """
     return all(_one_holds(key, wanted, values) for key, wanted in when.items())
 

@@ -1,4 +1,4 @@
-"""From another system's keys to embodyrl's: the parts, the settings, and a verdict on every key."""
+"""Translate another system's keys to embodyrl's: components, settings, and a state for every key."""
 
 import contextlib
 import io
@@ -30,16 +30,16 @@ STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")
 OFF = (None, False, 0, "", "none", [], {})
 """Values of a key that turn its feature off."""
 LOCAL_KEYS = ("model.path", "model.lora.path", "data.path", "data.val_path", "reward.path")
-"""Paths of another machine: written as they are, listed on the screen, left out where the config is checked."""
+"""Keys with paths of another machine: written unchanged, listed in the output, ignored when the config is checked."""
 MOST_SLOTS = 64
-"""Episodes that a migrated config runs at the same time; further ones follow as rollout epochs."""
+"""Maximum number of concurrent episodes of a migrated config; further episodes become rollout epochs."""
 LAYOUT = "layout"
 """Name of the layout in expressions and conditions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict on one key of the source."""
+    """Result of the translation of one key."""
 
     key: str
     value: Any
@@ -48,36 +48,36 @@ class Verdict:
     to: tuple[str, ...] = ()
     note: str = ""
     is_default: bool = False
-    """The file is silent; the value is the system's default."""
+    """True if the file does not set the key, so the value is the system's default."""
     decides: bool = False
-    """Unsupported, and the result depends on it."""
+    """True if the key is unsupported and affects the result."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Migration:
-    """The settings, and the verdict on every key."""
+    """The translated settings, and the result for every key."""
 
     system: System
     values: dict[str, Any]
     """The source's keys with the system's defaults."""
     layout: str = ""
-    """Version of the source's layout, found by its keys."""
+    """Version of the source's layout, detected from its keys."""
     groups: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Parts that embodyrl does not have, each with the nearest one."""
+    """Components that embodyrl lacks, each with the nearest component."""
     config: Any = None
-    """The typed config that groups and settings make; None: there is none near enough."""
+    """The typed config of groups and settings; None: embodyrl has no near config."""
 
     @property
     def flat(self) -> dict[str, Any]:
-        """The values of the config by dotted key, with paths of another machine."""
+        """Values of the config by dotted key, with paths of another machine."""
         return {**flat(plain(self.config)), **{key: self.settings[key] for key in self.local}}
 
     @property
     def local(self) -> list[str]:
-        """Settings that name files of another machine."""
+        """Settings with paths of another machine."""
         return [key for key in self.settings if key in LOCAL_KEYS]
 
     @property
@@ -92,10 +92,10 @@ def translate(source: Source, folder: str | None = None) -> Migration:
 
     Args:
         source: the config.
-        folder: the source system; None: found by the keys.
+        folder: the source system; None: detected from the keys.
 
     Raises:
-        MigrationError: no known config, or the translation is no valid config.
+        MigrationError: the source is no known config, or the translation is not a valid config.
     """
     system = load_system(folder or detect(source.values))
     source.missing = [name for name in source.missing if not _is_optional(system, name, source)]
@@ -124,7 +124,7 @@ def translate(source: Source, folder: str | None = None) -> Migration:
 
 
 def _is_optional(system: System, name: str, source: Source) -> bool:
-    """Return whether a file that was not found decides nothing, or is in the table of defaults; note it if so."""
+    """Return whether a missing file has no effect, or is in the table of defaults; if so, add a note."""
     for why, patterns in system.keys.get("optional files", {}).items():
         if fits(name.removesuffix(".yaml"), patterns) or fits(Path(name).stem, patterns):
             source.notes.append(f"{name} was not found: {why}")
@@ -133,7 +133,7 @@ def _is_optional(system: System, name: str, source: Source) -> bool:
 
 
 def _layout(system: System, source: Source) -> tuple[str, dict[str, str]]:
-    """Find the layout by its signs; return its name, and the keys that it has moved with their place in the tables."""
+    """Detect the layout; return its name, and its renamed keys with their names in the tables."""
     for layout in system.keys.get("layouts", ()):
         if any(fits(key, layout["signs"]) for key in source.values):
             moves = layout.get("moves", {})
@@ -148,7 +148,7 @@ def _layout(system: System, source: Source) -> tuple[str, dict[str, str]]:
 
 
 def _overruled_by(moved: Mapping[str, str], key: str) -> str:
-    """Return the newer key that takes the place of a key of an older layout; empty: none does."""
+    """Return the newer key that replaces a key of an older layout; empty: no key does."""
     for new, canonical in moved.items():
         section = canonical.rpartition(".")[0]
         if key not in moved and (key == canonical or ("." in section and key.startswith(f"{section}."))):
@@ -162,7 +162,7 @@ def _take(result: Migration, part: Mapping[str, Any]) -> None:
 
 
 def _identify(result: Migration, known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
-    """Answer the system's questions; return which keys decided what."""
+    """Answer the system's questions; return the keys that determined each answer."""
     deciding: dict[str, str] = {}
     refused: set[str] = set()
     for question in result.system.identity:
@@ -186,7 +186,7 @@ def _identify(result: Migration, known: Mapping[str, Any], own: Mapping[str, Any
 
 
 def _account(result: Migration, own: Mapping[str, Any], kind: Mapping[str, Any], deciding: Mapping[str, str]) -> None:
-    """Judge every key; mapped keys are applied in the order of the table."""
+    """Determine the state of every key; mapped keys are applied in the order of the table."""
     table, sizes = result.system.keys, {}
     found: dict[str, Verdict] = {}
     for key in table["keys"]:
@@ -211,18 +211,18 @@ def _account(result: Migration, own: Mapping[str, Any], kind: Mapping[str, Any],
 
 
 def _is_off(table: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Return whether the value has no effect: one of the key's own in `harmless`, or of `OFF` if it has none."""
+    """Return whether the value has no effect: a value in the key's `harmless`, or in `OFF` without that entry."""
     own = [values for pattern, values in table.get("harmless", {}).items() if fits(key, [pattern])]
     return any(value in values or "*" in values for values in own or [OFF])
 
 
 def _apply(key: str, result: Migration, entry: Any, sizes: dict[str, float], *, is_default: bool) -> Verdict:
-    """Set what a table entry says: a target, {to, values, is, also, if, if_not, note}, or the first fitting of several.
+    """Apply a table entry: a target, a rule {to, values, is, also, if, if_not, note}, or the first matching of several.
 
-    Targets with @ are sizes, see `_settle_sizes`; a list of targets takes a list of values or one for all; `is` is an
-    expression of the source's keys, or several, in place of the value; `also` is set besides; `if` are conditions
-    without which this key does nothing; `if_not` values that turn it off; `unsupported` is the reason against all other
-    values; `harmless`: no value changes the result.
+    Targets with @ are sizes (see `_settle_sizes`). A list of targets gets a list of values, or one value for all. `is`:
+    expressions of the source's keys that replace the value. `also`: additional settings. `if`: conditions for an effect
+    of the key. `if_not`: values that disable the key. `unsupported`: reason why all other values are unsupported.
+    `harmless`: no value changes the result.
     """
     value = result.values[key]
     entries: list[Any] = entry if isinstance(entry, list) else [entry]
@@ -258,7 +258,7 @@ def _apply(key: str, result: Migration, entry: Any, sizes: dict[str, float], *, 
 
 
 def _conditions(when: Mapping[str, Any]) -> str:
-    """Conditions in words."""
+    """Return conditions as text."""
     return " and ".join(
         f"{key} is {' or '.join(map(spell, wanted if isinstance(wanted, list) else [wanted]))}"
         for key, wanted in when.items()
@@ -270,7 +270,7 @@ def _names(rule: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen(value: Any, rule: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings that a rule makes of a value, or None where it knows no counterpart."""
+    """Return the settings that a rule derives from a value; None: the value has no counterpart."""
     targets = rule.get("to", [])
     targets = targets if isinstance(targets, list) else [targets]
     if "is" in rule:
@@ -293,14 +293,14 @@ def _chosen(value: Any, rule: Mapping[str, Any], values: Mapping[str, Any]) -> d
 
 
 def _written(target: str, value: Any) -> Any:
-    """Return whole numbers as integers, and one path of a list of paths."""
+    """Convert whole numbers to integers, and a list of paths to its only path."""
     if target in LOCAL_KEYS and isinstance(value, list):
         return value[0] if len(value) == 1 else ",".join(map(str, value))
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
 
 
 def _settle_sizes(result: Migration, sizes: Mapping[str, float]) -> None:
-    """Turn prompts, samples per prompt and batch shares into slots, rollout epochs and batch sizes."""
+    """Convert prompts, samples per prompt and batch shares to slots, rollout epochs and batch sizes."""
     group = int(sizes.get("@group", 1))
     settings = result.settings
     settings["algorithm.group_size"] = group
@@ -324,7 +324,7 @@ def _settle_sizes(result: Migration, sizes: Mapping[str, float]) -> None:
 
 
 def _fit(result: Migration) -> None:
-    """Compose the config; a setting that embodyrl refuses becomes an unsupported key until the rest is accepted."""
+    """Compose the config; rejected settings become unsupported keys until the remaining settings are accepted."""
     # A removed key may reveal another problem; every round removes at least one key.
     for _ in range(len(result.settings) + 2):
         problems = _problems(result)
@@ -346,9 +346,9 @@ def _fit(result: Migration) -> None:
 
 
 def _refused(verdict: Verdict, text: str, entry: Any) -> Verdict:
-    """Return the verdict on a key that embodyrl refuses: without effect, or impossible.
+    """Return the state of a key that embodyrl rejects: without effect, or unsupported.
 
-    Where a table says when the key has an effect there, no effect here is a difference.
+    If the table has a condition for the key's effect in the source, a key without effect in embodyrl is a difference.
     """
     idle = (
         re.search("ha(?:s|ve) no effect", text) is not None
@@ -378,7 +378,7 @@ def _compose(groups: Mapping[str, str], settings: Mapping[str, Any]) -> Any:
 
 
 def _words(groups: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
-    """Return overrides as typed on a command line, without paths of another machine."""
+    """Return command-line overrides without the paths of another machine."""
     words = [f"{group}={option}" for group, option in groups.items()]
     for key, value in settings.items():
         if key not in LOCAL_KEYS:
@@ -388,7 +388,7 @@ def _words(groups: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
 
 
 def without_defaults(result: Migration) -> dict[str, Any]:
-    """Return the settings without those that repeat the values of the chosen groups; the config stays the same."""
+    """Return the settings without values that the chosen groups also set; the composed config is unchanged."""
     wanted = flat(plain(result.config))
     unset = flat(plain(_compose(result.groups, {})))
     kept = {

@@ -204,7 +204,7 @@ def test_config_in_a_parent_folder_is_found(tmp_path: Path) -> None:
     [
         ("x.yaml", "a: [", "not readable"),
         ("x.yaml", "a: 1\nb: 2", "too few of its keys"),
-        ("x.yaml", "[1, 2]", "holds a list"),
+        ("x.yaml", "[1, 2]", "contains a list"),
         ("x.toml", "a = ", "not readable"),
         ("x.sh", "echo hello", "starts no training"),
         ("x.yaml", "\0\1\2", "not readable"),
