@@ -121,7 +121,13 @@ def write(space: spaces.Box, value: Any) -> ObservationOut:
     return out
 
 
-@pytest.mark.parametrize("name", ["NamedResults", "ListResults", "OldGenerator", "CannotClose", "ListBatch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NamedResults", "ListResults", "OldGenerator", "CannotClose"),
+        pytest.param("ListBatch", marks=pytest.mark.needs("gym_vectors")),
+    ],
+)
 def test_environments_that_gymnasium_accepts_run(name):
     env = begin(config(f"test_gym_odd:{name}"), slots=2)
     before = look(env)[1]
@@ -140,6 +146,7 @@ def test_failing_close_is_reported(caplog):
     ] * 2
 
 
+@pytest.mark.needs("gym_vectors")
 @pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 def test_success_of_a_batch_may_be_none_or_an_array(mode, array):

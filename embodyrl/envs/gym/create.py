@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 from gymnasium.vector import VectorEnv
@@ -16,8 +15,10 @@ from gymnasium.vector import VectorEnv
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.envs.gym.api import line, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
+from embodyrl.types import EnvSpec
 
 AnyEnv = gymnasium.Env[Any, Any]
 
@@ -42,6 +43,36 @@ PROGRAMS: Registry[Callable[[str], Callable[..., Any]]] = Registry(
 )
 RENDERING: Registry[Callable[[], None]] = Registry(
     "rendering", group="embodyrl.rendering", wants="a function without arguments", fits=takes(0)
+)
+
+
+class VectorSupport(Protocol):
+    """Support of vector environments, which are built once for all slots."""
+
+    def applies(self, cfg: GymSettings) -> bool:
+        """Return True if `env.id` builds a vector environment."""
+        ...
+
+    def build(self, cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
+        """Build the vector environment of `env.id` without its wrappers."""
+        ...
+
+    def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
+        """Reset and step an instance of two environments; return the fields of a `Probe` that depend on episodes."""
+        ...
+
+    def simulators(
+        self, cfg: GymSettings, spec: EnvSpec, found: Any, create: Callable[[int], Any], num_slots: int
+    ) -> Simulators:
+        """Return simulators of all slots; `found`: the `Probe`, `create`: a function of the number of environments."""
+        ...
+
+
+VECTORS: Registry[VectorSupport] = Registry(
+    "vector support",
+    group="embodyrl.gym_vectors",
+    wants="a VectorSupport",
+    fits=lambda found: hasattr(found, "try_out"),
 )
 GL_FIX = (
     "Fix: MUJOCO_GL=osmesa (apt-get install libosmesa6; pip install PyOpenGL) or, with a GPU, MUJOCO_GL=egl "
@@ -86,11 +117,12 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
             f"env.id={env_id} is a vector environment of {env.num_envs} environments instead of {num_envs} "
             "(num_envs). Fix: build num_envs identical environments; every slot must be able to run every episode."
         )
+    if isinstance(env, VectorEnv) and vector_support(cfg) is None:
+        raise ConfigError(
+            f"env.id={env_id} is a vector environment. Fix: build it with a function of num_envs; this needs the "
+            "extension 'gym_vectors'."
+        )
     return env, suites
-
-
-_COUNTS = ("num_envs", "n_envs")
-"""Names of the parameter for the number of environments; LeRobot uses the second name."""
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
@@ -133,30 +165,24 @@ def takes_render_mode(cfg: GymSettings) -> bool:
     """Return True if the constructor's signature has the parameter `render_mode`."""
     if cfg.id is None or (creator := find_creator(cfg.id)) is None:
         return True
-    kinds = _parameters(creator)
+    kinds = parameters_of(creator)
     return "render_mode" in kinds or inspect.Parameter.VAR_KEYWORD in [one.kind for one in kinds.values()]
 
 
-def _parameters(creator: Any) -> dict[str, inspect.Parameter]:
+def parameters_of(creator: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class or function by name; empty if they are unknown."""
     try:
         return dict(inspect.signature(creator).parameters)
     except (TypeError, ValueError):  # some classes written in C have none
         return {}
 
 
-def is_vector(cfg: GymSettings) -> bool:
-    """Return True if the function or class of `env.id` builds one vector environment for all slots."""
+def vector_support(cfg: GymSettings) -> VectorSupport | None:
+    """Return the support of vector environments if `env.id` builds one for all slots; else None."""
     assert cfg.id is not None
-    if (creator := find_creator(cfg.id)) is not None:
-        kind = isinstance(creator, type)
-        return issubclass(creator, VectorEnv) if kind else not _parameters(creator).keys().isdisjoint(_COUNTS)
-    _import_namespace(cfg.id)
-    module, _, name = cfg.id.rpartition(":")
-    with contextlib.suppress(Exception):  # building it gives the error
-        if module:
-            importlib.import_module(module)
-    spec = gymnasium.registry.get(name)
-    return spec is not None and spec.entry_point is None
+    if find_creator(cfg.id) is None:
+        _import_namespace(cfg.id)
+    return next((vectors for vectors in VECTORS.every() if vectors.applies(cfg)), None)
 
 
 def prepare_rendering() -> None:
@@ -172,13 +198,12 @@ def prepare_rendering() -> None:
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
-        vector = is_vector(cfg)
+        if (vectors := vector_support(cfg)) is not None:
+            return vectors.build(cfg, kwargs, num_envs)
         if (creator := find_creator(cfg.id)) is not None:
             if isinstance(creator, type):
                 require_env(cfg.id, creator)
-            return creator(**_counted(creator, num_envs) if vector else {}, **kwargs)
-        if vector:
-            return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+            return creator(**kwargs)
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingDependencyError(
@@ -203,16 +228,6 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
             f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {line(error)}. Compare env.kwargs with the "
             "arguments of its constructor."
         ) from error
-
-
-def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the keyword arguments that pass the number of environments to a vector environment's constructor."""
-    if isinstance(creator, type) or "num_envs" in (takes := _parameters(creator)):
-        return {"num_envs": num_envs}
-    # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
-    rest = {"use_async_envs": False, "cfg": None}
-    needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
-    return {"n_envs": num_envs} | {name: rest[name] for name in needed}
 
 
 _REPOSITORY = re.compile(r"[\w.-]+/(?!.*-v\d+$)[\w.-]+(@\w+)?")

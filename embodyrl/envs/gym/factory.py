@@ -87,14 +87,14 @@ class GymFactory(SimFactory[GymSettings]):
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
         """Return simulators: one environment per slot, built at its first reset, or one vector environment."""
-        from embodyrl.envs.gym.create import create
+        from embodyrl.envs.gym.create import create, vector_support
         from embodyrl.envs.gym.probe import probe
-        from embodyrl.envs.gym.sims import GymSims, VectorSims
+        from embodyrl.envs.gym.sims import GymSims
 
         found = probe(cfg, pictures=context.pictures, described=context.described)
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
-        if found.vector:
-            return VectorSims(cfg, spec, found, build, context.num_slots)
+        if found.vector and (vectors := vector_support(cfg)) is not None:
+            return vectors.simulators(cfg, spec, found, build, context.num_slots)
         return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:

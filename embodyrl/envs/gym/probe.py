@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import VectorEnv
 
-from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step, reset_env
-from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, is_vector, prepare_rendering, takes_render_mode
+from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
+from embodyrl.envs.gym.create import (
+    WRAPPERS,
+    AnyEnv,
+    create_named,
+    prepare_rendering,
+    takes_render_mode,
+    vector_support,
+)
 from embodyrl.envs.gym.said import (
     instruction_doubts,
     instruction_of,
@@ -24,9 +29,9 @@ from embodyrl.envs.gym.said import (
     success_key,
 )
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import ObservationWriter, copied, leaves, member
+from embodyrl.envs.gym.spaces import ObservationWriter, copied
 from embodyrl.envs.protocol import GoalJudge
-from embodyrl.errors import ConfigError, EmbodyError, EnvError
+from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
@@ -89,8 +94,8 @@ GOALS: Registry[type[GoalSupport]] = Registry(
 )
 
 
-def _warnings(space: gymnasium.Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield warnings about the observations of the first steps."""
+def observation_doubts(space: gymnasium.Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
+    """Warn about the observations of the first steps."""
     for warn in WARNINGS.every():
         yield from warn(space, seen, env)
 
@@ -110,7 +115,8 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
     kwargs = dict(cfg.kwargs)
     prepare_rendering()
     # Two environments are the minimum to check whether they can be reset separately.
-    env, suites = create_named(cfg, kwargs, 2 if is_vector(cfg) else 1)
+    vectors = vector_support(cfg)
+    env, suites = create_named(cfg, kwargs, 1 if vectors is None else 2)
     late: list[str] = []
     with _closed(cfg, env, late):
         vector = isinstance(env, VectorEnv)
@@ -122,7 +128,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             if described is not None:
                 said = _shown(described)
             else:
-                said = _try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+                said = vectors.try_out(cfg, env) if vectors is not None and vector else _try_out(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
@@ -173,7 +179,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
     return min((int(limit) for limit in limits if limit and limit > 0), default=0)  # -1: no limit
 
 
-def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
+def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     """Reset and step the environment; return the fields of a `Probe` that depend on episodes."""
     env_id, keys = str(cfg.id), success_key(cfg)
     first, begun = begin_episode(env_id, env, 0)
@@ -199,7 +205,7 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
     said = instruction_of(cfg, writer.texts, first, begun, env)
-    found = [*_warnings(env.observation_space, seen, env)]
+    found = [*observation_doubts(env.observation_space, seen, env)]
     found += [*instruction_doubts(cfg, writer.texts, begun, said), *success_doubts(cfg, [*names], reports)]
     return {
         "reports_success": reports or cfg.success_key is not None,
@@ -207,68 +213,6 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
         "goals": goals,
         "instruction": said,
     }
-
-
-def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
-    """Run `_try_out` for a vector environment of two environments; check that each can be reset separately."""
-    env_id = str(cfg.id)
-    result: Any = None
-    first: Any = None
-    begun: dict[str, Any] = {}
-    try:
-        first, begun = reset_env(env_id, env, seed=[0, 1])
-        first = _first_of(env, first)
-        env.action_space.seed(0)
-        result = require_step(env_id, env.step(env.action_space.sample()))
-        moved = _rows(env, result[0])
-        seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
-        kept = _rows(env, seen)[0] == moved[0]
-        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted environment 0 as well"
-    except Exception as error:
-        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {line(error)}"
-    if problem:
-        raise ConfigError(
-            f"env.id={env_id} is a vector environment that resets all environments together, "
-            f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
-            f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
-            f"which is built once per slot."
-        )
-    keys, info = success_key(cfg), result[4]
-    space = env.single_observation_space
-    writer = ObservationWriter(env_id, space)
-    writer.check(first)
-    info_of_first = slot_info(begun, 0, env.num_envs)
-    said = instruction_of(cfg, writer.texts, first, info_of_first)
-    reports = says_success(info, keys)
-    found = [
-        *_warnings(space, [first], env),
-        *instruction_doubts(cfg, writer.texts, info_of_first, said),
-    ]
-    return {
-        "reports_success": reports or cfg.success_key is not None,
-        "doubts": (*found, *success_doubts(cfg, [*names_of(info)], reports or cfg.success_key is not None)),
-        "instruction": said,
-    }
-
-
-def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
-    """Return the `info` of one environment of a batch, without keys that are not set for this environment."""
-    return {
-        name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
-        for name, value in infos.items()
-        if not str(name).startswith("_") and np.broadcast_to(infos.get(f"_{name}", True), count)[slot]
-    }
-
-
-def _first_of(env: Any, batch: Any) -> Any:
-    return copy.deepcopy(next(iter(gymnasium.vector.utils.iterate(env.observation_space, batch))))
-
-
-def _rows(env: Any, batch: Any) -> list[bytes]:
-    """Return each environment's observation as bytes, for comparison."""
-    rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
-    places = [path for path, _ in leaves(env.single_observation_space, ())]
-    return [b"".join(np.asarray(member(row, path)).tobytes() for path in places) for row in rows]
 
 
 def _suite_doubts(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Gymnasium's vector environments: one batch for all slots, stepped in lock-step."""

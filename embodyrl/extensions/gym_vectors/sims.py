@@ -1,0 +1,146 @@
+"""Slots of a Gymnasium vector environment as simulators in lock-step."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+
+from embodyrl.envs.gym.api import flags, require_step
+from embodyrl.envs.gym.probe import Probe
+from embodyrl.envs.gym.said import succeeded
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.sims import GymSlots
+from embodyrl.envs.gym.spaces import copied
+from embodyrl.envs.simulators import SimSteps
+from embodyrl.errors import EnvError
+from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
+
+
+class VectorSims(GymSlots):
+    """Slots of one vector environment in lock-step.
+
+    Episodes start with `reset_mask`. After an automatic reset, the final observation is restored for the ended episode.
+    """
+
+    def __init__(
+        self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int
+    ) -> None:
+        super().__init__(cfg, spec, found)
+        self._vector = create(num_slots)
+        self._mode = (self._vector.metadata or {}).get("autoreset_mode")
+        self._space = found.action_space
+        self._batch_info: dict[str, Any] = {}
+        self._over: set[int] = set()
+        """Slots whose episodes ended in the last step."""
+        self._actions = [self._native(np.zeros(spec.action.dim, np.float32))] * num_slots
+        # All slots: slots without an episode are stepped with the others.
+        self._keep(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
+
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Reset the environments of the given slots, with the reset ids as seeds."""
+        starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
+        self._over -= starts.keys()
+        seen, infos = self._restart(starts)
+        self._keep(seen, starts)
+        reached = self._successes(infos)
+        for slot in starts:
+            self._read_instruction(slot, slot_info(infos, slot, len(self._actions)))
+            self.note_start(slot, solved=bool(reached[slot]))
+
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        """Step the whole batch; slots without an action repeat their last action."""
+        acting = slots.tolist()
+        for slot, action in zip(acting, actions, strict=True):
+            self._actions[slot] = self._native(action)
+        if self._over and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
+            # The batch rejects steps after the end of an episode. Reset here, not earlier: the final observation is
+            # read first.
+            self._restart(dict.fromkeys(self._over, 0))
+        # A vector environment takes one batch of its action space, which need not be an array.
+        batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
+        result = require_step(self.spec.name, self._vector.step(batch))
+        seen, reward, terminated, truncated, infos = result
+        name, count = self.spec.name, len(self._actions)
+        terminated, truncated = flags(name, "terminated", terminated, count), flags(name, "truncated", truncated, count)
+        self._over = {*np.flatnonzero(terminated | truncated).tolist()}
+        success = self._successes(infos)
+        self._batch_info = infos
+        self._keep(seen, acting)
+        if self._over and self._mode is AutoresetMode.SAME_STEP:
+            success = self._look_back(infos, [slot for slot in self._over if slot in acting], success)
+        return SimSteps(
+            reward=np.asarray(reward, np.float64)[slots],
+            terminated=terminated[slots],
+            success=success[slots],
+            truncated=truncated[slots],
+        )
+
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the slots' last observations."""
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
+
+    def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
+        """Restore the final observations of slots `over`; return `success` [N] with their final success."""
+        ends, said = infos.get("final_obs"), infos.get("final_info", {})
+        if ends is None:
+            raise EnvError(
+                f"env '{self.spec.name}' resets in the step in which an episode ends, without info['final_obs'], so "
+                f"the final observation is lost. Fix: autoreset_mode=AutoresetMode.DISABLED or NEXT_STEP."
+            )
+        success = success.copy()
+        for slot in over:
+            self._observations[slot] = copied(self._vector.single_observation_space, _pick(ends, slot))
+            success[slot] = self._successes(said)[slot]
+        return success
+
+    def _successes(self, infos: Mapping[str, Any]) -> BoolArray:
+        """Return a mask [N] of the environments whose `info` reports success."""
+        found = succeeded(infos, self._success_keys)
+        if isinstance(found, np.ndarray) and found.dtype == object:  # None: not set for this environment
+            found = np.asarray([False if one is None else one for one in found])
+        return flags(self.spec.name, "success in info", found, len(self._actions))
+
+    def info(self, slot: int) -> dict[str, Any]:
+        """Return the slot's part of the batch's `info`, for keys that are set for the slot."""
+        said = self._batch_info
+        if slot in self._over and self._mode is AutoresetMode.SAME_STEP:
+            said = said.get("final_info", {})  # the rest belongs to the episode that the batch has started
+        return slot_info(said, slot, len(self._actions))
+
+    def close(self) -> None:
+        """Free the batch; idempotent."""
+        if not self._vector.closed:
+            self._vector.close()
+
+    def _frame(self, slot: int) -> Any:
+        return self._vector.render()[slot] if self._vector.render_mode == "rgb_array" else None
+
+    def _restart(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:
+        """Reset the environments of the given slots; return observation and info of the whole batch."""
+        mask = np.zeros(len(self._actions), np.bool_)
+        mask[list(seeds)] = True
+        chosen = [seeds.get(slot, 0) for slot in range(len(mask))]
+        return self._vector.reset(seed=chosen, options={"reset_mask": mask})
+
+    def _keep(self, batch: Any, slots: Iterable[int]) -> None:
+        """Store copies of the given slots' observations."""
+        items = list(iterate(self._vector.observation_space, batch))
+        self._observations.update({slot: copy.deepcopy(items[slot]) for slot in slots})
+
+
+def _pick(batch: Any, slot: int) -> Any:
+    """Return one environment's element of a batched value, also in nested dictionaries."""
+    return {name: _pick(part, slot) for name, part in batch.items()} if isinstance(batch, dict) else batch[slot]
+
+
+def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
+    """Return the `info` of one environment of a batch, without keys that are not set for this environment."""
+    return {
+        name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
+        for name, value in infos.items()
+        if not str(name).startswith("_") and np.broadcast_to(infos.get(f"_{name}", True), count)[slot]
+    }

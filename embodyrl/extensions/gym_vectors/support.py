@@ -1,0 +1,130 @@
+"""Construction and test of vector environments."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from embodyrl.envs.gym.api import line, require_step, reset_env
+from embodyrl.envs.gym.create import find_creator, parameters_of
+from embodyrl.envs.gym.probe import observation_doubts
+from embodyrl.envs.gym.said import (
+    instruction_doubts,
+    instruction_of,
+    names_of,
+    says_success,
+    success_doubts,
+    success_key,
+)
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
+from embodyrl.envs.simulators import Simulators
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.gym_vectors.sims import VectorSims, slot_info
+from embodyrl.types import EnvSpec
+
+_COUNTS = ("num_envs", "n_envs")
+"""Names of the parameter for the number of environments; LeRobot uses the second name."""
+
+
+class GymVectors:
+    """Implements `VectorSupport`."""
+
+    def applies(self, cfg: GymSettings) -> bool:
+        """Return True if the function or class of `env.id` builds one vector environment for all slots."""
+        assert cfg.id is not None
+        if (creator := find_creator(cfg.id)) is not None:
+            kind = isinstance(creator, type)
+            return issubclass(creator, VectorEnv) if kind else not parameters_of(creator).keys().isdisjoint(_COUNTS)
+        module, _, name = cfg.id.rpartition(":")
+        with contextlib.suppress(Exception):  # building it gives the error
+            if module:
+                importlib.import_module(module)
+        spec = gymnasium.registry.get(name)
+        return spec is not None and spec.entry_point is None
+
+    def build(self, cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
+        """Build `num_envs` environments (see `VectorSupport.build`)."""
+        assert cfg.id is not None
+        if (creator := find_creator(cfg.id)) is not None:
+            return creator(**_counted(creator, num_envs), **kwargs)
+        return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+
+    def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
+        """Reset and step both environments; check that each can be reset separately."""
+        env_id = str(cfg.id)
+        result: Any = None
+        first: Any = None
+        begun: dict[str, Any] = {}
+        try:
+            first, begun = reset_env(env_id, env, seed=[0, 1])
+            first = _first_of(env, first)
+            env.action_space.seed(0)
+            result = require_step(env_id, env.step(env.action_space.sample()))
+            moved = _rows(env, result[0])
+            seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
+            kept = _rows(env, seen)[0] == moved[0]
+            problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted environment 0 as well"
+        except Exception as error:
+            problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {line(error)}"
+        if problem:
+            raise ConfigError(
+                f"env.id={env_id} is a vector environment that resets all environments together, "
+                f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
+                f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
+                f"which is built once per slot."
+            )
+        keys, info = success_key(cfg), result[4]
+        space = env.single_observation_space
+        writer = ObservationWriter(env_id, space)
+        writer.check(first)
+        info_of_first = slot_info(begun, 0, env.num_envs)
+        said = instruction_of(cfg, writer.texts, first, info_of_first)
+        reports = says_success(info, keys)
+        found = [
+            *observation_doubts(space, [first], env),
+            *instruction_doubts(cfg, writer.texts, info_of_first, said),
+        ]
+        return {
+            "reports_success": reports or cfg.success_key is not None,
+            "doubts": (*found, *success_doubts(cfg, [*names_of(info)], reports or cfg.success_key is not None)),
+            "instruction": said,
+        }
+
+    def simulators(
+        self, cfg: GymSettings, spec: EnvSpec, found: Any, create: Callable[[int], Any], num_slots: int
+    ) -> Simulators:
+        """Return simulators of all slots of one batch."""
+        return VectorSims(cfg, spec, found, create, num_slots)
+
+
+VECTORS = GymVectors()
+
+
+def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
+    """Return the keyword arguments that pass the number of environments to a vector environment's constructor."""
+    if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
+        return {"num_envs": num_envs}
+    # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
+    rest = {"use_async_envs": False, "cfg": None}
+    needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
+    return {"n_envs": num_envs} | {name: rest[name] for name in needed}
+
+
+def _first_of(env: Any, batch: Any) -> Any:
+    return copy.deepcopy(next(iter(gymnasium.vector.utils.iterate(env.observation_space, batch))))
+
+
+def _rows(env: Any, batch: Any) -> list[bytes]:
+    """Return each environment's observation as bytes, for comparison."""
+    rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
+    places = [path for path, _ in leaves(env.single_observation_space, ())]
+    return [b"".join(np.asarray(member(row, path)).tobytes() for path in places) for row in rows]
