@@ -141,7 +141,7 @@ class Key:
     @property
     def doc(self) -> str:
         """Documentation of the field in one line."""
-        return _doc_of(self.owner, self.name.rpartition(".")[2])
+        return doc_of(self.owner, self.name.rpartition(".")[2])
 
     @property
     def _type(self) -> tuple[Any, list[Any], bool]:
@@ -277,31 +277,8 @@ def find_key(kind: type[Settings], name: str) -> Key | None:
     return next((keys[parent] for parent in parents_of(name) if parent in keys and keys[parent].free), None)
 
 
-def json_schema(kind: type[Settings]) -> dict[str, Any]:
-    """Return a JSON schema of a class with the documentation of every key."""
-    schema = kind.model_json_schema()
-    parts = {"": kind, **{part.__name__: part for part in _parts(kind)}}
-    for name, inlined in kind.inlined.items():
-        annotation: Any = kind.model_fields[name].annotation
-        section = schema["$defs"][annotation.__name__]["properties"]
-        own = inlined.model_json_schema()
-        section |= own.get("properties", {})
-        schema["$defs"] |= own.get("$defs", {})
-    for name, definition in {"": schema, **schema.get("$defs", {})}.items():
-        for key, entry in definition.get("properties", {}).items():
-            if name in parts and (doc := _doc_of(parts[name], key)):
-                entry["description"] = doc
-    return schema
-
-
-def _parts(kind: type[Settings]) -> Iterator[type[Settings]]:
-    for info in kind.model_fields.values():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Settings):
-            yield info.annotation
-            yield from _parts(info.annotation)
-
-
-def _doc_of(kind: type[Settings], field: str) -> str:
+def doc_of(kind: type[Settings], field: str) -> str:
+    """Return the documentation of a field in one line; empty if there is none."""
     parts = (part for part in kind.__mro__ if issubclass(part, Settings))
     return next((found[field] for part in parts if field in (found := field_docs(part))), "")
 

@@ -12,7 +12,7 @@ import yaml
 
 from embodyrl.config.compose import Setting, parse_word, read_saved
 from embodyrl.config.paths import resolve_run
-from embodyrl.config.settings import flat, plain
+from embodyrl.config.settings import plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
@@ -69,27 +69,6 @@ def _masked(node: Any) -> Any:
     return masked(node) if isinstance(node, str) else node
 
 
-def check_unchanged(
-    cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
-) -> None:
-    """Raise an error if the saved config differs in a key with a prefix in `keys`; prefixes in `free` are exempt.
-
-    Raises:
-        ConfigError: values differ; the message lists the run's values and suggests another `instead`.
-    """
-    if not (file := run / "config.yaml").is_file():
-        return
-    keys, free = list(keys), list(free)
-    old = {setting.key: setting.value for setting in read_saved(file)}
-    new = flat(yaml.safe_load(dump_config(cfg)))
-    named = [name for name in {**old, **new} if _lies_below(name, keys) and not _lies_below(name, free)]
-    if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
-        raise ConfigError(
-            f"{run} was created with {', '.join(differs)}, and cannot resume with other values. Use the same settings, "
-            f"or choose another {instead}."
-        )
-
-
 def command_of(saved: Sequence[Setting]) -> str:
     """Return the command that wrote a saved config, inferred from the config's sections."""
     sections = {setting.key.partition(".")[0] for setting in saved}
@@ -142,14 +121,15 @@ def _base_settings(
         saved += _played_environment(base.parent, saved, problems)
     if command == "train" and made_by != "train":
         saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
-    return [s for s in saved if _lies_below(s.key, kept) or not _lies_below(s.key, left)]
+    return [s for s in saved if lies_below(s.key, kept) or not lies_below(s.key, left)]
 
 
 def _value_of(key: str, settings: Sequence[Setting]) -> Any:
     return next((setting.value for setting in reversed(settings) if setting.key == key), None)
 
 
-def _lies_below(name: str, keys: Iterable[str]) -> bool:
+def lies_below(name: str, keys: Iterable[str]) -> bool:
+    """Return True if a key is one of the keys, or below one of them."""
     return any(f"{name}.".startswith(f"{key}.") for key in keys)
 
 

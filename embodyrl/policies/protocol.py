@@ -127,15 +127,6 @@ class TextPolicy(Policy, Protocol):
 
 
 @runtime_checkable
-class TokenPolicy(Policy, Protocol):
-    """Interface of a policy whose tokens can represent any action."""
-
-    def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Return tokens [B, L] of actions [B, K, A] in the environment's units."""
-        ...
-
-
-@runtime_checkable
 class LearnsStatistics(Policy, Protocol):
     """Interface of a policy whose weights contain statistics of its training observations."""
 
@@ -255,19 +246,6 @@ def fitting_models(env: EnvSpec) -> str:
     if env.action.kind == ActionKind.text:
         return "model=vision_lm_tiny" if env.cameras.names else "model=causal_lm_tiny"
     return "model=cnn" if env.cameras.names else "model=mlp"
-
-
-def seen_problems(who: str, env: EnvSpec) -> list[str]:
-    """Return the unmet requirements of an image policy with box actions on an environment, one line each."""
-    if not env.cameras.names or env.action.kind != ActionKind.box:
-        has = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
-        return [
-            f"{who} reads camera images and outputs box actions, but env '{env.name}' has {has}; choose another "
-            f"model, for example {fitting_models(env)}."
-        ]
-    if env.cameras.rotation_deg not in (0, 180):
-        return [f"env '{env.name}' declares cameras.rotation_deg={env.cameras.rotation_deg}; only 0 and 180 work."]
-    return []
 
 
 def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:

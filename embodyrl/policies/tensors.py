@@ -3,7 +3,6 @@
 Sampling is deterministic on GPUs if requested.
 """
 
-import ctypes
 import os
 import random
 import resource
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
-
-_M_MMAP_THRESHOLD = -3
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -36,17 +33,6 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_reserved()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def unmap_large_tensors() -> None:
-    """Configure malloc to return freed blocks of at least 128 KiB to the system: for passes with many large tensors.
-
-    glibc (2.36) does not reuse a freed aligned block for a block of the same size, so a forward and backward pass of a
-    language model would need up to twice the memory of its tensors.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**17)
 
 
 def best_device() -> str:

@@ -1,10 +1,9 @@
 """Env worker: runs action chunks and writes observations directly into the arena."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -13,8 +12,9 @@ from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, en
 from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, TextEnv
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.envs.video import RECORDERS, Recorder, VideoSettings
+from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
+from embodyrl.registry import Registry, takes
 from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
 
@@ -36,10 +36,34 @@ class EnvWorkerInit(WorkerInit):
     """True: execute only the first action of each chunk, so that every env step has its own record."""
 
 
-@dataclass
-class _OpenRecording:
-    recorder: Recorder
-    keep: str
+class Recordings(Protocol):
+    """Videos of the running episodes of an env worker. Problems are results: a failed video must not end an episode."""
+
+    @property
+    def slots(self) -> Set[int]:
+        """Slots whose episode is recorded."""
+        ...
+
+    def begin(self, request: ResetRequest) -> Recording | None:
+        """Record the episode that has just begun; return a problem, if any."""
+        ...
+
+    def add(self, slot: int, success: bool) -> Recording | None:
+        """Append the current frame of a slot; after a problem, which is returned, the slot is not recorded."""
+        ...
+
+    def end(self, slot: int) -> Recording:
+        """Complete the recording of an ended episode."""
+        ...
+
+    def discard(self, slot: int) -> None:
+        """Stop and delete the recording of a slot, if there is one."""
+        ...
+
+
+RECORDERS: Registry[Callable[[Env, VideoSettings], Recordings]] = Registry(
+    "recorder", group="embodyrl.recorders", wants="a function of an Env and VideoSettings", fits=takes(2)
+)
 
 
 class EnvWorker:
@@ -49,7 +73,7 @@ class EnvWorker:
         self._init = init
         self._arena = init.open_arena()
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
-        self._open_recordings: dict[int, _OpenRecording] = {}
+        self._recordings: Recordings | None = None
         self._problems: list[Recording] = []
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
@@ -64,7 +88,7 @@ class EnvWorker:
 
     def handle(self, request: EnvRequest) -> Iterator[EnvReport]:
         """Run the chunks of one stage, then its resets."""
-        self._render_s = 0.0
+        self._render_s, self._problems = 0.0, []
         started = time.perf_counter()
         recordings = self._step(request) if len(request.slots) else []
         stepped = time.perf_counter()
@@ -78,7 +102,7 @@ class EnvWorker:
             sim_s=stepped - started - step_render_s,
             render_s=self._render_s,
             reset_s=ended - stepped - (self._render_s - step_render_s),
-            recordings=tuple(recordings + self._take_problems()),
+            recordings=(*recordings, *self._problems),
             reward_errors=tuple(self._reward_errors.items()) if len(request.slots) else (),
             solved=tuple(solved),
         )
@@ -86,7 +110,7 @@ class EnvWorker:
     def _step(self, request: EnvRequest) -> list[Recording]:
         arena, slots = self._arena, list(request.slots)
         records = arena.read(request.sources)
-        film = self._film if self._open_recordings else None
+        film = self._film if self._recorded else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
         if self._init.scripted or self._init.labelled:
             acted = None if self._init.scripted else arena[Record.action][records, :length]
@@ -112,19 +136,14 @@ class EnvWorker:
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
         self._observe(slots, request.targets)
-        if not self._open_recordings:
-            return []
-        return [
-            self._end_recording(slot)
-            for slot, done in zip(slots, result.done, strict=True)
-            if done and slot in self._open_recordings
-        ]
+        done = [slot for slot, done in zip(slots, result.done, strict=True) if done and slot in self._recorded]
+        return [self._recordings.end(slot) for slot in done] if self._recordings is not None else []
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
         """Start episodes; return the slots whose goal is already reached before the first action."""
         for request in requests:
-            if (recording := self._open_recordings.pop(request.slot, None)) is not None:
-                recording.recorder.discard()  # the episode was cut
+            if self._recordings is not None:
+                self._recordings.discard(request.slot)  # the episode was cut
         slots = [o.slot for o in requests]
         self._env.reset(slots, [o.start for o in requests])
         if not self._converses:
@@ -156,57 +175,29 @@ class EnvWorker:
         for slot in slots:
             self._instructions[slot] = encode_instruction(self._env.instruction(slot), width)
 
+    @property
+    def _recorded(self) -> Set[int]:
+        return frozenset() if self._recordings is None else self._recordings.slots
+
     def _start_recording(self, request: ResetRequest) -> None:
-        assert request.video_stem is not None
-        video = self._init.video
         try:
-            recorder = RECORDERS.get("mp4")(
-                Path(request.video_stem),
-                fps=video.fps,
-                instruction=self._env.instruction(request.slot),
-                info=video.info_on_video,
-                horizon=request.start.max_episode_steps,
-                judged=self._env.spec.reward.reports_success,
-            )
-        except (EmbodyError, OSError) as error:
-            self._problems.append(Recording(slot=request.slot, path=None, problem=str(error)))
-            return
-        self._open_recordings[request.slot] = _OpenRecording(recorder, request.keep_video)
+            self._recordings = self._recordings or RECORDERS.get("mp4")(self._env, self._init.video)
+            problem = self._recordings.begin(request)
+        except EmbodyError as error:
+            problem = Recording(slot=request.slot, path=None, problem=str(error))
+        self._problems += [problem] if problem else []
 
     def _film(self, slot: int, success: bool) -> None:
-        recording = self._open_recordings.get(slot)
-        if recording is None:
-            return
         started = time.perf_counter()
-        try:
-            recording.recorder.add(self._env.render(slot), success)
-        except (EmbodyError, OSError) as error:
-            recording.recorder.discard()
-            # The episode continues without its video: a codec error must not lose the episode.
-            del self._open_recordings[slot]
-            self._problems.append(Recording(slot=slot, path=None, problem=str(error)))
+        if self._recordings is not None and (problem := self._recordings.add(slot, success)):
+            self._problems.append(problem)
         self._render_s += time.perf_counter() - started
-
-    def _end_recording(self, slot: int) -> Recording:
-        recording = self._open_recordings.pop(slot)
-        if recording.keep == "failures" and recording.recorder.success:
-            recording.recorder.discard()
-            return Recording(slot=slot, path=None)
-        try:
-            path = recording.recorder.finish()
-        except (EmbodyError, OSError) as error:
-            return Recording(slot=slot, path=None, problem=str(error))
-        return Recording(slot=slot, path=str(path))
-
-    def _take_problems(self) -> list[Recording]:
-        problems, self._problems = self._problems, []
-        return problems
 
     def close(self) -> None:
         """Stop recordings and free the simulators."""
-        for recording in self._open_recordings.values():
-            recording.recorder.discard()
-        self._open_recordings.clear()
+        for slot in [*self._recorded]:
+            assert self._recordings is not None
+            self._recordings.discard(slot)
         self._env.close()
         if self._init.shared_arena is None:
             self._arena.close()

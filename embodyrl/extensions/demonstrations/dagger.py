@@ -12,9 +12,9 @@ from embodyrl.extensions.demonstrations.collect import collect, collection_facts
 from embodyrl.extensions.demonstrations.experts import EXPERTS, Expert
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, Labels
 from embodyrl.extensions.demonstrations.sft import DECIDES, FREE, sft
+from embodyrl.extensions.demonstrations.unchanged import check_unchanged
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.plan.config import overridden
-from embodyrl.plan.saved import check_unchanged
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights

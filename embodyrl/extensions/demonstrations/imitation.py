@@ -17,7 +17,7 @@ from embodyrl.extensions.demonstrations.augment import augment, draw
 from embodyrl.extensions.demonstrations.settings import Objective
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal
-from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
+from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.conditioning import POSITIVE, Conditioned, Conditioning
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
@@ -29,6 +29,15 @@ class ImitatesPadded(Policy, Protocol):
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H, A] (see `Policy.imitate`); `padding` [B, H] is True for padded actions."""
+        ...
+
+
+@runtime_checkable
+class TokenPolicy(Policy, Protocol):
+    """Interface of a policy whose tokens can represent any action."""
+
+    def encode_actions(self, actions: FloatArray) -> IntArray:
+        """Return tokens [B, L] of actions [B, K, A] in the environment's units."""
         ...
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.output import show_result
-from embodyrl.cli.runs import describe_run, run_folders
+from embodyrl.cli.runs import run_folders
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.discover.runs import describe_run
 from embodyrl.manifests import extensions
 from embodyrl.registry import closest
 
@@ -80,7 +81,8 @@ def _rate(success: float | None) -> str:
 
 def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`, which prints a group, an option or a key."""
-    from embodyrl.config.settings import json_schema, keys_of, leaves, plain, spell
+    from embodyrl.config.settings import keys_of, leaves, plain, spell
+    from embodyrl.extensions.discover.schema import json_schema
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
     from embodyrl.plan.schema import READS

@@ -17,12 +17,13 @@ from embodyrl.commands.run_folder import locked
 from embodyrl.config.compose import write_word
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.sft import DECIDES, FREE
+from embodyrl.extensions.demonstrations.unchanged import check_unchanged
 from embodyrl.extensions.recap.arguments import Arguments, read_arguments
 from embodyrl.extensions.recap.labelling import Stage, label_in_process
 from embodyrl.extensions.recap.report import REPORT_TEXT, Round, read_score, write_report
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import check_unchanged, config_of_ckpt
+from embodyrl.plan.saved import config_of_ckpt
 from embodyrl.plan.schema import Config
 from embodyrl.policies.settings import ModelSettings
 

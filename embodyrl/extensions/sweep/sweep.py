@@ -14,8 +14,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from embodyrl.cli.runs import describe_run, run_folders
+from embodyrl.cli.runs import run_folders
 from embodyrl.errors import PARENT_EXITED, ConfigError
+from embodyrl.extensions.discover.runs import describe_run
 from embodyrl.files import has_room
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import config_of_ckpt

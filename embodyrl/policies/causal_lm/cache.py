@@ -1,5 +1,6 @@
 """Cache of keys and values that reserves space, so that a new token does not copy those of all earlier tokens."""
 
+import ctypes
 from typing import Any
 
 from torch import Tensor
@@ -50,3 +51,17 @@ def reserved_cache(config: Any, longest: int) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [ReservedLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+_M_MMAP_THRESHOLD = -3
+
+
+def unmap_large_tensors() -> None:
+    """Configure malloc to return freed blocks of at least 128 KiB to the system: for passes with many large tensors.
+
+    glibc (2.36) does not reuse a freed aligned block for a block of the same size, so a forward and backward pass of a
+    language model would need up to twice the memory of its tensors.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**17)

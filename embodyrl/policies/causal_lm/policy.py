@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.cache import reserved_cache
+from embodyrl.policies.causal_lm.cache import reserved_cache, unmap_large_tensors
 from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
-from embodyrl.policies.tensors import on_device, unmap_large_tensors
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from embodyrl.policies.openvla_oft.settings import (
     record_of,
 )
 from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
-from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
+from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, lacking
+from embodyrl.policies.vla.problems import seen_problems
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny."

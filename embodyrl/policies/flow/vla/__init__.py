@@ -18,9 +18,10 @@ from embodyrl.policies.flow.vla.folder import (
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.flow.vla.sizes import vla_costs
-from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
+from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import lacking
+from embodyrl.policies.vla.problems import seen_problems
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 

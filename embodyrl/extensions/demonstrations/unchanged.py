@@ -1,0 +1,33 @@
+"""Comparison of a config with the saved config of an earlier run."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+from embodyrl.config.compose import read_saved
+from embodyrl.config.settings import flat
+from embodyrl.errors import ConfigError
+from embodyrl.plan.saved import dump_config, lies_below
+from embodyrl.plan.schema import Config
+
+
+def check_unchanged(
+    cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
+) -> None:
+    """Raise an error if the saved config differs in a key with a prefix in `keys`; prefixes in `free` are exempt.
+
+    Raises:
+        ConfigError: values differ; the message lists the run's values and suggests another `instead`.
+    """
+    if not (file := run / "config.yaml").is_file():
+        return
+    keys, free = list(keys), list(free)
+    old = {setting.key: setting.value for setting in read_saved(file)}
+    new = flat(yaml.safe_load(dump_config(cfg)))
+    named = [name for name in {**old, **new} if lies_below(name, keys) and not lies_below(name, free)]
+    if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
+        raise ConfigError(
+            f"{run} was created with {', '.join(differs)}, and cannot resume with other values. Use the same settings, "
+            f"or choose another {instead}."
+        )

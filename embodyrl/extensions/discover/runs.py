@@ -1,0 +1,24 @@
+"""Description of a run, from the files in its folder."""
+
+import contextlib
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import ConfigError
+from embodyrl.files import by_number
+
+
+def describe_run(folder: Path) -> dict[str, Any]:
+    """Return name, path, local start time, last step, and newest success rate (0 to 1) and return (None: unknown)."""
+    from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
+
+    step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
+    if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=by_number)):
+        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # damaged: it is listed without
+            overall = read_table(tables[-1].parent)["overall"]
+            success, earned = overall["success_once"], overall["mean_return"]
+            step = int(tables[-1].parent.name.removeprefix("step_"))
+    started = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    names = {"id": folder.name, "path": str(folder), "started": started}
+    return names | {"step": step, "success": success, "return": earned}
