@@ -140,7 +140,7 @@ class ConversationEnv:
         over = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
         answers = [
             Answer(
-                prompt=spoken(next(m.content for m in conversations[i].row.messages if m.role != "system")),
+                prompt=spoken(next(m.content for m in conversations[i].row.messages[::-1] if m.role != "system")),
                 response=conversations[i].reply,
                 reference=conversations[i].row.reference,
                 tokens=int(last[i]) + 1,

@@ -151,7 +151,7 @@ class Chat:
             room = (context_length(policy) or sys.maxsize) - len(prompt)
             sampling = SamplingSettings(temperature=float(temperature) or 1.0)
             pieces = stream(policy, prompt, sampling, limit=min(limit, room), seed=seed)
-            sides[side] = _Side(pieces, next((m.content for m in messages if m.role != "system"), ""))
+            sides[side] = _Side(pieces, next((m.content for m in messages[::-1] if m.role != "system"), ""))
         name = secrets.token_hex(8)
         self._open[name] = sides, reference
         while len(self._open) > _OPEN:

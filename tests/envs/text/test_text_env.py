@@ -162,9 +162,13 @@ def asks(*rows: TextRow, slots: int, judge: Listening):
     return FACTORY.make(env_of("text"), EnvContext(num_slots=slots, parts={"rows": Asked(rows), "judge": judge}))
 
 
-def test_verifier_gets_question_and_reply_length():
+def test_verifier_gets_last_question_and_reply_length():
     rules, question = Message(role="system", content="Be brief."), Message(role="user", content="Why?")
-    rows = [TextRow(messages=(rules, question), reference="first"), TextRow(messages=(question,), reference="second")]
+    example = Message(role="user", content="How?"), Message(role="assistant", content="Well.")
+    rows = [
+        TextRow(messages=(rules, question), reference="first"),
+        TextRow(messages=(*example, question), reference="second"),
+    ]
     judge = Listening()
     env = asks(*rows, slots=2, judge=judge)
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in (1, 0)])
