@@ -162,7 +162,7 @@ def asks(*rows: TextRow, slots: int, judge: Listening):
     return FACTORY.make(env_of("text"), EnvContext(num_slots=slots, parts={"rows": Asked(rows), "judge": judge}))
 
 
-def test_verifier_gets_last_question_and_reply_length():
+def test_verifier_gets_question_and_reply_length():
     rules, question = Message(role="system", content="Be brief."), Message(role="user", content="Why?")
     example = Message(role="user", content="How?"), Message(role="assistant", content="Well.")
     rows = [
