@@ -1,10 +1,10 @@
-"""Environment steps until CartPole is solved: ours against Stable-Baselines3's PPO with its tuned settings.
+"""Compare env steps until CartPole is solved: embodyrl and Stable-Baselines3's PPO with tuned settings.
 
     pip install stable-baselines3; python benchmarks/cartpole.py --json cartpole.json
 
-Both are looked at after every 2048 steps: 20 greedy episodes, solved at a mean of 475. Their settings are those of
-rl-baselines3-zoo for CartPole-v1; ours are `experiment=cartpole`. One thread; CPU seconds include the
-looks, whose steps do not count.
+Both are evaluated every 2048 steps with 20 greedy episodes; CartPole is solved at a mean return of 475. The settings
+are those of rl-baselines3-zoo for CartPole-v1, and `experiment=cartpole`. One thread; CPU seconds include the
+evaluations, env steps do not.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Round trips of an observation between two processes: the arena against memcpy, queues, pipes and Ray.
+"""Measure round trips of an observation between two processes: the arena, memcpy, queues, pipes and Ray.
 
     pip install ray; python benchmarks/channel.py --json channel.json
     python benchmarks/channel.py --json channel.json --no-ray
 
-A round trip: the producer makes an observation available, the consumer wakes up, reads its first and last byte and
-answers, the producer wakes up. Everybody starts from pixels that are rendered: ours and the pooled tensors where a
-renderer may put them (the record, shared memory), the others in the producer's own memory. `ours, copied` is for a
-renderer that cannot draw in place and pays one memcpy. The limit is one memcpy of the payload and two wake-ups through
-pipes, with nothing read. Transports take turns, several times; a figure is the lowest of the medians of its turns, GB/s
-is payload over round trip.
+A round trip: the producer makes an observation available, the consumer wakes up, reads the first and last byte and
+replies, the producer wakes up. All transports start from rendered pixels: for the arena and the pooled tensors in
+shared memory, for the others in the producer's own memory. `ours, copied` is for a renderer that cannot render in place
+and needs one memcpy. The limit is one memcpy of the payload and two wake-ups through pipes, without reading. Transports
+alternate several times; a result is the lowest of the medians, GB/s is payload divided by round-trip time.
 
-Copies are counted, not guessed: another process looks for the payload in the memory of both sides, /proc tells how
-much went through the kernel, and tracemalloc whether the consumer took memory for it in between.
+Copies are counted: another process searches the payload in the memory of both sides, /proc reports the bytes that
+passed through the kernel, and tracemalloc reports memory that the consumer allocated.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from embodyrl.files import available_cores
 from embodyrl.leftovers import signal_at_parents_end
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "3.1 MB": 8 * 2 * 256 * 256 * 3, "25 MB": 64 * 2 * 256 * 256 * 3}
-"""The last two: two 256x256 cameras of 8 and of 64 slots."""
+"""Payload sizes; the last two are two 256x256 cameras of 8 and of 64 slots."""
 BAR = "3.1 MB"
-"""The size for which there are goals."""
+"""Payload size with performance goals."""
 SPAWN = mp.get_context("spawn")
 DEADLINE_S = 60.0
 
@@ -57,18 +56,18 @@ class Link:
     round_trip: Callable[[], Any]
     close: Callable[[], None]
     pid: int
-    """Of the consumer."""
+    """Process id of the consumer."""
     payload: Callable[[], np.ndarray]
-    """Where the last observation lies on the producer's side."""
+    """Return the last observation in the producer's memory."""
 
 
 def check(payload: np.ndarray) -> int:
-    """Read its first and last byte: what reading all pixels costs is the same for everybody."""
+    """Read the first and last byte; reading all pixels costs the same for all transports."""
     return int(payload[0]) + int(payload[-1])
 
 
 def consume(receive: Callable[[], np.ndarray | None], answer: Callable[[], None], weight: Any) -> None:
-    """The consumer's loop; `weight`, where given, takes the most memory that one observation needed here."""
+    """Run the consumer's loop; `weight`, if given, receives the maximum memory that one observation needed."""
     signal_at_parents_end(signal.SIGKILL)
     if weight is not None:
         ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1))  # let another process of ours look in
@@ -186,7 +185,7 @@ def mp_queue(source: np.ndarray, weight: Any = None) -> Link:
 
 
 def torch_queue(source: np.ndarray, weight: Any = None) -> Link:
-    """A pool of shared tensors that is reused, so that no segment is created on the way."""
+    """Return a transport with a reused pool of shared tensors, so that no segment is created during a round trip."""
     import torch
     import torch.multiprocessing as tmp
 
@@ -232,7 +231,7 @@ def pipe(source: np.ndarray, weight: Any = None) -> Link:
 
 
 def ray_transports() -> dict[str, Callable[[np.ndarray], Link]]:
-    """Start a local Ray; returns its two transports."""
+    """Start a local Ray cluster and return its two transports."""
     import asyncio
 
     import ray
@@ -249,7 +248,7 @@ def ray_transports() -> dict[str, Callable[[np.ndarray], Link]]:
 
     @ray.remote(num_cpus=0)
     class Broker:
-        """An actor with asyncio queues that every item passes by value, as RLinf's channel worker."""
+        """Ray actor with asyncio queues through which items are passed by value, like RLinf's channel worker."""
 
         def __init__(self) -> None:
             self.queue: asyncio.Queue[Any] = asyncio.Queue(4)
@@ -284,7 +283,7 @@ def ray_transports() -> dict[str, Callable[[np.ndarray], Link]]:
 
 
 def measure(transports: dict[str, Callable[..., Link]], size: int, *, turns: int, budget_s: float) -> dict[str, float]:
-    """Seconds per round trip of each transport."""
+    """Return the seconds per round trip of each transport."""
     source = np.random.default_rng(0).integers(0, 200, size, dtype=np.uint8)
     links = {name: make(source) for name, make in transports.items()}
     medians: dict[str, list[float]] = {name: [] for name in links}
@@ -304,12 +303,12 @@ def measure(transports: dict[str, Callable[..., Link]], size: int, *, turns: int
 
 
 def draw(out: np.ndarray) -> None:
-    """A picture that was never seen before, drawn in place."""
+    """Render a new image in place."""
     np.random.default_rng().random(out=out.view(np.float64))
 
 
 def count_copies(make: Callable[..., Link], size: int) -> dict[str, float]:
-    """What one observation leaves in memory and in the kernel's counters."""
+    """Return the copies of one observation in memory and in the kernel's counters."""
     source, weight = np.empty(size, np.uint8), SPAWN.Value("q", 0)
     link = make(source, weight)
     for _ in range(2):
@@ -327,7 +326,7 @@ def count_copies(make: Callable[..., Link], size: int) -> dict[str, float]:
 
 
 def _through_kernel(consumer: int) -> int:
-    """Bytes that both sides have written with system calls."""
+    """Return the bytes that both sides have written with system calls."""
     return sum(
         int(line.split()[1])
         for pid in (os.getpid(), consumer)
@@ -342,7 +341,7 @@ def main() -> None:
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=0.15, help="seconds per turn")
+    parser.add_argument("--budget", type=float, default=0.15, help="seconds of each measurement")
     args = parser.parse_args()
     transports: dict[str, Callable[..., Link]] = {
         "ours": arena,

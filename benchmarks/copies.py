@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def find(pattern: bytes, pids: list[int]) -> int:
-    """Count the places in the memory of the processes that hold the pattern; shared memory counts once."""
+    """Count the occurrences of the pattern in the memory of the processes; shared memory counts once."""
     seen: set[tuple[str, str, str]] = set()
     hits = 0
     for pid in pids:

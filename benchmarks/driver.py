@@ -104,7 +104,7 @@ class SimulatedLauncher:
         self._sent: list[tuple[str, Request]] = []
         self.messages = 0
         self.busy_s = 0.0
-        """CPU seconds of the simulation, which are no work of the driver."""
+        """CPU seconds of the simulation, which are not part of the driver's work."""
         self.observations: Counter[str] = Counter()
         """Observations of each rollout process."""
 

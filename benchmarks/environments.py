@@ -1,11 +1,10 @@
-"""Whole training steps of PPO per CPU second on cheap environments: ours against Stable-Baselines3 in the same run.
+"""Compare PPO training steps per CPU second on cheap environments: embodyrl and Stable-Baselines3 in the same run.
 
     pip install stable-baselines3 "gymnasium[atari,other]"; python benchmarks/environments.py --json environments.json
 
 Same environments, batch, mini-batches, epochs and networks, inline against DummyVecEnv, one thread each. Batched
-CartPole (as arrays of numpy or of torch) is held against a plain loop of numpy and torch, which does nothing but what
-PPO must, and that fast: log-probabilities without `torch.distributions`, whose checks take a third of a step, inference
-mode, a fused optimizer.
+CartPole (as arrays of numpy or of torch) is compared with a minimal loop of numpy and torch: log-probabilities without
+`torch.distributions`, whose checks take a third of a step, inference mode, a fused optimizer.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ CASES = {
     "batched": (1024, 32, 4096, 4),
     "batched-torch": (4096, 32, 16384, 4),
 }
-"""Slots, steps of each, samples of a mini-batch, epochs."""
+"""Number of slots, steps per slot, samples per mini-batch, and epochs of each environment."""
 ARRAYS = {"batched": "numpy", "batched-torch": "torch"}
-"""What the simulator of a batched case computes with."""
+"""Array library of the simulator of each batched case."""
 
 
 def breakout() -> Any:
-    """Atari's Breakout as usual: four grey frames [4, 84, 84], each of four steps."""
+    """Build Atari's Breakout with the usual wrappers: four grey frames [4, 84, 84], each of four steps."""
     import ale_py  # pyright: ignore[reportMissingImports]
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
@@ -65,7 +64,7 @@ class CartPoles:
         self.state[slots] = self.xp.asarray(rng.uniform(-0.05, 0.05, (len(slots), 4)), dtype=self.state.dtype)
 
     def step(self, slots: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Push; returns which poles fell [n]."""
+        """Push the carts; return a mask [n] of fallen poles."""
         xp = self.xp
         x, v, angle, spin = self.state[slots].T
         force, cos, sin = xp.where(xp.asarray(right), 10.0, -10.0), xp.cos(angle), xp.sin(angle)
@@ -93,7 +92,7 @@ class Sims(Simulators):
 
 
 class BatchedSettings(EnvSettings, RewardSettings):
-    """Nothing of its own."""
+    """Config keys of the batched environment, without additional keys."""
 
 
 class BatchedFactory(SimFactory[BatchedSettings]):
@@ -121,7 +120,7 @@ NUMPY, TORCH = (BatchedFactory(arrays) for arrays in ARRAYS.values())
 
 
 def ours(case: str, steps: int) -> float:
-    """Environment steps per CPU second of whole training steps; the first, which warms up, does not count."""
+    """Return env steps per CPU second of whole training steps; the first step is a warm-up and is excluded."""
     from embodyrl.commands.train import train
     from embodyrl.plan.config import load_config
 
@@ -171,7 +170,7 @@ def stable_baselines(case: str, steps: int) -> float:
 
 
 def _our_networks() -> dict[str, Any]:
-    """`policy_kwargs` of `model=cnn`: its own take more kernels of larger size."""
+    """Return the `policy_kwargs` that match `model=cnn`; the defaults have more and larger kernels."""
     import torch
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor  # pyright: ignore[reportMissingImports]
     from torch import nn
@@ -190,7 +189,7 @@ def _our_networks() -> dict[str, Any]:
 
 
 def plain_loop(case: str, steps: int) -> float:
-    """PPO in one function: the same networks, batches and loss, nothing kept, logged or checked."""
+    """Run PPO in one function: the same networks, batches and loss, without storage, logging or checks."""
     import torch
     from torch import nn
 
@@ -250,7 +249,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--steps", type=int, default=4, help="training steps of each measurement")
-    parser.add_argument("--pairs", type=int, default=3, help="measurements of each side, in turns")
+    parser.add_argument("--pairs", type=int, default=3, help="number of measurements of each side, alternating")
     args = parser.parse_args()
     rows = []
     for case in args.cases:

@@ -1,10 +1,10 @@
-"""Whole commands at the published sizes with random bfloat16 weights: seconds and peak memory, against the plan.
+"""Measure time and peak memory of whole commands at published sizes with random bfloat16 weights, against the plan.
 
     python benchmarks/full_size.py --json full.json --folder full          OpenVLA-OFT 7B on LIBERO: train to export
     python benchmarks/full_size.py --json pi05.json --folder pi05 --model pi05     pi0.5 3.3B: evaluation
     python benchmarks/full_size.py --json tiny.json --folder tiny --size tiny      the same code path in a minute
 
-Random weights do not succeed, and a step whose returns are all equal trains nothing: the reward penalizes actions.
+Random weights do not succeed, and equal returns give no gradient, so the reward penalizes actions.
 
 Parts: write the checkpoint (public layout, 15 GB), plan (`--dry-run`), train one step, resume to a second one, export
 the run, and evaluate the export. The flow models are written, planned and evaluated. A part reuses the files of earlier
@@ -39,7 +39,7 @@ SAMPLE_S = 0.5
 REWARD = """def effort(step):
     return -0.01 * float(abs(step.action).sum())
 """
-"""A module of its own, because env workers do not import torch."""
+"""Source of the reward in a separate module, because env workers do not import torch."""
 
 
 @dataclass
@@ -252,14 +252,20 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="for checkpoint, runs and logs: 35 GB at full size")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for checkpoint, runs and logs: 35 GB at full size"
+    )
     parser.add_argument("--model", choices=[*MODELS], default="openvla_oft")
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
-    parser.add_argument("--parts", nargs="+", choices=[*RUN], help="default: all parts of the model")
+    parser.add_argument("--parts", nargs="+", choices=[*RUN], help="parts to run; default: all parts of the model")
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--chunks", type=int, default=2, help="of an episode")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train and eval")
-    parser.add_argument("--deadline", type=float, default=14400.0, metavar="S", help="seconds for all parts")
+    parser.add_argument("--chunks", type=int, default=2, help="chunks of an episode")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="additional overrides of train and eval"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=14400.0, metavar="S", help="time limit of all parts in seconds"
+    )
     args = parser.parse_args()
     if unknown := set(args.parts or ()) - set(MODELS[args.model].parts):
         parser.error(f"--model {args.model} has no part {', '.join(sorted(unknown))}")

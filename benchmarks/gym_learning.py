@@ -1,9 +1,10 @@
-"""Final returns on Gymnasium tasks with rl-baselines3-zoo's settings: ours against Stable-Baselines3, same steps.
+"""Compare final returns on Gymnasium tasks with rl-baselines3-zoo's settings: embodyrl and Stable-Baselines3.
 
     pip install stable-baselines3 "gymnasium[box2d,mujoco]" gymnasium-robotics minatar
     python benchmarks/gym_learning.py --json learning.json
 
-Each run trains once and then plays 100 greedy episodes from starts that training did not see. One thread.
+Each run trains once for the same number of steps, then runs 100 greedy episodes from held-out initial states. One
+thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OURS_REACH = (
     "env.train.max_steps_per_rollout_epoch=50",
 )  # fmt: skip
 DEMONSTRATIONS = 20
-"""Episodes of the scripted expert that RLPD is given."""
+"""Number of episodes of the scripted expert for RLPD."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
     "pendulum-sac": (
         "Pendulum-v1", "sac", 5_000, {"learning_rate": 1e-3, "policy_kwargs": {"net_arch": [64, 64]}},
@@ -87,11 +88,11 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
     ),
     "fetchreach-sac": (REACHING, "sac", 3_000, REACH, OURS_REACH),
 }  # fmt: skip
-"""Environment, algorithm, steps, their settings and ours."""
+"""Environment, algorithm, number of steps, and the settings of Stable-Baselines3 and of embodyrl for each case."""
 
 
 class Reaching(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """FetchReach with an expert: straight to the goal."""
+    """FetchReach with an expert that moves straight to the goal."""
 
     _way = np.zeros(3)
 
@@ -106,12 +107,12 @@ class Reaching(gymnasium.Wrapper[Any, Any, Any, Any]):
         return seen, *rest
 
     def expert_action(self) -> Any:
-        """Gripper's velocity [3] and what its fingers do."""
+        """Return the gripper's velocity [3] and the command of the fingers."""
         return np.append(np.clip(10.0 * self._way, -1.0, 1.0), 0.0).astype(np.float32)
 
 
 def breakout() -> Any:
-    """MinAtar's Breakout, which has no limit of its own, as a vector of 400 numbers and with one of 1000 steps."""
+    """Build MinAtar's Breakout with a state of 400 numbers and a time limit of 1000 steps."""
     from minatar.gym import BaseEnv  # pyright: ignore[reportMissingImports]
 
     numbers = gymnasium.wrappers.FlattenObservation(BaseEnv("breakout"))
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--sides", nargs="*", default=["theirs", "ours"], choices=["theirs", "ours"])
-    parser.add_argument("--words", nargs="*", default=[], help="further settings of ours")
+    parser.add_argument("--words", nargs="*", default=[], help="additional overrides of embodyrl")
     args = parser.parse_args()
     rows = []
     for case in args.cases:

@@ -1,10 +1,10 @@
-"""Peak memory of the process that holds the policy: measured, against two modules in it and against the plan.
+"""Compare the measured peak memory of the policy process with that of two modules in one process, and with the plan.
 
     python benchmarks/memory.py --json memory.json          0.3 B parameters, about 7 GB of memory and some minutes
 
-Every row is a process of its own that builds a policy with random weights, acts on synthetic observations and makes one
-optimizer step. `two modules` is the same process with a second module that acts, as where rollout and training keep a
-model each. The plan is what `embodyrl train --dry-run` prints; the shared arena is left out on both sides.
+Every row is a separate process that builds a policy with random weights, acts on synthetic observations and makes one
+optimizer step. `two modules` is the same process with a second module for inference, as in systems with separate models
+for rollout and training. The plan is the output of `embodyrl train --dry-run`; both sides exclude the shared arena.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMON = ("env=tabletop", "model=openvla_oft_tiny", "model.precision=fp32", "lau
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration."""
+    """Configuration of one measurement."""
 
     name: str
     size: str
@@ -48,7 +48,9 @@ class Case:
 
     @property
     def samples(self) -> int:
-        """Two micro-batches on each rank: the second one's activations lie beside the first one's gradients."""
+        """Number of samples of two micro-batches per rank: gradients of the first and activations of the second
+        coexist.
+        """
         return 2 * self.ranks
 
 
@@ -60,7 +62,7 @@ CASES = (
 
 
 def write_folder(folder: Path, size: str) -> None:
-    """A checkpoint folder that asks for random weights."""
+    """Write a checkpoint folder that requests random weights."""
     for path in (assets_dir() / "openvla_oft_tiny").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())
@@ -82,14 +84,14 @@ def draw(folder: Path, case: Case) -> RunPlan:
 
 
 def peak() -> float:
-    """Largest resident memory of this process so far without what it shares, bytes."""
+    """Return the peak resident memory of this process without shared memory, in bytes."""
     status = Path("/proc/self/status").read_text()
     high, shared = (int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024 for name in ("VmHWM", "RssShmem"))
     return high - shared
 
 
 def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Connection) -> None:
-    """Act and train once; send the peak after acting and the one after training."""
+    """Act and train once; send the peak after acting and the peak after training."""
     run_plan = draw(folder, case)
     arena = Arena.create(run_plan.layout, case.samples)
     init = replace(policy_init(run_plan, arena, None), rank_info=rank_info)
@@ -122,7 +124,7 @@ def fill(arena: Arena, run_plan: RunPlan) -> tuple[Ticket, ...]:
 
 
 def measure(folder: Path, case: Case, *, twice: bool = False) -> tuple[float, float]:
-    """Peaks of the first rank in GiB: after acting, after training."""
+    """Return the peaks of the first rank in GiB: after acting, after training."""
     context, meet = multiprocessing.get_context("spawn"), rendezvous(case.ranks, "127.0.0.1", timeout_s=3600)
     ends, processes = [], []
     for rank in range(case.ranks):
@@ -150,7 +152,7 @@ def row(what: str, ours: float, against: str, theirs: float, ratio: float, goal:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--size", choices=SIZES, help="one size for all cases, for a quick look")
+    parser.add_argument("--size", choices=SIZES, help="one size for all cases, for a quick check")
     args = parser.parse_args()
     rows = []
     for number, case in enumerate(replace(case, size=args.size or case.size) for case in CASES):

@@ -1,10 +1,10 @@
-"""How well simulation and inference overlap: the scheduler against the ideal max(simulator, policy), and against steps
-in lock-step, with a simulator and a policy that cost a known time and do nothing else.
+"""Measure the overlap of simulation and inference: the scheduler against the ideal max(simulator, policy) and against
+lock-step, with a simulator and a policy that take a known time and compute nothing.
 
-Costs are sleeps, so that a few cores can play many simulators and an accelerator: what is measured is the scheduling,
-its messages and its wake-ups. Each of `--workers` processes holds four slots and steps them one after the other,
-`--sim` seconds a chunk; an inference costs that divided by the number of workers for each of its observations, so that
-simulators and policy are balanced. A straggler is a worker that takes five times as long, or any chunk now and then.
+The times are sleeps, so that a few cores can emulate many simulators and an accelerator; the benchmark measures the
+scheduling, its messages and its wake-ups. Each of `--workers` processes has four slots and steps the slots one by one,
+`--sim` seconds per chunk. Inference takes `--sim` divided by the number of workers per observation, so that simulators
+and policy are balanced. A straggler is a worker, or an occasional chunk, that takes five times as long.
 
     python benchmarks/overlap.py --json overlap.json
 """
@@ -53,17 +53,17 @@ from embodyrl.types import (
 )
 
 SLOTS = 4
-"""Slots of a worker."""
+"""Number of slots of a worker."""
 STRAGGLER = 5.0
-"""How many times as long a straggler takes."""
+"""Slow-down factor of a straggler."""
 SLOWNESS = (0.0, 1.0, 1.0 / 48.0)
-"""Share of slow chunks of each initial state: never, always, now and then."""
+"""Fraction of slow chunks of each initial state: none, all, or occasional."""
 EPISODE = 4
 """Chunks of an episode."""
 
 
 class SleepySims(PerSlot):
-    """A simulator whose steps cost `step_s` seconds; the reset id says how often they take five times as long."""
+    """Simulator whose steps take `step_s` seconds; the reset id determines the fraction of slow steps."""
 
     def __init__(self, spec: EnvSpec, cost: float) -> None:
         super().__init__(spec)
@@ -87,7 +87,7 @@ class SleepySettings(EnvSettings):
     """Keys of `SleepySims`."""
 
     step_s: Seconds = 0.05
-    """What a step costs."""
+    """Duration of a step in seconds."""
 
 
 class SleepyEnv:
@@ -130,7 +130,7 @@ POLICY = SleepyPolicyFactory(name="sleepy", scripted=False)
 
 
 class LockStep(RolloutScheduler):
-    """The usual loop: everybody simulates, then everybody is inferred."""
+    """Scheduler in lock-step: all slots simulate, then inference runs for all slots."""
 
     def _dispatch_inference(self) -> None:
         if np.isin(self._slots.phase, (Phase.READY, Phase.IDLE)).all():
@@ -152,7 +152,7 @@ def start(workers: int, sim: float, logs: Path) -> tuple[Workers, RunPlan]:
 
 
 def scheduler(running: Workers, run_plan: RunPlan, stages: int, *, lock_step: bool) -> RolloutScheduler:
-    """Give the running workers another scheduler."""
+    """Attach another scheduler to the running workers."""
     kind = LockStep if lock_step else RolloutScheduler
     changed = run_plan.cfg.updated({"rollout.pipeline_stage_num": stages})
     new = kind(running.supervisor, running.arena, running.policy, replace(run_plan, cfg=changed))
@@ -162,7 +162,7 @@ def scheduler(running: Workers, run_plan: RunPlan, stages: int, *, lock_step: bo
 
 
 def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) -> float:
-    """Rate from the first end of an episode until the fastest slot begins its last one."""
+    """Return the rate from the first end of an episode until the fastest slot begins its last episode."""
     slots = len(rollouts._slots.each)
 
     def queue(slot: int) -> tuple[EpisodeSpec, ...]:
@@ -196,8 +196,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--sim", type=float, default=0.1, help="seconds of a chunk")
-    parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot, at least three episodes")
+    parser.add_argument("--sim", type=float, default=0.1, help="duration of a chunk in seconds")
+    parser.add_argument("--chunks", type=int, default=24, help="number of chunks per slot, at least three episodes")
     args = parser.parse_args()
     if args.workers < 1 or args.sim <= 0 or args.chunks < 3 * EPISODE:
         parser.error(f"expected --workers of at least 1, --sim above 0 and --chunks of at least {3 * EPISODE}")

@@ -2,14 +2,14 @@
 
     pip install timm transformers
     python benchmarks/policy.py --json policy.json                           tiny and 100 M parameters, fp32
-    python benchmarks/policy.py --json policy.json --sizes pi0-tiny pi0-90m  pi0, of the same weights on all sides
-    python benchmarks/policy.py --json policy.json --sizes 7b --dtype bf16   where there is a GPU
+    python benchmarks/policy.py --json policy.json --sizes pi0-tiny pi0-90m  pi0, with the same weights on all sides
+    python benchmarks/policy.py --json policy.json --sizes 7b --dtype bf16   on a GPU
 
-The peer of OpenVLA-OFT is put together as the public model: timm's vision transformers (`get_intermediate_layers`) and
+The reference of OpenVLA-OFT is built like the public model: timm's vision transformers (`get_intermediate_layers`) and
 transformers' LlamaForCausalLM (sdpa, no cache, full attention through a 4-D mask, logits of all rows and the whole
-vocabulary); those of pi0 are in `policy_flow.py`. The sides take turns in processes of their own, so that peak memory
-is their own and a busy machine hits both; medians count, of CPU seconds where one thread computes. `act` is a forward
-pass without gradients, `score` one with backward.
+vocabulary); the references of pi0 are in `policy_flow.py`. The sides alternate in separate processes, so that peak
+memory is measured separately and a busy machine affects both. Results are medians, of CPU seconds if one thread
+computes. `act` is a forward pass without gradients, `score` a forward and backward pass.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ OFT_PEER = "timm VisionTransformer x 2 + transformers LlamaForCausalLM"
 class Size:
     image: int
     dino: tuple[int, int, int]
-    """Width, depth, heads."""
+    """Width, depth and number of heads."""
     siglip: tuple[int, int, int, int]
-    """Width, depth, heads, width of the MLP."""
+    """Width, depth, number of heads, width of the MLP."""
     llama: tuple[int, int, int, int, int]
-    """Width, width of the MLP, layers, heads, vocabulary."""
+    """Width, width of the MLP, numbers of layers, heads and tokens."""
 
 
 SIZES = {
@@ -58,7 +58,7 @@ SIZES = {
 
 
 def config_of(size: Size) -> OftConfig:
-    """The size as our configuration."""
+    """Return the config of embodyrl for a size."""
     dino, siglip, llama = size.dino, size.siglip, size.llama
     common = {"image_size": size.image, "patch_size": 14}
     norm = PixelNorm(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
@@ -88,7 +88,7 @@ def config_of(size: Size) -> OftConfig:
 
 
 class Peer(nn.Module):
-    """The public model from transformers' modules."""
+    """Reference: the public model built from modules of transformers."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Peer(nn.Module):
 
 
 def build(side: str, size: Size, device: str, dtype: torch.dtype) -> nn.Module:
-    """Either side with random weights."""
+    """Build one side with random weights."""
     with torch.device("meta"):
         options = OftOptions(cfg=OftSettings(model_type="openvla_oft", num_action_chunks=CHUNK, action_dim=ACTION_DIM))
         module = OpenVlaOft(config_of(size), options) if side == "ours" else None
@@ -151,7 +151,7 @@ def build(side: str, size: Size, device: str, dtype: torch.dtype) -> nn.Module:
 
 
 def reset_peak(device: str) -> int:
-    """Start a new peak measurement; returns the bytes in use now."""
+    """Start a new peak measurement and return the bytes in use."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -162,7 +162,7 @@ def reset_peak(device: str) -> int:
 
 
 def peak(device: str) -> int:
-    """Bytes at the peak since `reset_peak`."""
+    """Return the peak bytes since `reset_peak`."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
@@ -174,19 +174,19 @@ def _status(field: str) -> int:
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """CPU time is blind to other processes, but counts every thread."""
+    """Return the clock: CPU time excludes other processes, but counts every thread."""
     return time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def oft_call(module: nn.Module, inputs: ModelInputs, what: str) -> Callable[[], None]:
-    """A forward pass, or one with backward."""
+    """Run a forward pass, with or without a backward pass."""
     if what == "act":
         return lambda: module(inputs)[0].log_softmax(dim=-1)
     return lambda: module(inputs)[0].log_softmax(dim=-1)[..., 0].mean().backward()
 
 
 def measure(module: nn.Module, call: Callable[[], object], what: str, device: str, seconds: float) -> dict:
-    """Seconds of each call but the first, which warms up if there are more, and the bytes beyond the weights."""
+    """Return the seconds of each call after a warm-up call (if there are several), and the bytes beyond the weights."""
     module.zero_grad(set_to_none=True)
     clock = clock_of(device)
     before, times, started = reset_peak(device), [], clock()
@@ -225,12 +225,12 @@ def run_side(side: str, size_name: str, args: argparse.Namespace) -> None:
 
 
 def is_flow(size_name: str) -> bool:
-    """Whether a size is one of pi0."""
+    """Return whether a size belongs to pi0."""
     return size_name in policy_flow.SIZES
 
 
 def inputs_of(size: Size, batch: int, device: str, dtype: torch.dtype) -> ModelInputs:
-    """A batch of random inputs."""
+    """Return a batch of random inputs."""
     return ModelInputs(
         pixels=torch.randn(batch, 6, size.image, size.image, device=device, dtype=dtype),
         prompt_ids=torch.randint(3, 500, (batch, PROMPT), device=device),
@@ -239,13 +239,13 @@ def inputs_of(size: Size, batch: int, device: str, dtype: torch.dtype) -> ModelI
 
 
 def largest_difference(ours: dict, theirs: dict) -> float:
-    """Of the numbers that both sides computed from the same weights and inputs."""
+    """Return the largest difference of the results of both sides for the same weights and inputs."""
     names = [name for name in theirs if name.endswith("numbers")]
     return max(abs(a - b) for name in names for a, b in zip(ours[name], theirs[name], strict=True))
 
 
 def rows_of(size_name: str, ours: dict, theirs: dict, against: str, args: argparse.Namespace) -> list[dict]:
-    """Compare both sides; a ratio above 1 is in our favour."""
+    """Compare both sides; a ratio above 1 means that embodyrl is faster."""
     rows, chunk = [], policy_flow.SIZES[size_name].horizon if is_flow(size_name) else CHUNK
     for batch in args.batches:
         for what in args.what:
@@ -274,7 +274,7 @@ def _in_own_process(side: str, size: str) -> dict:
 
 
 def _joined(turns: list[dict]) -> dict:
-    """All calls of several turns of one side."""
+    """Concatenate the calls of several turns of one side."""
     joined = turns[0]
     for turn in turns[1:]:
         for name in (name for name, found in joined.items() if isinstance(found, dict)):
@@ -293,8 +293,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for each measurement, at least one call")
-    parser.add_argument("--turns", type=int, default=2, help="times that each side is started")
-    parser.add_argument("--largest-score", type=int, default=64, help="largest batch of score, where memory is short")
+    parser.add_argument("--turns", type=int, default=2, help="number of starts of each side")
+    parser.add_argument("--largest-score", type=int, default=64, help="maximum batch size of score, to limit memory")
     parser.add_argument("--side", choices=["ours", *policy_flow.PEERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

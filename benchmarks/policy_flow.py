@@ -1,7 +1,7 @@
-"""The flow rows of `policy.py`: pi0 against transformers' own model and against a plain build, all of the same weights.
+"""Flow rows of `policy.py`: pi0 against transformers' own model and a plain implementation with the same weights.
 
-`act` is an observation's ten-step chunk, `score` a flow-matching loss with backward pass through all weights, for two
-cameras. The plain build keeps nothing between the steps, it runs the backbone again in each; its loss is ours.
+`act` computes a chunk in ten steps, `score` a flow-matching loss with a backward pass through all weights, for two
+cameras. The plain implementation runs the backbone again in each step, and uses the loss of embodyrl.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Side:
         self.module: nn.Module = self.theirs or self.ours
 
     def inputs(self, batch: int) -> tuple[FlowInputs, Tensor, Tensor]:
-        """Observations, noise [B, H, D] and actions; the same for all sides."""
+        """Return observations, noise [B, H, D] and actions, the same for all sides."""
         spec, dtype = self.spec, self.ours.action_in_proj.weight.dtype
         drawn, device = torch.Generator().manual_seed(batch), self.ours.action_in_proj.weight.device
 
@@ -74,7 +74,7 @@ class Side:
         return observed, draw(*chunk), draw(*chunk)
 
     def call(self, what: str, batch: int) -> Callable[[], Tensor]:
-        """What is measured; returns the actions, or the loss after its backward pass."""
+        """Run the measured call; return the actions, or the loss after its backward pass."""
         observed, noise, actions = self.inputs(batch)
         time = torch.full((batch,), 0.3, device=noise.device)
         if self.theirs is not None:
@@ -109,7 +109,7 @@ def _backward(loss: Tensor) -> Tensor:
 
 
 def _theirs(ours: Pi0, spec: Pi0Spec) -> nn.Module:
-    """transformers' model, from a file of our weights."""
+    """Load transformers' model from a file with our weights."""
     from transformers import PI0Config, PI0ForConditionalGeneration
 
     def gemma(layers: LayersSpec) -> dict:
@@ -139,7 +139,7 @@ def _theirs(ours: Pi0, spec: Pi0Spec) -> nn.Module:
 
 
 def _asked(observed: FlowInputs, spec: Pi0Spec) -> dict[str, Tensor]:
-    """Their prompt holds a placeholder (token 0) for each token of an image."""
+    """Return a prompt of transformers, with a placeholder (token 0) for each image token."""
     images = observed.tokens.new_zeros(len(observed.tokens), CAMERAS * spec.image_tokens)
     ids = torch.cat([images, observed.tokens], dim=1)
     return {

@@ -29,7 +29,7 @@ from embodyrl.policies.openvla_oft.synthetic import LARGE
 
 @dataclass(frozen=True)
 class Choice:
-    """A model of this benchmark."""
+    """Model of this benchmark."""
 
     preset: str
     tiny: str
@@ -56,11 +56,11 @@ MODELS = {
 }  # fmt: skip
 SHARDS = 4
 BLOCK = 2**24 + 3
-"""Random values that all weights repeat; odd, so that no two rows of a matrix are equal."""
+"""Number of random values that all weights repeat; odd, so that no two rows of a matrix are equal."""
 
 
 def write_side_files(folder: Path, model: str, size: str) -> Callable[[str], str]:
-    """Write all files but the weights; return the function from our names of weights to the public ones."""
+    """Write all files except the weights; return the function from our weight names to public weight names."""
     source = assets_dir() / MODELS[model].tiny
     for path in source.iterdir():
         if path.suffix == ".json" and (size == "tiny" or path.name != "tiny_vit_specs.json"):
@@ -111,7 +111,7 @@ def shapes_of(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
 
 
 def write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Stream random bfloat16 weights into shards of about equal size; return their bytes.
+    """Stream random bfloat16 weights into shards of about equal size; return their size in bytes.
 
     Matrices have a standard deviation of 0.02, biases are 0, and scales of norms are 1.
     """

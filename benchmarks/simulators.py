@@ -1,17 +1,17 @@
-"""Simulators against how they are usually driven: chunks per second, resets, memory per environment.
+"""Compare simulators with their usual loops: chunks per second, resets, memory per environment.
 
     pip install stable-baselines3; python benchmarks/simulators.py --json simulators.json
     python benchmarks/simulators.py --parts maniskill --turns 1
 
-LIBERO: the peers' loop is the benchmark's own OffScreenRenderEnv, which draws its cameras at every sub-step, is rebuilt
-at each reset and then settles for 15 drawn steps. ManiSkill: the registered environment, which draws at every step.
-Candidates run one after another, each in a process of its own with one thread; figures are per second of CPU time,
-which other programs on the machine do not change much, and memory is the process's own (USS).
+LIBERO: the usual loop is the benchmark's own OffScreenRenderEnv, which renders its cameras at every sub-step, is
+rebuilt at each reset and then settles for 15 rendered steps. ManiSkill: the registered environment, which renders at
+every step. Candidates run one after another, each in a separate process with one thread; results are per second of CPU
+time, which other programs hardly affect, and memory is the unique set size (USS).
 
 Cheap environments: steps per second of CPU time of all processes together, environments spread over as many worker
 processes as there are cores (ours) or one process each (gymnasium's AsyncVectorEnv with shared memory,
-Stable-Baselines3's SubprocVecEnv). Candidates take turns; a figure is the best of its turns. Ours is the path of a
-rollout: requests, workers, the arena.
+Stable-Baselines3's SubprocVecEnv). Candidates alternate; a result is the best of several turns. The side of embodyrl is
+the path of a rollout: requests, workers, the arena.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUITE, TASK = "libero_spatial", 0
 LIBERO_CAMERAS = ("agentview", "robot0_eye_in_hand")
 SETTLE_STEPS = 15
 SLOTS = 4
-"""Environments per process where ours share one."""
+"""Number of slots per process of embodyrl."""
 MANISKILL_PIXELS = 128
 CORES = available_cores()
 
@@ -52,7 +52,7 @@ CORES = available_cores()
 
 
 def per_second(step: Callable[[], Any], seconds: float) -> float:
-    """Calls per second of CPU time, after one that is not counted."""
+    """Return the calls per second of CPU time, after a warm-up call."""
     step()
     count, start = 0, time.process_time()
     while (spent := time.process_time() - start) < seconds or count < 3:
@@ -62,7 +62,7 @@ def per_second(step: Callable[[], Any], seconds: float) -> float:
 
 
 def cpu_of_all() -> float:
-    """CPU seconds of this process and its children so far."""
+    """Return the CPU seconds of this process and its children."""
     me = psutil.Process()
     # The kernel's own account, ns: the one in clock ticks loses up to 10 ms for each of 64 processes.
     threads = [f for p in (me, *me.children(recursive=True)) for f in Path(f"/proc/{p.pid}/task").glob("*/schedstat")]
@@ -70,13 +70,13 @@ def cpu_of_all() -> float:
 
 
 def own_memory() -> float:
-    """Memory that belongs to this process alone, MB."""
+    """Return the memory that this process does not share, in MB."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
 def apart(call: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
-    """Run a measurement in a fresh process."""
+    """Run a measurement in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(call, *args).result(timeout=1800)
 
@@ -111,7 +111,7 @@ def actions(rng: np.random.Generator) -> np.ndarray:
 
 
 def libero_stock(cameras: tuple[str, ...], seconds: float) -> dict[str, float]:
-    """One environment, as LIBERO's SubprocVectorEnv holds one per process."""
+    """Measure one environment of LIBERO, as in each process of its SubprocVectorEnv."""
     path, states = libero_files()
     from libero.libero.envs import OffScreenRenderEnv
 
@@ -147,7 +147,7 @@ def libero_ours(cameras: tuple[str, ...], profile: str, fast: bool, seconds: flo
 
 
 def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float]:
-    """Slots in one process; a chunk and one observation of its end."""
+    """Measure slots in one process: a chunk and one observation at its end."""
     from embodyrl.envs import ENVS
     from embodyrl.envs.protocol import EnvContext
     from embodyrl.types import EpisodeStart, ObservationOut
@@ -175,7 +175,7 @@ def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float
 
 
 def libero_physics(seconds: float) -> dict[str, float]:
-    """The limit: nothing but MuJoCo's own steps."""
+    """Measure the limit: only MuJoCo's own steps."""
     import mujoco
 
     from embodyrl.envs.libero.simulator import TaskSimulator
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=("libero", "maniskill", "cheap"), default=["libero", "maniskill", "cheap"]
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds per figure")
+    parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds per result")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     # Workers import the environments of `vectors` by its name.

@@ -4,17 +4,17 @@
     python benchmarks/smollm2.py trl --seed 1 --rows 8 --json trl.json
     python benchmarks/smollm2.py pair --seed 3 --rows 10 --steps 4 --micro-batch 16 --json pair.json
 
-The settings are those of experiment=smollm2_arithmetic. The second command needs `pip install trl`. The JSON file has
-for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and the tokens
-of the replies, the peak of the resident memory, and the greedy replies to the held-out rows before and after.
-`--tokens 64 --fixed` gives each reply exactly 64 tokens, which compares speed at equal tokens; the greedy evaluation is
-then left out. With `--keep FOLDER` the same command resumes an interrupted TRL run at its last step.
+The settings are those of experiment=smollm2_arithmetic. The second command needs `pip install trl`. The JSON file
+contains for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and
+the tokens of the replies, the peak of the resident memory, and the greedy replies to the held-out rows before and
+after. `--tokens 64 --fixed` gives each reply exactly 64 tokens, which compares speed at equal tokens; the greedy
+evaluation is then left out. With `--keep FOLDER` the same command resumes an interrupted TRL run at its last step.
 
-embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is given (a tiny
-entropy bonus); TRL trains them. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in
+embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is set (a tiny entropy
+bonus); TRL trains on them. TRL uses gradient checkpointing by default; without `--checkpointing` it is off, as in
 embodyrl.
 
-`pair` starts three processes (embodyrl, embodyrl with `--train-all`, TRL) that take steps in turn, each with replies of
+`pair` starts three processes (embodyrl, embodyrl with `--train-all`, TRL) that run steps in turn, each with replies of
 exactly `--tokens` tokens, and prints the ratios of the CPU seconds of each round.
 """
 
@@ -262,10 +262,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--turns", action="store_true", help="wait for a line on standard input before each step")
-    parser.add_argument("--fixed", action="store_true", help="each reply has exactly --tokens tokens")
+    parser.add_argument("--fixed", action="store_true", help="generate replies of exactly --tokens tokens")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--train-all", action="store_true", help="embodyrl: also train groups with equal rewards")
-    parser.add_argument("--keep", type=Path, help="TRL: folder of its checkpoints; an interrupted run is resumed")
+    parser.add_argument("--keep", type=Path, help="TRL: folder of checkpoints; an interrupted run is resumed")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     if args.side == "pair":

