@@ -4,92 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError, masked
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
-
-_BACKLOG = 1000
-"""Maximum number of queued calls."""
-
-
-class BackgroundMonitor(Monitor):
-    """Logger that forwards calls to another logger in a background thread; errors are raised by the next call."""
-
-    def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
-        """Wrap `monitor`; `patience_s` limits one call, and `close_s` the final flush."""
-        self._monitor = monitor
-        self._patience_s, self._close_s = patience_s, close_s
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
-        self._failure: Exception | None = None
-        self._since = float("inf")
-        """Start time of the running call."""
-        self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
-
-    def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Start the thread and open the logger in it; return when the logger is open or timed out."""
-        opened = threading.Event()
-        self._calls.put(partial(self._monitor.open, run_dir, info))
-        self._calls.put(opened.set)
-        self._thread.start()
-        while not opened.wait(0.02):
-            self._check()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Monitor.log`."""
-        self._hand_on(partial(self._monitor.log, step, dict(metrics)))
-
-    def video(self, step: int, path: Path) -> None:
-        """See `Monitor.video`."""
-        self._hand_on(partial(self._monitor.video, step, path))
-
-    def text(self, line: str) -> None:
-        """See `Monitor.text`."""
-        self._hand_on(partial(self._monitor.text, line))
-
-    def close(self) -> None:
-        """See `Monitor.close`."""
-        if self._thread.ident is None:
-            return
-        if self._thread.is_alive():
-            self._hand_on(self._monitor.close)
-            self._hand_on(None)
-        self._thread.join(self._close_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the last calls did not finish within {self._close_s:g} s and are lost")
-        if self._failure is not None:
-            raise self._failure
-
-    def _hand_on(self, call: Callable[[], None] | None) -> None:
-        self._check()
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            raise TimeoutError(f"the logger is too slow: {_BACKLOG} calls are queued") from None
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if time.monotonic() - self._since > self._patience_s:
-            raise TimeoutError(f"one call takes longer than {self._patience_s:g} s")
-
-    def _work(self) -> None:
-        try:
-            while (call := self._calls.get()) is not None:
-                self._since = time.monotonic()
-                call()
-                self._since = float("inf")
-        except Exception as error:
-            self._failure = error
-
+from embodyrl.registry import Registry, takes
 
 _log = logging.getLogger(__name__)
+
+
+BACKGROUND: Registry[Callable[[Monitor], Monitor]] = Registry(
+    "background logging", group="embodyrl.background_logging", wants="a function of a Monitor", fits=takes(1)
+)
+"""Functions that return a logger which calls another logger in a background thread."""
 
 
 def missing_loggers(backends: Sequence[str]) -> list[str]:
@@ -116,7 +45,9 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
         UnknownNameError: a backend does not exist.
     """
     monitors = {name: MONITORS.get(name)() for name in dict.fromkeys(backends)}
-    return Fanout({name: m if m.prompt else BackgroundMonitor(m) for name, m in monitors.items()})
+    for in_background in BACKGROUND.every():
+        monitors = {name: m if m.prompt else in_background(m) for name, m in monitors.items()}
+    return Fanout(monitors)
 
 
 class Fanout(Monitor):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.fanout import BackgroundMonitor, Fanout, build_monitor
+from embodyrl.extensions.background_logging import BackgroundMonitor
+from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.jsonl import JsonlMonitor
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
