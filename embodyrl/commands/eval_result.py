@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodyrl.channels.layout import decode_instruction
-from embodyrl.conversation import final_answer, split_messages, spoken
 from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.episodes import own_tasks
+from embodyrl.registry import Registry, has
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
@@ -64,6 +64,26 @@ class TaskResult:
         low = -math.inf if self.return_low is None else self.return_low
         high = math.inf if self.return_high is None else self.return_high
         return Mean(self.mean_return, (low, high), self.episodes, self.states, self.effective_episodes)
+
+
+class Conversations(Protocol):
+    """Reads conversations of text tasks from instructions and episodes."""
+
+    def turns(self, instruction: str) -> tuple[tuple[str, str], ...]:
+        """Return (role, text) of each turn of a conversation; empty for any other instruction."""
+        ...
+
+    def majority(self, episodes: Sequence[EpisodeRow]) -> float | None:
+        """Return the accuracy of the most frequent answer to each initial state; None: there are no answers."""
+        ...
+
+
+CONVERSATIONS: Registry[Conversations] = Registry(
+    "conversations",
+    group="embodyrl.conversations",
+    wants="an object with turns and majority",
+    fits=has("turns", "majority"),
+)
 
 
 class Comparison(Protocol):
@@ -206,18 +226,6 @@ def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> No
     _say_table([("suite", what, "against the first"), *table], say)
 
 
-def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
-    """Return the majority-vote accuracy (self-consistency, arXiv 2203.11171); ties go to the earliest answer."""
-    given: dict[tuple[int, int], dict[str, list[bool]]] = {}
-    for episode in sorted(episodes, key=lambda e: e.episode):
-        if not episode.conversation or episode.conversation[-1][0] != "assistant":
-            return None  # no text, or a game that ends with an observation
-        answers = given.setdefault((episode.task_id, episode.reset_id), {})
-        answers.setdefault(final_answer(episode.conversation[-1][1]), []).append(bool(episode.success_once))
-    # Equal answers have equal rewards, except code with different text around it.
-    return sum(max(votes, key=len)[0] for votes in (list(a.values()) for a in given.values())) / len(given)
-
-
 def _say_table(table: Sequence[Sequence[str]], say: Callable[[str], None]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for cells in table:
@@ -229,6 +237,7 @@ def _summarise_task(
 ) -> TaskResult:
     count, score = len(episodes), score_of(episodes)
     rate = score if isinstance(score, Rate) else None
+    voted = next((talks.majority(episodes) for talks in CONVERSATIONS.every()), None)
     # In one order, so that a resumed evaluation adds the same numbers in the same order.
     earned = Mean.of((e.reset_id, e.episode_return) for e in sorted(episodes, key=lambda e: e.episode))
     return TaskResult(
@@ -237,7 +246,7 @@ def _summarise_task(
         episodes=count,
         states=earned.states,
         solved=len({(e.task_id, e.reset_id) for e in episodes if e.success_once}) if rate else None,
-        voted=_majority(episodes) if rate and earned.states < count else None,
+        voted=voted if rate and earned.states < count else None,
         effective_episodes=count if score.effective is None else score.effective,
         successes=rate.successes if rate else None,
         success_once=rate.value if rate else None,
@@ -285,10 +294,9 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     number = episode.spec.task_id
     # An environment that does not declare success may report it: some do so only at the end.
     known = env.reward.reports_success or episode.success_once
-    said = split_messages(episode.instruction)
-    talks = len(said) > 1
+    turns = next((talks.turns(episode.instruction) for talks in CONVERSATIONS.every()), ())
     # The instruction of a conversation is all its messages; of a game of several turns it is the last message.
-    named = talks or env.text.max_replies > 1
+    named = bool(turns) or env.text.max_replies > 1
     suite = env.benchmark.suites[number] if env.benchmark.suites else ""
     first = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
     return EpisodeRow(
@@ -308,7 +316,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
         solved_at_reset=episode.solved_at_reset,
         suite=suite,
         state=episode.spec.reset_id - first,
-        conversation=tuple((turn.role, spoken(turn.content)) for turn in said) if talks else (),
+        conversation=turns,
         logprobs=tuple(tokens for row in episode.top for tokens in json.loads(decode_instruction(row) or "[]")),
     )
 

@@ -9,7 +9,7 @@ from text_runs import ASKING
 from toy_runs import rows
 
 from embodyrl.commands.train import train
-from embodyrl.conversation import Message
+from embodyrl.extensions.conversation import Message
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.sandbox import calculate

@@ -6,9 +6,9 @@ from typing import Any, Generic, Never, Protocol, TypeVar
 
 import numpy as np
 
-from embodyrl.conversation import Message, join_messages
 from embodyrl.envs.text.environment import clip
 from embodyrl.errors import EnvError
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.types import BoolArray, EnvSpec
 
 

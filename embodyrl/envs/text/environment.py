@@ -8,11 +8,11 @@ from typing import Any, Never
 
 import numpy as np
 
-from embodyrl.conversation import Message, join_messages, spoken
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.text.protocol import Answer
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
+from embodyrl.extensions.conversation import Message, join_messages, spoken
 from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.rewards.judge import RewardJudge

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.config.compose import read_saved
-from embodyrl.conversation import MARK, Message
 from embodyrl.envs.text.protocol import Answer as Reply
 from embodyrl.extensions.cockpit.command import PlayPage
+from embodyrl.extensions.conversation import MARK, Message
 from embodyrl.extensions.pages.loopback import Answer
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.rewards.judge import RewardJudge, build_judge

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embodyrl.config.shared import SamplingSettings
-from embodyrl.conversation import MARK, Message
+from embodyrl.extensions.conversation import MARK, Message
 
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 8, 20, 4
 """Maximum `n`, maximum `top_logprobs`, and maximum number of `stop` strings of a request."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest
-from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversation import Message, join_messages, split_messages
 from embodyrl.extensions.demonstrations.augment import augment, draw
 from embodyrl.extensions.demonstrations.settings import Objective
 from embodyrl.learners.protocol import Learner, LearnerContext

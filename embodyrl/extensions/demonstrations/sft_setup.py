@@ -14,8 +14,8 @@ from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
 from embodyrl.commands.run_folder import weight_problems
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import join_messages
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversation import join_messages
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import INFO_PATH, is_ours

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embodyrl.conversation import MARK, PICTURE, Message, join_messages
+from embodyrl.extensions.conversation import MARK, PICTURE, Message, join_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import PICTURE, Message, join_messages, split_pictures
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversation import PICTURE, Message, join_messages, split_pictures
 from embodyrl.extensions.text.chat import ChatTemplate, RefusedMessages, control_tokens, count_tokens, without_controls
 from embodyrl.extensions.text.conversation import TextRow, place_pictures
 from embodyrl.extensions.text.pictures import Picture, pictures_of

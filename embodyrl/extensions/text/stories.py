@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from embodyrl.conversation import Message
+from embodyrl.extensions.conversation import Message
 from embodyrl.extensions.text.conversation import TextRow
 
 ROWS, HELD_OUT_ROWS = 2000, 500

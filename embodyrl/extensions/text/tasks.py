@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embodyrl.conversation import Message
+from embodyrl.extensions.conversation import Message
 from embodyrl.extensions.text.conversation import TextRow
 
 ROWS = 20_000

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.conversation import Message, split_messages, split_pictures
+from embodyrl.extensions.conversation import Message, split_messages, split_pictures
 from embodyrl.extensions.text.chat import without_controls
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation

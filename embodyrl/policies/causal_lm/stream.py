@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from embodyrl.config.shared import SamplingSettings
-from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.types import Observation
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.conversation import Message, split_messages
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
 from embodyrl.envs.text.protocol import Answer, Judgement
+from embodyrl.extensions.conversation import Message, split_messages
 from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.dataset import TextRows, open_rows
 from embodyrl.extensions.text.pictures import Picture

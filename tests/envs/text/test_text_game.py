@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.conversation import split_messages
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.game import FACTORY, GameEnv
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversation import split_messages
 from embodyrl.types import EpisodeStart
 
 DOWN, RIGHT = "1", "2"

@@ -16,9 +16,9 @@ from processes import run_cli
 from toy_runs import train_toy
 
 from embodyrl.commands.train import train
-from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.chat.play import Chat, chat_page, page
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.extensions.pages.loopback import Loopback
 from embodyrl.plan.config import load_config
 from embodyrl.policies.causal_lm.stream import PromptError

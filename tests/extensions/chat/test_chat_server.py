@@ -18,9 +18,9 @@ from processes import run_cli, start_cli, wait_until
 from settings import model_of
 
 from embodyrl.config.shared import Precision
-from embodyrl.conversation import Message, join_messages
 from embodyrl.extensions.chat.replies import Served
 from embodyrl.extensions.chat.server import ChatServer
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.extensions.text.plan import ANY_TEXT
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy

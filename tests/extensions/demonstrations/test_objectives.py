@@ -16,8 +16,8 @@ from toy_runs import TOY_OFT, toy_config
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest
-from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.extensions.demonstrations.imitation import ImitationLearner, preference_loss
 from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 from embodyrl.extensions.demonstrations.reader import Demonstrations

@@ -16,9 +16,9 @@ from openenv_server import ACTION, OpenEnvServer, server
 from settings import env_of
 
 import embodyrl
-from embodyrl.conversation import split_messages
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
+from embodyrl.extensions.conversation import split_messages
 from embodyrl.extensions.openenv.environment import OpenEnv
 from embodyrl.extensions.openenv.factory import FACTORY
 from embodyrl.types import ChunkResult, EpisodeStart

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from embodyrl.commands.facts import facts
-from embodyrl.conversation import Message, join_messages, split_messages, split_pictures
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversation import Message, join_messages, split_messages, split_pictures
 from embodyrl.extensions.text import dataset as text
 from embodyrl.extensions.text import tasks
 from embodyrl.extensions.text.conversation import TextRow

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodyrl.config.shared import Precision, SamplingSettings
-from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import CheckpointError
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm import _count
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy

@@ -10,8 +10,8 @@ import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import CheckpointError
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.extensions.text import tasks
 from embodyrl.extensions.text.conversation import place_pictures
 from embodyrl.policies import POLICIES
