@@ -150,20 +150,8 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
     return found
 
 
-def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Describe threads and child processes, except the given ones, that still run after `seconds`."""
-    ends = time.monotonic() + seconds
-    while left := [
-        *(f"thread {name}" for name in threads_left(threads)),
-        *(f"process {pid} ({command})" for pid, command in children_left(children).items()),
-    ]:
-        if time.monotonic() >= ends:
-            break
-        time.sleep(0.02)
-    return _listed(left)
-
-
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return the first names with their counts, as in "3 x thread a, process b and 2 more"."""
     counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items()]
     return ", ".join(counted[:_NAMED]) + (f" and {len(counted) - _NAMED} more" if len(counted) > _NAMED else "")
 
@@ -191,7 +179,7 @@ def exit_in_spite_of_leftovers(code: int) -> None:
                 processes = [f"process {one.name}" for one in multiprocessing.active_children()]
                 for one in multiprocessing.active_children():
                     one.kill()
-                left = _listed([*(f"thread {name}" for name in threads), *processes])
+                left = listed([*(f"thread {name}" for name in threads), *processes])
                 sys.stderr.write(
                     f"embodyrl: warning: {left} did not end and would keep this process alive; exiting now. Likely an "
                     "environment's close() does not end them: fix it there.\n"

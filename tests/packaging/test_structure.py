@@ -156,7 +156,7 @@ def test_loading_cannot_run_code():
 
     `sandboxed.py` and `sandboxed_calls.py` run a language model's programs with limits, and load nothing;
     `channel.py` reads messages of the run's own processes, as `multiprocessing` does, and
-    `isolated.py` those of its parent process.
+    `isolation` those of its parent process.
     """
     dangerous = {"pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
     found = []
@@ -170,7 +170,7 @@ def test_loading_cannot_run_code():
                 ("embodyrl/extensions/text/sandboxed.py", "exec"),
                 ("embodyrl/extensions/text/sandboxed_calls.py", "exec"),
                 ("embodyrl/channels/channel.py", "pickle.loads"),
-                ("embodyrl/envs/isolated.py", "pickle.load"),
+                ("embodyrl/extensions/isolation/__init__.py", "pickle.load"),
             )
             if (name in dangerous and not boxed) or (name == "torch.load" and not safe):
                 found.append(f"{path}:{node.lineno} {name}")

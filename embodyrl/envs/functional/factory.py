@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.functional.settings import FunctionalSettings
-from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
+from embodyrl.extensions.isolation import NoAnswerError, call_isolated
 from embodyrl.types import EnvSpec, RewardSpec, SimulatorSpec, TextSpec
 
 if TYPE_CHECKING:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.simulators import Simulators
-from embodyrl.errors import ConfigError, EnvError
-from embodyrl.leftovers import left_after
+from embodyrl.errors import ConfigError
+from embodyrl.registry import Registry, takes
 from embodyrl.types import (
     ActionSpec,
     CameraSpec,
@@ -31,12 +28,16 @@ from embodyrl.types import (
 if TYPE_CHECKING:
     from embodyrl.envs.gym.probe import Probe
 
-_BUILD_S = 600.0
-"""Time limit for building and testing one environment; simulators that load assets take minutes."""
-_CLOSE_S = 1.0
-"""Time limit for threads and child processes to end after `close`."""
 SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
+
+
+DESCRIBERS: Registry[Callable[[GymSettings, bool], EnvSpec]] = Registry(
+    "description of an environment",
+    group="embodyrl.gym_describers",
+    wants="a function of GymSettings and True for images that returns an EnvSpec",
+    fits=takes(2),
+)
 
 
 class GymFactory(SimFactory[GymSettings]):
@@ -66,7 +67,7 @@ class GymFactory(SimFactory[GymSettings]):
                 )
 
     def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment: build one, step it and close it, in a separate process.
+        """Describe the environment: build one, step it and close it; `DESCRIBERS` use a separate process.
 
         Raises:
             UnknownNameError: no environment or wrapper has this name.
@@ -74,16 +75,9 @@ class GymFactory(SimFactory[GymSettings]):
             ConfigError: the constructor rejects `env.kwargs`, or a space is not supported.
             EnvError: the environment's first steps violate Gymnasium's interface, crash or hang.
         """
-        if _is_loaded(cfg):
-            return _describe(cfg, context.pictures)
-        try:
-            return call_isolated(f"{__name__}:describe_alone", cfg, context.pictures, kind=EnvSpec, timeout_s=_BUILD_S)
-        except NoAnswerError as error:
-            raise EnvError(
-                f"env.id={cfg.id}: the test process, which builds, resets and steps the environment once, "
-                f"failed: {error}. Fix the "
-                "environment; --traceback shows the log of the process."
-            ) from error
+        for describe in DESCRIBERS.every():
+            return describe(cfg, context.pictures)
+        return describe_here(cfg, context.pictures)
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
         """Return simulators: one environment per slot, built at its first reset, or one vector environment."""
@@ -106,26 +100,11 @@ class GymFactory(SimFactory[GymSettings]):
         return support(str(cfg.id), create(cfg, dict(cfg.kwargs)))
 
 
-def _is_loaded(cfg: GymSettings) -> bool:
-    """Return True if this process runs the environment's code: a worker, or a Python caller that imported it."""
-    module, _, name = str(cfg.id).rpartition(":")
-    if multiprocessing.parent_process() is not None or module in sys.modules:
-        return True
-    return not module and "gymnasium" in sys.modules and name in sys.modules["gymnasium"].registry
-
-
-def _describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
+def describe_here(cfg: GymSettings, pictures: bool) -> EnvSpec:
+    """Describe the environment in this process (see `GymFactory.describe`)."""
     from embodyrl.envs.gym.probe import probe
 
     return _spec(cfg, probe(cfg, pictures=pictures))
-
-
-def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe the environment in a separate process that exits afterwards; warn of threads that are still running."""
-    spec = _describe(cfg, pictures)
-    left = left_after(_CLOSE_S)
-    doubt = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
-    return replace(spec, doubts=(*spec.doubts, doubt)) if left else spec
 
 
 def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:

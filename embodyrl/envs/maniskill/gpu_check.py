@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 from embodyrl.devices import Gpus
-from embodyrl.envs.isolated import run_isolated
 from embodyrl.envs.maniskill.install import (
     FETCH_PHYSX,
     GPU_VULKAN_FIX,
@@ -14,6 +13,7 @@ from embodyrl.envs.maniskill.install import (
 )
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.extensions.findings import GpuCheck, GpuParts, GpuResult
+from embodyrl.extensions.isolation import run_isolated
 
 _FETCH_S = 180.0
 CHECK = GpuCheck(

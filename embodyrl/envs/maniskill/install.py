@@ -9,9 +9,9 @@ from pathlib import Path
 
 from embodyrl.config.settings import plain
 from embodyrl.devices import visible_gpus
-from embodyrl.envs.isolated import NoAnswerError, call_isolated, run_isolated
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, SimBackend
 from embodyrl.errors import MissingDependencyError
+from embodyrl.extensions.isolation import NoAnswerError, call_isolated, run_isolated
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from embodyrl.errors import EnvError
 from embodyrl.extensions.check_env.harness import CHUNK, Harness, check, seen_difference
-from embodyrl.leftovers import left_after
+from embodyrl.extensions.isolation import left_after
 
 MEASURED_STEPS = 64
 CLOSE_SECONDS = 1.0

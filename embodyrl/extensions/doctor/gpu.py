@@ -14,10 +14,10 @@ from typing import Any
 
 from embodyrl.cli.output import printable, show_result
 from embodyrl.devices import query_gpus, visible_gpus
-from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError
 from embodyrl.extensions.doctor.probes import installed_version
 from embodyrl.extensions.findings import GpuCheck, GpuResult
+from embodyrl.extensions.isolation import NoAnswerError, call_isolated
 from embodyrl.extensions.planner.measured import keep_measured, rates_file
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
 from embodyrl.registry import Registry, closest, has

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +21,15 @@ from pydantic import TypeAdapter
 
 from embodyrl import errors
 from embodyrl.errors import EmbodyError
-from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parents_end
+from embodyrl.leftovers import (
+    children_left,
+    end_children,
+    end_owned,
+    listed,
+    owning,
+    signal_at_parents_end,
+    threads_left,
+)
 
 T = TypeVar("T")
 
@@ -29,7 +39,7 @@ _LOG_BYTES = 65536
 _CALL = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
-from embodyrl.envs.isolated import answer
+from embodyrl.extensions.isolation import answer
 answer()
 """
 
@@ -138,3 +148,16 @@ def answer() -> None:
         sys.stderr.flush()
         end_children()
         os._exit(code)  # threads of foreign code would keep the process alive
+
+
+def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
+    """Describe threads and child processes, except the given ones, that still run after `seconds`."""
+    ends = time.monotonic() + seconds
+    while left := [
+        *(f"thread {name}" for name in threads_left(threads)),
+        *(f"process {pid} ({command})" for pid, command in children_left(children).items()),
+    ]:
+        if time.monotonic() >= ends:
+            break
+        time.sleep(0.02)
+    return listed(left)

@@ -16,9 +16,9 @@ import pytest
 from settings import env_of
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import EnvError, MissingDependencyError
+from embodyrl.extensions.isolation import NoAnswerError, call_isolated
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
 
