@@ -109,6 +109,24 @@ class ListBatch(SyncVectorEnv):
         return (seen, *(result.tolist() for result in results), info)
 
 
+class UnsaidMode(SyncVectorEnv):
+    """Vector environment without autoreset mode in its metadata."""
+
+    declared: Any = None
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__([Solved] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        self.metadata = {} if self.declared is None else {"autoreset_mode": self.declared}
+
+
+class SpelledMode(UnsaidMode):
+    declared = "SameStep"
+
+
+class UnknownMode(UnsaidMode):
+    declared = "sometimes"
+
+
 def described(name: str, **values: Any) -> EnvSpec:
     return ENVS.get("gym").spec(config(name, **values), EnvContext())
 
@@ -224,3 +242,19 @@ def test_empty_action_space_is_refused():
 def test_time_limit_of_minus_one_is_ignored():
     cfg = config("CartPole-v1").updated({"kwargs": {"max_episode_steps": -1}})
     assert ENVS.get("gym").spec(cfg, EnvContext()).max_episode_steps == cfg.train.max_episode_steps
+
+
+@pytest.mark.needs("gym_vectors")
+def test_vector_environment_without_autoreset_mode_gives_a_warning():
+    assert "has no autoreset_mode" in " ".join(described("test_gym_odd:UnsaidMode").doubts)
+    assert not described("test_gym_odd:solved").doubts
+    with pytest.raises(ConfigError, match=r"'sometimes', expected one of NextStep, SameStep, Disabled"):
+        described("test_gym_odd:UnknownMode")
+
+
+@pytest.mark.needs("gym_vectors")
+def test_autoreset_mode_may_be_a_string():
+    """The final observation is that of the ended episode (2 steps), not of the next one."""
+    env = begin(config("test_gym_odd:SpelledMode"))
+    assert env.step_chunk([0], np.zeros((1, 3, 1), np.float32)).success.tolist() == [[False, True, False]]
+    assert look(env)[1][1] == 2

@@ -394,3 +394,19 @@ def test_correlated_noise_log_probs_match_samples():
     logprob, entropy = head.score(mean, choice, 1.3)
     torch.testing.assert_close(logprob.sum(1).flatten(), whole.log_prob(moved), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(entropy.sum(1).flatten(), whole.entropy().expand(40_000), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("squashed", [False, True])
+def test_actions_start_inside_of_the_only_bound(squashed):
+    """Otherwise, with a bound at 5, the environment clips every sample around 0 to the same action."""
+    low, high = (5.0, None, None, -2.0), (None, 3.0, None, 4.0)
+    head = SquashedHead(low, high) if squashed else GaussianHead(low, high, 0.0)
+    edges = np.stack([np.full(4, edge, np.float32) for edge in ((-9, 0, 9) if squashed else (-1, 0, 1))])
+    np.testing.assert_allclose(head.to_actions(edges), [[5, 1, -1, -2], [6, 2, 0, 1], [7, 3, 1, 4]], atol=1e-5)
+    np.testing.assert_allclose(head.from_actions(head.to_actions(edges[1:2])), edges[1:2], atol=1e-6)
+
+
+def test_squashed_actions_without_bounds_give_a_warning():
+    said = {squashed: build("mlp", "open", squashed=squashed).spec.doubts for squashed in (True, False)}
+    assert "actions [0, 1] have no bounds on both sides" in said[True][0]
+    assert said[False] == build("mlp", "box", squashed=True).spec.doubts == ()

@@ -15,7 +15,7 @@ from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.sims import GymSlots
 from embodyrl.envs.gym.spaces import copied
 from embodyrl.envs.simulators import SimSteps
-from embodyrl.errors import EnvError
+from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 
@@ -30,7 +30,7 @@ class VectorSims(GymSlots):
     ) -> None:
         super().__init__(cfg, spec, found)
         self._vector = create(num_slots)
-        self._mode = (self._vector.metadata or {}).get("autoreset_mode")
+        self._mode = autoreset_mode(self._vector)
         self._space = found.action_space
         self._batch_info: dict[str, Any] = {}
         self._over: set[int] = set()
@@ -135,6 +135,22 @@ class VectorSims(GymSlots):
 def _pick(batch: Any, slot: int) -> Any:
     """Return one environment's element of a batched value, also in nested dictionaries."""
     return {name: _pick(part, slot) for name, part in batch.items()} if isinstance(batch, dict) else batch[slot]
+
+
+def autoreset_mode(env: Any) -> AutoresetMode | None:
+    """Return when a vector environment resets environments whose episode ended; None: unknown.
+
+    Raises:
+        ConfigError: the environment declares a mode that Gymnasium does not have.
+    """
+    mode = (env.metadata or {}).get("autoreset_mode")
+    try:
+        return None if mode is None else AutoresetMode(mode)
+    except ValueError:
+        raise ConfigError(
+            f"The vector environment declares autoreset_mode={mode!r:.40}, expected one of "
+            f"{', '.join(known.value for known in AutoresetMode)}."
+        ) from None
 
 
 def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:

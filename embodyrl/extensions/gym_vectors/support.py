@@ -6,7 +6,7 @@ import contextlib
 import copy
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
@@ -28,7 +28,7 @@ from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.gym_vectors.sims import VectorSims, slot_info
+from embodyrl.extensions.gym_vectors.sims import VectorSims, autoreset_mode, slot_info
 from embodyrl.types import EnvSpec
 
 _COUNTS = ("num_envs", "n_envs")
@@ -91,6 +91,7 @@ class GymVectors:
         reports = says_success(info, keys)
         found = [
             *observation_doubts(space, [first], env),
+            *_autoreset_doubts(env),
             *instruction_doubts(cfg, writer.texts, info_of_first, said),
         ]
         return {
@@ -117,6 +118,15 @@ def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
     rest = {"use_async_envs": False, "cfg": None}
     needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
     return {"n_envs": num_envs} | {name: rest[name] for name in needed}
+
+
+def _autoreset_doubts(env: Any) -> Iterator[str]:
+    if autoreset_mode(env) is None:
+        yield (
+            "metadata of the vector environment has no autoreset_mode, so it must not reset environments by itself: "
+            "that loses final observations; fix: metadata={'autoreset_mode': gymnasium.vector.AutoresetMode.DISABLED}, "
+            "NEXT_STEP or SAME_STEP"
+        )
 
 
 def _first_of(env: Any, batch: Any) -> Any:

@@ -44,6 +44,7 @@ class ActorCriticFactory:
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             differentiable=shape.squashed,
             rates=True,
+            doubts=_range_doubts(shape),
         )
 
     def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
@@ -88,6 +89,18 @@ class ActorCriticFactory:
             cameras=env.cameras.names if sees else (),
             grey=env.cameras.grey and sees,
         )
+
+
+def _range_doubts(shape: NetShape) -> tuple[str, ...]:
+    """Warn of squashed actions in dimensions without two bounds, whose range is a choice of the policy."""
+    bounds = zip(shape.low, shape.high, strict=True)
+    wide = [place for place, (low, high) in enumerate(bounds) if low is None or high is None]
+    if not shape.squashed or not wide:
+        return ()
+    return (
+        f"actions {wide} have no bounds on both sides, and model.squashed limits them to -1..1, or to 2 from the only "
+        "bound; fix: a wrapper in env.wrappers that bounds the actions",
+    )
 
 
 MLP = ActorCriticFactory(name="mlp", reads_images=False)

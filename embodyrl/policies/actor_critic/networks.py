@@ -92,10 +92,7 @@ class GaussianHead(nn.Module):
         super().__init__()
         self._correlation, self._fresh = correlation, math.sqrt(1.0 - correlation**2)
         self.log_std = nn.Parameter(torch.full((len(low),), log_std))
-        bounds = list(zip(low, high, strict=True))
-        # A dimension with one value has no span; avoid dividing by it.
-        spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2 or 1.0) for a, b in bounds]
-        self._centre, self._half = np.asarray(spans, np.float32).T
+        self._centre, self._half = np.asarray([*map(_span, low, high)], np.float32).T
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean [B, K, A], equal to the outputs, and the log standard deviation [A]."""
@@ -150,12 +147,22 @@ class GaussianHead(nn.Module):
 _LOG_ROOT = 0.5 * math.log(2 * math.pi)
 
 
+def _span(low: float | None, high: float | None) -> tuple[float, float]:
+    """Return centre and half width of the actions that -1..1 spans; a missing bound is 2 from the other bound."""
+    if low is None and high is None:
+        return 0.0, 1.0
+    if low is None or high is None:  # around 0, all samples could be outside
+        return (low + 1.0 if low is not None else float(high or 0.0) - 1.0), 1.0
+    # A dimension with one value has no span; avoid dividing by it.
+    return (low + high) / 2, (high - low) / 2 or 1.0
+
+
 class SquashedHead(GaussianHead):
     """Tanh of a diagonal Gaussian whose mean and standard deviation depend on the observation.
 
     Outputs [B, K, 2A] are means and log standard deviations. The raw sample is the Gaussian's, before tanh;
-    log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, or within
-    -1..1 for unbounded dimensions.
+    log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, within 2 of
+    their only bound, or within -1..1 without bounds.
     """
 
     def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
