@@ -26,7 +26,7 @@ def run_facts(cfg: Config) -> list[tuple[str, str]]:
     run_plan = build_run_plan(cfg, training=training)
     if not training:
         find_baseline(cfg)
-    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
+    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     if training:
         lines += training_facts(run_plan)
     return [*lines, *evaluation_facts(run_plan)]

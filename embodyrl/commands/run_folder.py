@@ -31,7 +31,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import InputProblem, input_problems
+from embodyrl.policies.inputs import InputProblem, input_problems, unknown_instructions
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -287,12 +287,13 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
     )
 
 
-def weight_facts(cfg: Config, weights: Path | None) -> list[tuple[str, str]]:
+def weight_facts(cfg: Config, weights: Path | None, env: EnvSpec | None = None) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about initial weights and adapters.
 
     Args:
         cfg: config of the run.
         weights: the result of `first_weights`.
+        env: environment of the run, whose instructions are compared with those of the weights' training.
     """
     model = cfg.model
     given = model.lora.path if isinstance(model, AdapterSettings) else None
@@ -306,7 +307,13 @@ def weight_facts(cfg: Config, weights: Path | None) -> list[tuple[str, str]]:
         how = f"{base} + adapter {given}, {'trained further' if trains else 'merged'}"
     else:
         how = f"{base}, new adapters are trained on it" if trains else base
-    return [("weights", how)]
+    lines = [("weights", how)]
+    folder = weights if weights is not None or model.weights is None else resolve_asset(model.weights)
+    if folder is not None and env is not None:
+        chosen = {task for split in cfg.env.splits.values() for task in split.task_ids or range(len(env.tasks))}
+        if doubt := unknown_instructions(folder, env, chosen):
+            lines.append(("warning", doubt))
+    return lines
 
 
 def _is_adapter(folder: Path) -> bool:

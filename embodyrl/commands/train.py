@@ -128,7 +128,7 @@ class _Training:
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 enables it)"
         where = [("output", f"{folder.root}{validation}"), folder.following]
         held_out = evaluation_facts(self.run_plan) if self._validates else []
-        lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights), *held_out, *where]
+        lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), *held_out, *where]
         session.announce(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
         # Weights of a resumed run too, for the reference policy; the checkpoint is loaded over them.
         start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)

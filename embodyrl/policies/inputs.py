@@ -1,7 +1,7 @@
 """Inputs of a trained policy, saved with its weights: camera names, gripper convention, image orientation."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from embodyrl.files import read_json
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
+_MOST_INSTRUCTIONS = 1000
+"""Maximum number of instructions that are stored with the weights."""
 
 
 def write_inputs(folder: Path, policy: PolicySpec, env: EnvSpec) -> None:
@@ -26,7 +28,28 @@ def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
         "gripper": None if policy.gripper is None else asdict(policy.gripper),
         # A policy that rotates the frames always receives upright ones.
         "image_rotation_deg": 0 if policy.inputs.rotates_images else env.cameras.rotation_deg,
+        "instructions": _instructions_of(env) if policy.inputs.instructions else [],
     }
+
+
+def _instructions_of(env: EnvSpec) -> list[str]:
+    """Return the instructions of an environment; none if their number is large or unknown."""
+    found = dict.fromkeys(env.instructions or env.tasks) if env.text.instructed and not env.text.prompt_bytes else {}
+    return [*found] if len(found) <= _MOST_INSTRUCTIONS else []
+
+
+def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) -> str | None:
+    """Return a warning if the weights in a folder were trained on none of the instructions of the given tasks."""
+    path = folder / INPUTS_FILE
+    known = read_json(path).get("instructions", []) if path.is_file() else []
+    played = {*env.instructions} or {env.tasks[task] for task in task_ids}
+    asked = [text for text in _instructions_of(env) if text in played]
+    if not known or not asked or {*known} & {*asked}:
+        return None
+    return (
+        f"the weights were not trained on any of the {len(asked)} instructions of '{env.name}', for example "
+        f"{asked[0]!r:.80}, but on {len(known)} others, for example {known[0]!r:.80}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import INPUTS_FILE, input_problems, write_inputs
+from embodyrl.policies.inputs import INPUTS_FILE, input_problems, unknown_instructions, write_inputs
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -98,3 +98,29 @@ def test_error_names_the_damaged_inputs_file(tmp_path: Path) -> None:
     (tmp_path / INPUTS_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is damaged"):
         input_problems(tmp_path, POLICY, ENV, None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "chosen", "instructed", "warned"),
+    [
+        (("sweep", "open the door"), [0, 1], True, False),
+        (("sweep", "close the door"), [0, 1], True, False),
+        (("sweep", "close the door"), [1], True, True),
+        (("PICK", "PLACE"), [0, 1], True, True),
+        (("PICK", "PLACE"), [0, 1], False, False),
+    ],
+)
+def test_instructions_that_training_lacks_give_a_warning(tmp_path: Path, tasks, chosen, instructed, warned) -> None:
+    reads = replace(POLICY, inputs=replace(POLICY.inputs, instructions=True))
+    write_inputs(tmp_path, reads, replace(ENV, tasks=("sweep", "open the door"), states_per_task=(1, 1)))
+    env = replace(ENV, tasks=tasks, states_per_task=(1, 1), text=replace(ENV.text, instructed=instructed))
+    found = unknown_instructions(tmp_path, env, chosen)
+    assert (found is not None) == warned
+    if warned:
+        assert f"for example {tasks[chosen[0]]!r}, but on 2 others, for example 'sweep'" in str(found)
+
+
+def test_policies_without_instructions_give_no_warning(tmp_path: Path) -> None:
+    write_inputs(tmp_path, POLICY, ENV)
+    assert unknown_instructions(tmp_path, replace(ENV, tasks=("other",)), [0]) is None
+    assert unknown_instructions(tmp_path / "elsewhere", ENV, [0]) is None

@@ -56,7 +56,7 @@ class CollectResult:
 def collection_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection, as pairs of name and text."""
     run_plan = draw_collection(cfg)
-    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
+    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
@@ -203,7 +203,7 @@ class _Collecting:
                 self.cfg,
                 folder,
                 "collect",
-                [*facts(self.run_plan), *weight_facts(self.cfg, self.weights), ("demos", demos)],
+                [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), ("demos", demos)],
             )
             if self._trials():
                 self._collect(writer, folder.logs)

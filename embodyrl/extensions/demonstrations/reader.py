@@ -145,7 +145,7 @@ class EpisodeReader:
         if not episodes:
             raise EmbodyError(f"{root} contains no episodes. {cure}")
         rows, env = find_rows(root, episodes), card.env
-        doubts = [] if ours else _count_doubts(root, len(episodes))
+        doubts = [] if ours else count_doubts(root, len(episodes))
         action, state = (
             read_vectors(rows, data.action_key, env.action.dim, doubts),
             read_vectors(rows, data.state_key, env.state_dim, doubts),
@@ -218,7 +218,8 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
     return found
 
 
-def _count_doubts(root: Path, episodes: int) -> list[str]:
+def count_doubts(root: Path, episodes: int) -> list[str]:
+    """Return a warning if a data set of another program declares another number of episodes than it has."""
     declared = read_info(root).get("total_episodes", episodes)
     if declared == episodes:
         return []

@@ -27,6 +27,7 @@ from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.sft_data import load_samples
 from embodyrl.extensions.demonstrations.statistics import vector_stats
+from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.text.conversation import TextRow, join_pair
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
@@ -254,9 +255,8 @@ def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
 
 def _counted(folder: str) -> str:
     root = resolve_asset(folder)
-    info = read_json(root / INFO_PATH)
-    shown = info.get("robot_type") or root.name
-    return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
+    shown, rows = read_json(root / INFO_PATH).get("robot_type") or root.name, read_episodes(root)
+    return f"{root}: {len(rows)} episodes, {sum(row['length'] for row in rows)} frames of {shown}"
 
 
 def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:

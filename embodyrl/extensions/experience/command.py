@@ -55,6 +55,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"  success  {share} · mean return {mean}",
         f"  actions  {authors}",
         f"  policy   {versions}",
+        *(f"  warning  {warning}" for warning in found["warnings"]),
         *(f"  task     {count} episodes: {task}" for task, count in found["tasks"].items()),
     ]
 

@@ -28,7 +28,7 @@ from embodyrl.extensions.demonstrations.layout import (
     Source,
     is_ours,
 )
-from embodyrl.extensions.demonstrations.reader import Demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.reader import Demonstrations, count_doubts, load_demonstrations
 from embodyrl.extensions.demonstrations.rows import find_rows, read_success, read_vectors
 from embodyrl.extensions.demonstrations.tables import read_tasks
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
@@ -116,7 +116,8 @@ def describe(found: DataSet) -> dict[str, Any]:
         "mean_return": sum(earned) / len(earned) if earned else None,
         "actions": dict(counts),
         "versions": dict(sorted(Counter(row.get(f"{OWN}version", -1) for row in rows).items())),
-        "tasks": dict(Counter(task for row in rows for task in row.get("tasks") or ())),
+        "tasks": dict(Counter(task for row in rows for task in found.instructions_of(row))),
+        "warnings": [] if is_ours(found.root) else count_doubts(found.root, len(rows)),
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demonstrations"))
 from demos import card, demonstration
-from lerobot_sets import LENGTHS, numbers, write_set, write_v2_set
+from lerobot_sets import LENGTHS, edit_episodes, numbers, write_set, write_v2_set
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
@@ -23,6 +23,7 @@ from embodyrl.extensions.demonstrations.layout import Actor, Demonstration
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.sft_data import _same_kind
+from embodyrl.extensions.demonstrations.sft_setup import _counted
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
 from embodyrl.extensions.experience.command import data
 from embodyrl.types import GripperConvention
@@ -268,3 +269,16 @@ def test_sets_of_other_frame_rates_are_not_joined(tmp_path: Path, rates, said) -
         run(*words)
     with pytest.raises(ConfigError, match=f"other differs from data.path in {said}"):
         _same_kind(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
+
+
+def test_info_reads_instructions_from_the_steps_and_warns_of_missing_episodes(tmp_path: Path, capsys) -> None:
+    """The table of episodes may lack its tasks, and meta/info.json may declare other numbers."""
+    write_set(tmp_path / "one", info={"total_episodes": 9})
+    edit_episodes(tmp_path / "one", lambda rows: rows.__setitem__(slice(None), [row | {"tasks": None} for row in rows]))
+    assert run("info", tmp_path / "one") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["tasks"] == {"touch the red block": 3}
+    assert "declares 9 episodes, but meta/episodes has 3" in found["warnings"][0]
+    run("info", tmp_path / "one", json=False)
+    assert "warning  " in capsys.readouterr().out
+    assert _counted(str(tmp_path / "one")).endswith(f"3 episodes, {sum(LENGTHS)} frames of arm")
