@@ -156,25 +156,3 @@ def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
 
 Outcomes = dict[str, list[float]]
 """Decayed counts [successes, episodes] by task id or reset id."""
-_MEMORY = 0.5
-"""Factor on the earlier counts of a task (or reset id) in each step that samples it."""
-
-
-def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
-    """Add the successes and episodes of a training step to the counts `seen`, after decaying earlier counts."""
-    now: Outcomes = {}
-    for episode in (e for e in episodes if not e.cut):  # the outcome of a cut episode is unknown
-        found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
-        found[0] += episode.success_once
-        found[1] += 1
-    for name, (won, played) in now.items():
-        before = seen.get(name, [0.0, 0.0])
-        # Only sampled tasks decay; the outcomes of the others stay.
-        seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
-
-
-def openness(seen: Outcomes, name: int) -> float:
-    """Return 4 p (1 - p) for the success rate p = (successes + 1) / (episodes + 2): normalized success variance."""
-    won, played = seen.get(str(name), (0.0, 0.0))
-    p = (won + 1) / (played + 2)
-    return 4 * p * (1 - p)

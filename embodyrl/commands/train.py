@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.algorithms.shaping import note_outcomes
 from embodyrl.commands.eval_result import EvalResult, changes
 from embodyrl.commands.evaluate import Compared, compare, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
@@ -30,7 +29,7 @@ from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.history import METRICS_FILE, read_rows
-from embodyrl.plan.episodes import weighs_tasks
+from embodyrl.plan.episodes import group_sampler
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
@@ -210,9 +209,9 @@ class _Training:
             if writer is not None:
                 writer.add(rollout.episodes, step)
             with workers.supervisor.shield():
-                if self.cfg.algorithm.curriculum:
-                    by_task = weighs_tasks(self.run_plan.env, self.cfg.env.train)
-                    note_outcomes(algorithm.seen, [*rollout.episodes, *rollout.filtered], by_task=by_task)
+                if weights := group_sampler(self.cfg):
+                    ended = [*rollout.episodes, *rollout.filtered]
+                    weights.note(self.cfg, self.run_plan.env, algorithm.seen, ended)
                 # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.shaping import Outcomes, openness
+from embodyrl.algorithms.shaping import Outcomes
 from embodyrl.envs.settings import EnvSplit, TrainSplit
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
-from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
+from embodyrl.registry import Registry, has
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec, IntArray, PolicySpec
 
 _EVAL_SEED = 1000
 
@@ -128,6 +130,42 @@ def groups_per_step(cfg: Config) -> int:
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
 
 
+class GroupSampler(Protocol):
+    """Samples the initial states of groups with weights."""
+
+    def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
+        """Return errors of the keys that weight initial states, one line each."""
+        ...
+
+    def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
+        """Return the reset ids of `count` groups, given the outcomes of earlier steps."""
+        ...
+
+    def note(self, cfg: Config, env: EnvSpec, seen: Outcomes, episodes: Sequence[Episode]) -> None:
+        """Add the outcomes of a training step to `seen`."""
+        ...
+
+
+SAMPLERS: Registry[GroupSampler] = Registry(
+    "sampler of groups", group="embodyrl.group_samplers", wants="a GroupSampler", fits=has("problems", "sample", "note")
+)
+
+
+def group_sampler(cfg: Config) -> GroupSampler | None:
+    """Return the sampler of weighted initial states; None: no weights are set.
+
+    Raises:
+        ConfigError: no extension samples with weights.
+    """
+    if not cfg.algorithm.curriculum and cfg.env.train.task_weights is None:
+        return None
+    for sampler in SAMPLERS.every():
+        return sampler
+    raise ConfigError(
+        "algorithm.curriculum and env.train.task_weights: the extension 'curriculum' is missing; reinstall embodyrl."
+    )
+
+
 def train_episodes(
     cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
 ) -> EpisodeList:
@@ -159,9 +197,9 @@ def refill_episodes(
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
     # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
     index = np.arange(first * size, (first + groups) * size)
-    if _is_weighted(cfg):
-        rng = np.random.default_rng(derive(cfg.seed, "curriculum-refill", step, attempt))
-        chosen = np.repeat(_weighted_ids(cfg, env, groups, seen, rng), size)
+    if (sampler := group_sampler(cfg)) is not None:
+        seed = derive(cfg.seed, "curriculum-refill", step, attempt)
+        chosen = np.repeat(sampler.sample(cfg, env, groups, seen, seed), size)
     else:
         ids = _reset_ids(env, cfg.env.train)
         chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
@@ -251,8 +289,8 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -
 def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
     """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
-    if _is_weighted(cfg):
-        return _weighted_ids(cfg, env, count, seen, np.random.default_rng(derive(cfg.seed, "curriculum", step)))
+    if (sampler := group_sampler(cfg)) is not None:
+        return sampler.sample(cfg, env, count, seen, derive(cfg.seed, "curriculum", step))
     ids = _reset_ids(env, cfg.env.train)
     stream: list[int] = []
     # Computed, not remembered: a resumed run finds its place in the stream again.
@@ -269,39 +307,6 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
     """Return the permutation of one pass over the reset ids; cached, because it takes long for many ids."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
-
-
-def _is_weighted(cfg: Config) -> bool:
-    return bool(cfg.algorithm.curriculum) or cfg.env.train.task_weights is not None
-
-
-def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
-    """Return True if sampling weights belong to tasks, False if to the reset ids of the only selected task."""
-    return len(selected_tasks(env, split)) > 1
-
-
-def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
-    """Return the number of weights: one per selected task, or per reset id of a single task."""
-    tasks = selected_tasks(env, split)
-    return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
-
-
-def _weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator) -> list[int]:
-    """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
-
-    Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
-    to its weight, rounded up or down.
-    """
-    split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
-    each = [reset_ids_of(env, split, task) for task in tasks]
-    groups, names = (each, tasks) if weighs_tasks(env, split) else ([[i] for i in each[0]], list(each[0]))
-    given = np.asarray(split.task_weights or [1.0] * len(groups))
-    share, wanted = cfg.algorithm.curriculum, given * np.asarray([openness(seen or {}, name) for name in names])
-    chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
-    drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
-    rng.shuffle(drawn)
-    # The sum of the shares may end a rounding error below 1: samples beyond it use the last group.
-    return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 
 def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:

@@ -21,7 +21,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
 from embodyrl.plan.environment import env_context, timing_problems
-from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
+from embodyrl.plan.episodes import eval_episodes, group_sampler, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.resources import Resources, plan_resources
 from embodyrl.plan.schema import Config
@@ -209,7 +209,8 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             "warning: env.train.max_steps_per_rollout_epoch has no effect: adv_type '%s' counts episodes, not steps.",
             cfg.algorithm.adv_type,
         )
-    problems += _weight_problems(cfg, algorithm, env)
+    if sampler := group_sampler(cfg):
+        problems += sampler.problems(cfg, env, counts_chunk_steps=estimator.counts_chunk_steps)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
     problems += resolve_name(estimator.check)(cfg, algorithm, env, policy) if estimator.check else []
     if cfg.algorithm.transitions and (sharded or cfg.algorithm.max_staleness):
@@ -229,25 +230,6 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             "reset id; set it to true."
         )
     return problems
-
-
-def _weight_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec) -> list[str]:
-    """Return errors of the keys that weight initial states.
-
-    The number of weights must be that of the tasks; if slots choose initial states freely, there must be none.
-    """
-    split = cfg.env.train
-    if not algorithm.estimator.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
-        given, wanted = len(split.task_weights or ()), count_weighed(env, split)
-        few = f"env.train.task_weights names {given} weights for {wanted} tasks; give one for each."
-        return [few] if given not in (0, wanted) else []
-    given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
-    return [
-        f"{key} selects initial states, but slots choose initial states freely; set "
-        "env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or leave it out."
-        for key, value in given.items()
-        if value
-    ]
 
 
 def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:

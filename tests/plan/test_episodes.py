@@ -251,6 +251,7 @@ def test_training_uses_the_main_suite_and_evaluation_all_suites(config):
         selected_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
 
 
+@pytest.mark.needs("curriculum")
 def test_tasks_are_sampled_by_weight_and_success_variance(config):
     """Twelve groups per step: by weight alone, then half of them by success variance."""
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
@@ -271,6 +272,7 @@ def test_tasks_are_sampled_by_weight_and_success_variance(config):
     assert groups(open_ones, 3, seen) == groups(open_ones, 3, seen)
 
 
+@pytest.mark.needs("curriculum")
 @pytest.mark.parametrize("share", [0.5, 1])
 def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
     """Tasks with equal outcomes are sampled by weight; task 1 with the higher variance is sampled more often."""
@@ -286,6 +288,7 @@ def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
     assert drawn({"0": [0.0, 98.0], "1": [49.0, 98.0], "2": [98.0, 98.0]})[1] >= 7
 
 
+@pytest.mark.needs("curriculum")
 def test_refill_groups_are_sampled_by_the_same_weights(config):
     cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.task_weights=[1, 2, 3]")
     first, again = (list(refill_episodes(cfg, ENV, 0, attempt, 6).episodes) for attempt in (0, 1))
@@ -299,6 +302,7 @@ def test_refill_groups_are_sampled_by_the_same_weights(config):
     assert drawn[1] >= 16
 
 
+@pytest.mark.needs("curriculum")
 def test_curriculum_of_one_task_samples_reset_ids(config):
     cfg = config(
         "env.train.total_num_envs=16", "algorithm.group_size=4", "env.train.task_ids=[1]", "algorithm.curriculum=1"
@@ -330,6 +334,7 @@ def test_refill_rounds_share_no_episode_ids(config):
     assert len({e.episode_id for e in episodes}) == len({e.noise_seed for e in episodes}) == 16 + 16 + 4 + 4
 
 
+@pytest.mark.needs("curriculum")
 @pytest.mark.parametrize("words", ["env.train.task_weights=[1, 2, 3]", "algorithm.curriculum=1"])
 def test_weighted_tasks_and_refills_use_states_of_the_split(config, words):
     cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.state_ids=[1,2]", words)

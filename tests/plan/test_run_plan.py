@@ -26,7 +26,7 @@ def test_only_cameras_used_by_the_policy_are_rendered():
     assert run_plan("model=scripted").env.cameras.names == ("front", "wrist")
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("openvla_oft", "tabletop", "curriculum")
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
 def test_task_weights_are_refused_with_free_reset_ids(words):
     """The weights cannot be ignored: each episode of a slot has its own initial state."""
@@ -37,7 +37,7 @@ def test_task_weights_are_refused_with_free_reset_ids(words):
             run_plan(*ppo, free, training=True)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("openvla_oft", "tabletop", "curriculum")
 def test_task_weights_must_match_the_number_of_tasks():
     """The error is reported before workers start."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")

@@ -1,0 +1,99 @@
+"""Weights of initial states: weights of tasks, and a curriculum over success variance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embodyrl.algorithms.shaping import Outcomes
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.plan.episodes import reset_ids_of, selected_tasks
+from embodyrl.plan.schema import Config
+from embodyrl.types import EnvSpec, Episode
+
+_MEMORY = 0.5
+"""Factor on the earlier counts of a task (or reset id) in each step that samples it."""
+
+
+def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
+    """Add the successes and episodes of a training step to the counts `seen`, after decaying earlier counts."""
+    now: Outcomes = {}
+    for episode in (e for e in episodes if not e.cut):  # the outcome of a cut episode is unknown
+        found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
+        found[0] += episode.success_once
+        found[1] += 1
+    for name, (won, played) in now.items():
+        before = seen.get(name, [0.0, 0.0])
+        # Only sampled tasks decay; the outcomes of the others stay.
+        seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
+
+
+def openness(seen: Outcomes, name: int) -> float:
+    """Return 4 p (1 - p) for the success rate p = (successes + 1) / (episodes + 2): normalized success variance."""
+    won, played = seen.get(str(name), (0.0, 0.0))
+    p = (won + 1) / (played + 2)
+    return 4 * p * (1 - p)
+
+
+def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
+    """Return True if sampling weights belong to tasks, False if to the reset ids of the only selected task."""
+    return len(selected_tasks(env, split)) > 1
+
+
+def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
+    """Return the number of weights: one per selected task, or per reset id of a single task."""
+    tasks = selected_tasks(env, split)
+    return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
+
+
+def weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator) -> list[int]:
+    """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
+
+    Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
+    to its weight, rounded up or down.
+    """
+    split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
+    each = [reset_ids_of(env, split, task) for task in tasks]
+    groups, names = (each, tasks) if weighs_tasks(env, split) else ([[i] for i in each[0]], list(each[0]))
+    given = np.asarray(split.task_weights or [1.0] * len(groups))
+    share, wanted = cfg.algorithm.curriculum, given * np.asarray([openness(seen or {}, name) for name in names])
+    chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
+    drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
+    rng.shuffle(drawn)
+    # The sum of the shares may end a rounding error below 1: samples beyond it use the last group.
+    return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
+
+
+class WeightedGroups:
+    """Implements `GroupSampler`."""
+
+    def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
+        """Return errors of the keys that weight initial states.
+
+        The number of weights must be that of the tasks; if slots choose initial states freely, there must be none.
+        """
+        split = cfg.env.train
+        if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
+            given, wanted = len(split.task_weights or ()), count_weighed(env, split)
+            few = f"env.train.task_weights names {given} weights for {wanted} tasks; give one for each."
+            return [few] if given not in (0, wanted) else []
+        given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
+        return [
+            f"{key} selects initial states, but slots choose initial states freely; set "
+            "env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or leave it out."
+            for key, value in given.items()
+            if value
+        ]
+
+    def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
+        """Return the reset ids of `count` groups (see `weighted_ids`)."""
+        return weighted_ids(cfg, env, count, seen, np.random.default_rng(seed))
+
+    def note(self, cfg: Config, env: EnvSpec, seen: Outcomes, episodes: Sequence[Episode]) -> None:
+        """Add the outcomes of a training step to `seen`, if there is a curriculum."""
+        if cfg.algorithm.curriculum:
+            note_outcomes(seen, episodes, by_task=weighs_tasks(env, cfg.env.train))
+
+
+SAMPLER = WeightedGroups()
