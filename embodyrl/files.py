@@ -59,7 +59,24 @@ def remove_scratch(folder: Path) -> None:
             path.unlink()
 
 
-_JSON_BYTES = 1 << 26
+_SMALL_BYTES = 1 << 26
+LONGEST_LINE = 1 << 24
+"""Maximum length in bytes of a line of `read_lines`."""
+
+
+def read_small(path: Path) -> bytes:
+    """Read a file that is small unless it is damaged or from an untrusted source.
+
+    Raises:
+        OSError: the file is missing, or not a regular file.
+        ValueError: the file is larger than 64 MiB.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
+        raise OSError(f"{path} is not a regular file")
+    if found.st_size > _SMALL_BYTES:
+        raise ValueError(f"{path} has {found.st_size} bytes; expected at most {_SMALL_BYTES}")
+    return path.read_bytes()
 
 
 def read_json(path: Path) -> Any:
@@ -69,15 +86,29 @@ def read_json(path: Path) -> Any:
         OSError: the file is missing, or not a regular file.
         ValueError: the file is malformed, too deeply nested, or larger than 64 MiB.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
-        raise OSError(f"{path} is not a regular file")
-    if found.st_size > _JSON_BYTES:
-        raise ValueError(f"{path} has {found.st_size} bytes; expected at most {_JSON_BYTES}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_small(path).decode("utf-8"))
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; a line longer than `LONGEST_LINE` is yielded in parts, without holes of the file."""
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE):
+            yield line
+            if len(line) == LONGEST_LINE:
+                try:
+                    file.seek(file.tell(), os.SEEK_DATA)
+                except OSError:  # no data up to the end
+                    return
+
+
+def read_tail(path: Path, limit: int) -> bytes:
+    """Return the last `limit` bytes of a file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - limit))
+        return file.read(limit)
 
 
 def json_text(data: Any) -> str:

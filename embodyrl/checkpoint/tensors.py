@@ -24,7 +24,7 @@ def writing(folder: Path) -> Iterator[None]:
     """Convert file-system errors (such as a full disk) to a `CheckpointError` with the folder."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         number = f" (os error {error.errno})" if isinstance(error, OSError) else ""
         raise CheckpointError(f"{folder}: {error}{number}") from error
 
@@ -52,7 +52,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is not a readable safetensors file ({error}): truncated or damaged; use another checkpoint."
         ) from error

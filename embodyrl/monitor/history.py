@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic_core import from_json
 
 from embodyrl.errors import ConfigError
+from embodyrl.files import LONGEST_LINE, read_json, read_lines, read_tail
 from embodyrl.monitor.intervals import Mean, Rate, Score
 
 EVENTS_FILE = Path("logs") / "events.log"
@@ -112,16 +112,9 @@ def own_suite(episodes: Sequence[EpisodeRow]) -> str:
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
-_LONGEST_LINE = 1 << 24
-"""Maximum bytes of a line, and of the end of a file that is searched for the newest values."""
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSON lines file; empty if the file is missing. Truncated lines are skipped."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        return [*_rows(iter(partial(file.readline, _LONGEST_LINE), b""))]
+    return [*_rows(read_lines(path))] if path.is_file() else []
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -136,12 +129,8 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
     """Return the last value of each metric in a JSON lines file, or None; only rows with the metrics are parsed."""
-    lines: list[bytes] = []
-    if path.is_file():
-        with path.open("rb") as file:
-            # From the end: listing runs needs only the last values of many files.
-            file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
-            lines = file.read(_LONGEST_LINE).splitlines()[::-1]
+    # From the end: listing runs needs only the last values of many files.
+    lines = read_tail(path, LONGEST_LINE).splitlines()[::-1] if path.is_file() else []
     found = []
     for name in names:
         rows = _rows(line for line in lines if f'"{name}"'.encode() in line)
@@ -171,10 +160,10 @@ def read_table(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = {"wall_s": 0.0, "env_steps": 0, "dropped": 0} | from_json(path.read_bytes())
+        found = {"wall_s": 0.0, "env_steps": 0, "dropped": 0} | read_json(path)
         good = all(isinstance(found[name], int | float) for name in ("wall_s", "env_steps", "dropped"))
         good = good and isinstance(found.get("protocol"), dict | None)
-    except (TypeError, ValueError):
+    except (OSError, TypeError, ValueError):
         good = False
     if not good:
         raise ConfigError(f"{path}: not an evaluation table, so the file is damaged. Move or delete it.")

@@ -79,7 +79,7 @@ def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: Collection
     """
     try:
         saved = load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
     check_weights(mine, saved, path, may_lack=optional, may_hold=optional, fix=fix)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.messages import RankInfo, Reply, Request, WorkerFailed, WorkerReady
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import PARENT_EXITED, ChannelClosed, EmbodyError
-from embodyrl.files import cap_log
+from embodyrl.files import cap_log, read_tail
 from embodyrl.learners.settings import ActorSettings
 from embodyrl.leftovers import end_children, signal_at_parents_end
 from embodyrl.policies.protocol import PolicyRequest
@@ -239,5 +239,5 @@ def log_tail(path: Path, lines: int = 15) -> str:
     """Return the last lines of a worker's log."""
     if not path.exists():
         return ""
-    text = path.read_bytes()[-8192:].decode("utf-8", errors="replace")
+    text = read_tail(path, 8192).decode("utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])

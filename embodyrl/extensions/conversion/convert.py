@@ -26,6 +26,7 @@ from embodyrl.extensions.demonstrations.layout import CARD_PATH, INFO_PATH, Card
 from embodyrl.extensions.demonstrations.layout import Source as Origin
 from embodyrl.extensions.demonstrations.reader import check_gripper
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.files import read_small
 from embodyrl.types import ByteArray, FloatArray
 
 _PARTIAL = ".partial"
@@ -113,7 +114,7 @@ def _resumed_card(partial: Path, card: Card) -> Card:
     if not path.is_file():
         return card
     try:
-        found = Card.from_json(path.read_text(encoding="utf-8"))
+        found = Card.from_json(read_small(path).decode("utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EmbodyError(f"{path} cannot be read: {error}. Delete {partial} and convert again.") from error
     bare = replace(found, env=replace(found.env, tasks=(), states_per_task=()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from embodyrl.extensions.conversion.source import (
 )
 from embodyrl.extensions.conversion.tfrecord import Feature, parse_example, read_records
 from embodyrl.extensions.demonstrations.frames import decode_png
+from embodyrl.files import read_json
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 _STEPS = "steps"
@@ -196,7 +196,7 @@ def _shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: int) 
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         raise EmbodyError(f"{path} is missing. Download the data set again.") from None
     except (OSError, ValueError) as error:

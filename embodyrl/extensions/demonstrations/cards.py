@@ -25,6 +25,7 @@ from embodyrl.extensions.demonstrations.layout import (
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_info, read_tasks
+from embodyrl.files import read_small
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
@@ -77,7 +78,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
         if not path.exists() and (root / INFO_PATH).is_file():
             path = root / INFO_PATH
             return _foreign_card(root, read_info(root), data)
-        card = Card.from_json(path.read_text(encoding="utf-8"))
+        card = Card.from_json(read_small(path).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
         raise ConfigError(

@@ -26,7 +26,7 @@ from embodyrl.extensions.demonstrations.rows import (
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_episodes, read_info, read_tasks
-from embodyrl.files import available_bytes, available_cores
+from embodyrl.files import available_bytes, available_cores, read_small
 from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
 _MEMORY_SHARE = 0.8
@@ -360,7 +360,10 @@ def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[byt
                     f"{place} refers to the image {path}, which is not a file in the data set. Write the "
                     "images into the data files, or copy them there."
                 )
-            content = file.read_bytes()
+            try:
+                content = read_small(file)
+            except (OSError, ValueError) as error:
+                raise EmbodyError(f"{place}: {error}. Download the data set again.") from error
         if not isinstance(content, bytes):
             raise EmbodyError(f"{place} has no image. Download the data set again.")
         yield content

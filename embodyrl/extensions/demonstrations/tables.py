@@ -25,7 +25,7 @@ from embodyrl.extensions.demonstrations.layout import (
     VIDEO_PATH,
     is_ours,
 )
-from embodyrl.files import by_number, read_json
+from embodyrl.files import by_number, read_json, read_lines
 
 ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
 VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
@@ -178,15 +178,11 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
     path, found = root / name, []
     if not path.is_file():
         raise EmbodyError(f"{path} is missing. {_FETCH}")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))
         except ValueError as error:
             raise EmbodyError(f"{path}, line {number}: not JSON ({error}). {_FETCH}") from None
         for field, kind in fields.items():

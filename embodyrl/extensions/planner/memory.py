@@ -1,6 +1,5 @@
 """Estimate of the memory of a run, computed before the run starts."""
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.extensions.planner.simulators import rendering_bytes
-from embodyrl.files import available_bytes
+from embodyrl.files import available_bytes, read_json
 from embodyrl.plan.episodes import groups_per_step
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
@@ -252,7 +251,7 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     if policy.steering:  # noise: two numbers to a token
         chosen = size[Record.action if policy.steering.corrects else Record.tokens]
         kept = 4 * run_plan.policy_costs.steering_features + chosen
-    shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
+    shown = [read_json(resolve_asset(str(f)) / INFO_PATH) for f in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
     chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
     if not cfg.algorithm.transitions:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodyrl.files import json_text, write_atomically
+from embodyrl.files import json_text, read_json, write_atomically
 from embodyrl.monitor.history import read_table
 
 REPORT_JSON, REPORT_TEXT = "recap.json", "recap.md"
@@ -72,4 +71,4 @@ def _cells(one: Round) -> list[str]:
 
 def read_report(folder: Path) -> dict[str, Any]:
     """Return the content of the JSON file."""
-    return json.loads((folder / REPORT_JSON).read_text(encoding="utf-8"))
+    return read_json(folder / REPORT_JSON)

@@ -16,7 +16,7 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.paired import Paired, pair_suites
 from embodyrl.extensions.reporting.samples import Sample, pick_samples
-from embodyrl.files import by_number
+from embodyrl.files import by_number, read_tail
 from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
@@ -32,6 +32,8 @@ from embodyrl.monitor.intervals import Score
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.schema import Config
 
+LONGEST_TEXT = 1 << 24
+"""Maximum bytes of a text file of a run that are read, from its end."""
 _SUCCESS = {"train/success_once", "eval/success_once"}
 
 
@@ -80,9 +82,9 @@ class History:
         return self.folder.name
 
     def text(self, name: str | Path) -> str:
-        """Return the content of a text file of the run; empty if the file is missing or a link to another folder."""
+        """Return the end of a text file of the run; empty if the file is missing or a link to another folder."""
         path = self.folder / name
-        return path.read_text(encoding="utf-8", errors="replace") if _is_within(path, self.folder) else ""
+        return read_tail(path, LONGEST_TEXT).decode("utf-8", "replace") if _is_within(path, self.folder) else ""
 
     def has(self, name: str) -> bool:
         """Return True if a metric has a finite value in any row."""
@@ -172,7 +174,8 @@ def samples_of(history: History, count: int) -> list[Sample]:
 def is_running(run: Path) -> bool:
     """Return whether a run is active: the process in its lock file exists. A killed process leaves the lock file."""
     lock = run / "lock"
-    found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
+    text = read_tail(lock, 4096).decode("utf-8", "replace") if lock.is_file() else ""
+    found = re.match(r"process (\d+) on (.*)", text)
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 

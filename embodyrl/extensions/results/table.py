@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import tomllib
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import embodyrl
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.seeds import mean_interval
+from embodyrl.files import read_json
 from embodyrl.registry import closest
 
 Card = dict[str, Any]
@@ -140,7 +140,7 @@ def read_card(path: Path) -> Card:
         ConfigError: the file is not a result card with an evaluation.
     """
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
+        card = read_json(path)
         rows = [figures["rows"][0] for figures in card["figures"]]
         good = bool(rows) and all({"kind", "value", "low", "high", "episodes", "text"} <= row.keys() for row in rows)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import ConfigError
-from embodyrl.files import read_json
+from embodyrl.files import read_json, read_small
 
 Turn = tuple[str, str]
 """Role and text of one message."""
@@ -35,7 +35,7 @@ class ChatTemplate:
         config = _json(folder / "tokenizer_config.json")
         found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
-            found = file.read_text(encoding="utf-8")
+            found = read_small(file).decode("utf-8")
         if isinstance(found, list):  # several by name
             found = {entry["name"]: entry["template"] for entry in found}
         if isinstance(found, dict):

@@ -18,7 +18,7 @@ from embodyrl.extensions.text.chat import ChatTemplate, RefusedMessages, control
 from embodyrl.extensions.text.conversation import TextRow, place_pictures
 from embodyrl.extensions.text.pictures import Picture, pictures_of
 from embodyrl.extensions.text.settings import PairSettings, RowSettings, is_function
-from embodyrl.files import available_bytes, by_number
+from embodyrl.files import LONGEST_LINE, available_bytes, by_number, read_lines
 from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
 
@@ -213,13 +213,16 @@ def _read_file(file: Path) -> list[Any]:
     rows = []
     # Not `splitlines`: a text may contain U+2028 and other line separators.
     # Some editors begin a file with a mark of its encoding.
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(read_lines(file), start=1):
         if not line.strip():
             continue
+        if len(line) == LONGEST_LINE:
+            raise ConfigError(f"{file}, line {number}: longer than {LONGEST_LINE >> 20} MiB.")
         try:
-            rows.append(json.loads(line))
+            rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
         except ValueError as error:
-            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {line[:60]!r}.") from error
+            start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
+            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {start!r}.") from error
     return rows
 
 

@@ -29,6 +29,7 @@ from embodyrl.policies.vla.folder import (
     WEIGHTS_FILE,
     check_statistics,
     find_data_set,
+    read_side_file,
 )
 from embodyrl.policies.weights import check_weights
 
@@ -124,7 +125,7 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
         with safe_open(path, "pt") as file:
             names = [key for key in file.keys() if named is None or named.fullmatch(key)]  # noqa: SIM118
             return {key: file.get_tensor(key) for key in names}, file.metadata()
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
 
 
@@ -145,7 +146,7 @@ def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robo
         CheckpointError: a file is damaged, or lacks statistics.
     """
     raw = read_config(folder, kind, type(config))[1]
-    small = {path.name: path.read_bytes() for path in _small_files(folder)}
+    small = {path.name: read_side_file(path) for path in _small_files(folder)}
     fresh = RANDOM_INIT_KEY in raw
     statistics, eps = _processor_statistics(folder, small, config)
     own, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 
 CONFIG_FILE = "config.json"
 _PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -65,7 +65,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     file = folder / CONFIG_FILE
     try:
-        found = Checkpoint.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        found = Checkpoint.model_validate(read_json(file))
     except (OSError, ValueError, ValidationError) as error:
         raise CheckpointError(
             f"{file} is not the config of a LeRobot policy ({reason_of(error)}). Set model.path to the folder of "
@@ -87,7 +87,7 @@ def _check_steps(file: Path) -> None:
     if not file.is_file():
         return
     try:
-        steps = json.loads(file.read_text(encoding="utf-8"))["steps"]
+        steps = read_json(file)["steps"]
         named = [step["class"] if "registry_name" not in step else None for step in steps]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(

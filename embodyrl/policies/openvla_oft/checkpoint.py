@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
-from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
+from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, read_side_file, saved_config
 from embodyrl.policies.weights import check_weights
 
 VALUE_HEAD = "value_head"
@@ -146,7 +146,7 @@ def map_weights(path: Path) -> dict[str, Tensor]:
     """
     try:
         return {key: tensor for key, tensor in load_file(path).items() if not key.endswith("rotary_emb.inv_freq")}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} is missing, truncated or not a safetensors file ({error}). Download it again."
         ) from error
@@ -239,7 +239,7 @@ def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Read tokenizer, preprocessor, statistics and configuration, for `save_from`."""
-    found = {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).exists()}
+    found = {name: read_side_file(folder / name) for name in SIDE_FILES if (folder / name).exists()}
     return found | {CONFIG_FILE: saved_config(found[CONFIG_FILE])}
 
 

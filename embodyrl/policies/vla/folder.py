@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import CheckpointError
-from embodyrl.files import read_json
+from embodyrl.files import read_json, read_small
 from embodyrl.registry import closest
 
 CONFIG_FILE = "config.json"
@@ -18,6 +18,18 @@ STATISTICS_FILE = "dataset_statistics.json"
 """Statistics of the training data, as in the public OpenVLA-OFT layout; written by `embodyrl sft`."""
 RANDOM_INIT_KEY = "embodyrl_init"
 """config.json of a folder without weights contains {"embodyrl_init": "random"}."""
+
+
+def read_side_file(path: Path) -> bytes:
+    """Read a small file next to the weights, such as a tokenizer or a configuration.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is too large.
+    """
+    try:
+        return read_small(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Download the checkpoint again.") from error
 
 
 def starts_random(folder: Path) -> bool:

@@ -33,6 +33,7 @@ from embodyrl.policies.vla.folder import (
     STATISTICS_FILE,
     TOKENIZER_FILE,
     find_data_set,
+    read_side_file,
     saved_config,
     starts_random,
 )
@@ -252,7 +253,7 @@ def _vectors(path: Path) -> dict[str, np.ndarray]:
     try:
         with safe_open(path, "np") as file:
             return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from error
 
 
@@ -270,9 +271,9 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
 def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
     """Read configuration, tokenizer, processors and the statistics of `key`, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
-    found = {p.name: p.read_bytes() for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
+    found = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
     if STATISTICS_FILE not in found and (openpi := _openpi_file(folder, key)) is not None:
-        found[OPENPI_FILE] = openpi.read_bytes()
+        found[OPENPI_FILE] = read_side_file(openpi)
     found[CONFIG_FILE] = saved_config(found[CONFIG_FILE])
     return _told_to_lerobot(found) if STATISTICS_FILE in found else found
 
