@@ -26,8 +26,8 @@ from rich.console import Console
 from run_files import TASKS, write_run
 
 from embodyrl.cli.main import main
-from embodyrl.cli.runs import describe_run
 from embodyrl.extensions.discover.command import _run_line
+from embodyrl.extensions.discover.runs import describe_run
 from embodyrl.extensions.reporting import media
 from embodyrl.extensions.reporting.charts import Line, curve, differing, line_chart, stacked_bars, ticks
 from embodyrl.extensions.reporting.command import picture

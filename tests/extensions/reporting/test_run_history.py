@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from run_files import write_evaluation, write_run, write_video
 
-from embodyrl.cli.runs import describe_run
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.discover.runs import describe_run
 from embodyrl.extensions.reporting.card import card_of
 from embodyrl.extensions.reporting.history import read_history
 from embodyrl.extensions.reporting.page import write_report
