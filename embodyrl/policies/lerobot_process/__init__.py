@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.lerobot_process.checkpoint import PREFIX, Checkpoint, read_checkpoint
-from embodyrl.policies.lerobot_process.settings import LeRobotProcessSettings
+from embodyrl.policies.lerobot_process.checkpoint import CONFIG_FILE, PREFIX, Checkpoint, read_checkpoint
+from embodyrl.policies.lerobot_process.settings import GRID, LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
+from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
+from embodyrl.policies.vla.records import ChunkRecord, ChunkShape
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 if TYPE_CHECKING:
     from embodyrl.policies.lerobot_process.policy import LeRobotPolicy
@@ -48,7 +50,7 @@ class LeRobotProcessFactory:
                 f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), but "
                 f"model.num_action_chunks={executed}",
             )
-        return PolicySpec(
+        spec = PolicySpec(
             name=saved.type,
             num_action_chunks=executed,
             action_dim=saved.action_dim,
@@ -61,10 +63,38 @@ class LeRobotProcessFactory:
             ),
             gripper=env.action.gripper,
             takes_noise=False,
-            untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
+            untrainable="its weights are in a process of LeRobot, which returns actions without probabilities "
+            "(model.likelihood=residual trains a correction)",
+            value_dim=value_dim if cfg.corrects else 0,
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts,
         )
+        if not cfg.corrects:
+            return spec
+        shape, chunk = (
+            steering_shape(cfg, saved),
+            ChunkShape(horizon=executed, width=saved.action_dim, executed=executed, action_dim=saved.action_dim),
+        )
+        shape.check(_folder(cfg))
+        record = ChunkRecord(shape=chunk, layout=shape.layout, per_action=1)
+        spec = replace(spec, untrainable="", takes_noise=True, tokens_per_chunk=record.tokens)
+        return steered(spec, shape, cfg.likelihood)
+
+    def costs(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Return the costs of the residual actor; the weights of LeRobot are in another process."""
+        if not cfg.corrects:
+            return PolicyCosts()
+        return steering_costs(PolicyCosts(), steering_shape(cfg, read_checkpoint(_folder(cfg))))
+
+    def compare(self, cfg: LeRobotProcessSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare the frozen policy's config and the sizes of the actor (see `PolicyFactory.compare`)."""
+        if (folder / CONFIG_FILE).is_file() and read_checkpoint(folder) != read_checkpoint(_folder(cfg)):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} is of another policy than model.path={cfg.path}. Use the model.path of its "
+                "training."
+            )
+        if cfg.corrects:
+            steering_shape(cfg, read_checkpoint(_folder(cfg))).check(folder)
 
     def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
         """Start the process and load the policy.
@@ -74,12 +104,22 @@ class LeRobotProcessFactory:
             EmbodyError: LeRobot is missing, or cannot load the policy.
         """
         from embodyrl.policies.lerobot_process.policy import LeRobotPolicy
+        from embodyrl.policies.lerobot_process.residual import CorrectedLeRobot
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
-        if request.trainable:
+        if request.trainable and spec.untrainable:
             raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
         saved = read_checkpoint(folder)
-        return LeRobotPolicy(cfg, spec, request, folder, saved, views(cfg, saved, request.env))
+        seen = views(cfg, saved, request.env)
+        if cfg.corrects:
+            return CorrectedLeRobot(cfg, spec, request, folder, saved, seen, steering_shape(cfg, saved))
+        return LeRobotPolicy(cfg, spec, request, folder, saved, seen)
+
+
+def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringShape:
+    """Return the sizes of the actor, which reads states, means of images of the newest step, and proposed actions."""
+    hidden = saved.n_obs_steps * saved.state_dim + len(saved.cameras) * 3 * GRID * GRID
+    return SteeringShape.correcting(cfg, hidden, saved.action_dim)
 
 
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
@@ -118,6 +158,10 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
         problems.append(
             f"the checkpoint needs {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "
             f"'{env.name}' ({', '.join(names)}). Set model.cameras to the camera for each, in this order."
+        )
+    if saved.action_dim != env.action.dim:
+        problems.append(
+            f"the checkpoint returns actions of {saved.action_dim} numbers, env '{env.name}' takes {env.action.dim}."
         )
     if saved.state_dim and saved.state_dim * steps != env.state_dim:
         problems.append(

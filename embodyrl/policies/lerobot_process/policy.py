@@ -45,7 +45,7 @@ class LeRobotPolicy(OnlyActs):
             EmbodyError: LeRobot cannot load the policy.
         """
         super().__init__(spec)
-        self._env, self._saved, self._views = request.env, saved, views
+        self._cfg, self._env, self._saved, self._views = cfg, request.env, saved, views
         self._python, self._limit_s = cfg.python or sys.executable, cfg.answer_timeout_s
         # Policies have no `close`: the process ends with the object or with this process.
         self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
@@ -58,9 +58,17 @@ class LeRobotPolicy(OnlyActs):
         Raises:
             EmbodyError: LeRobot reports an error, exited, or exceeded the time limit.
         """
+        return self.output(self._requested(obs)["chunk"])
+
+    def _requested(self, obs: Observation, seeds: list[int] | None = None) -> dict[str, FloatArray]:
+        """Request actions `chunk` [B, K, A] and preprocessed states `state` [B, S].
+
+        `seeds`: for reproducible noise, one seed per observation.
+        """
         asked = {"tasks": list(obs.instructions), "actions": self.spec.num_action_chunks, "steps": self._steps(obs)}
+        asked |= {"states": [name for name, _ in self._saved.states], "seeds": seeds}
         reply = self._ask(asked, self._limit_s, "model.answer_timeout_s")
-        return self.output(np.asarray(reply["chunk"], np.float32))
+        return {name: np.asarray(reply[name], np.float32) for name in ("chunk", "state")}
 
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return LeRobot's features of each observed step, oldest first."""

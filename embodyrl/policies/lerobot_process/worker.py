@@ -46,11 +46,49 @@ class Server:
         overrides = {"device_processor": {"device": device}}
         self._before, self._after = make_pre_post_processors(config, path, preprocessor_overrides=overrides)
         self._executed = getattr(config, "n_action_steps", 1)
+        self._random = False
 
-    def chunk(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> np.ndarray:
-        """Return actions [B, K, A] for observed steps, oldest first."""
+    def reply(
+        self, steps: list[dict[str, Any]], tasks: list[str], actions: int, states: list[str], seeds: list[int] | None
+    ) -> dict[str, np.ndarray]:
+        """Return actions `chunk` [B, K, A] and preprocessed `state` [B, S] for observed steps, oldest first.
+
+        With seeds, the noise of an observation depends only on its seed: if the policy samples noise, each observation
+        is a separate batch.
+        """
+        found = [decoded(step) for step in steps]
+        if seeds is None or not self._random:
+            before = self._generators()
+            whole = self._one(found, tasks, actions, states)
+            self._random = any(map(self._differs, before, self._generators()))
+            if seeds is None or not self._random:
+                return whole
+        rows = []
+        for row, seed in enumerate(seeds):
+            self._torch.manual_seed(seed)
+            part = [{name: value[row : row + 1] for name, value in step.items()} for step in found]
+            rows.append(self._one(part, tasks[row : row + 1], actions, states))
+        return {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
+
+    def _generators(self) -> list[Any]:
+        cuda = self._torch.cuda
+        return [self._torch.get_rng_state(), *(cuda.get_rng_state_all() if cuda.is_available() else ())]
+
+    def _differs(self, one: Any, other: Any) -> bool:
+        return not self._torch.equal(one, other)
+
+    def _one(
+        self, steps: list[dict[str, Any]], tasks: list[str], actions: int, states: list[str]
+    ) -> dict[str, np.ndarray]:
+        batches = [self._batch(step, tasks) for step in steps]
+        pairs = [(batch.get(name), step[name]) for batch, step in zip(batches, steps, strict=True) for name in states]
+        seen = [value.float().cpu().numpy() if hasattr(value, "cpu") else raw for value, raw in pairs]
+        flat = [row.reshape(len(tasks), -1) for row in seen]
+        state = np.concatenate([*flat, np.zeros((len(tasks), 0), np.float32)], 1)
+        return {"chunk": self._chunk(batches, actions), "state": state}
+
+    def _chunk(self, batches: list[Any], actions: int) -> np.ndarray:
         torch = self._torch
-        batches = [self._batch(decoded(step), tasks) for step in steps]
         with torch.inference_mode():
             self._policy.reset()
             # A policy observes in `select_action`, and computes a chunk when the last one is executed. Therefore a
@@ -83,7 +121,7 @@ def serve(pipe: Any) -> None:
             if server is None:
                 server, reply = Server(**request), {}
             else:
-                reply = encoded({"chunk": server.chunk(**request)})
+                reply = encoded(server.reply(**request))
         except ImportError as error:
             reply = {"missing": str(error)}
         except Exception as error:

@@ -137,6 +137,10 @@ out, kind, sizes = sys.argv[1], sys.argv[2], eval(sys.argv[3])
 inputs = {"observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32))}
 inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (4,))
 outputs = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
+if sys.argv[4] == "environment":
+    inputs = {"observation.environment_state": PolicyFeature(FeatureType.ENV, (2,))}
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (1,))
+    outputs = {"action": PolicyFeature(FeatureType.ACTION, (1,))}
 cfg = make_policy_config(
     kind, device="cpu", push_to_hub=False, input_features=inputs, output_features=outputs, n_action_steps=4,
     pretrained_backbone_weights=None, **sizes)
@@ -152,10 +156,10 @@ ACT = "dict(dim_model=32, n_heads=2, dim_feedforward=32, n_encoder_layers=1, lat
 DIFFUSION = "dict(down_dims=(16, 32), n_groups=4, horizon=8, n_obs_steps=2, crop_shape=None, num_train_timesteps=4)"
 
 
-def made_by_lerobot(folder: Path, kind: str, sizes: str) -> Path:
-    """Save an untrained policy with LeRobot."""
+def made_by_lerobot(folder: Path, kind: str, sizes: str, inputs: str = "camera") -> Path:
+    """Save an untrained policy with LeRobot, with the inputs of `table`, or with three numbers (environment)."""
     assert LEROBOT
-    subprocess.run([LEROBOT, "-c", MAKE, str(folder), kind, sizes], check=True, timeout=300)
+    subprocess.run([LEROBOT, "-c", MAKE, str(folder), kind, sizes, inputs], check=True, timeout=300)
     return folder
 
 
