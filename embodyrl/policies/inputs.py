@@ -48,7 +48,7 @@ def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) 
         return None
     return (
         f"the weights were not trained on any of the {len(asked)} instructions of '{env.name}', for example "
-        f"{asked[0]!r:.80}, but on {len(known)} others, for example {known[0]!r:.80}"
+        f"{asked[0]!r:.80}; instructions in training: {len(known)}, for example {known[0]!r:.80}"
     )
 
 

@@ -117,7 +117,7 @@ def test_instructions_that_training_lacks_give_a_warning(tmp_path: Path, tasks, 
     found = unknown_instructions(tmp_path, env, chosen)
     assert (found is not None) == warned
     if warned:
-        assert f"for example {tasks[chosen[0]]!r}, but on 2 others, for example 'sweep'" in str(found)
+        assert f"for example {tasks[chosen[0]]!r}; instructions in training: 2, for example 'sweep'" in str(found)
 
 
 def test_policies_without_instructions_give_no_warning(tmp_path: Path) -> None:

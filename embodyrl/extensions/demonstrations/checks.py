@@ -21,6 +21,7 @@ from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_episodes, read_tasks
 from embodyrl.extensions.demonstrations.writer import paths_of
 from embodyrl.files import read_json
+from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
@@ -64,7 +65,9 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
     """Describe the fields in which two environment specs differ; `alike`: additional fields to compare."""
     read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
-    return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
+    found = {name: (get(one), get(other)) for name, get in read.items() if get(one) != get(other)}
+    shown = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in found.items()}
+    return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in shown.items())
 
 
 def set_differences(

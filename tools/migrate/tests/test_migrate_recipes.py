@@ -89,6 +89,10 @@ def test_rlinf_config_families_have_the_expected_outcome(family: str) -> None:
     assert (2 if why else 0) == wanted["exit"]
     if "refused" in wanted:
         assert found[0] == wanted["refused"]  # the lines that follow from a missing part are named too
+        simulators = [word.lstrip("+") for word in wanted["overrides"] if "env_type=" in word]
+        assert all(f"({name}" in why[0] for name in simulators), why[0]
+        if "Nearest: env=metaworld" in why[0]:
+            assert result.groups["env"] == "metaworld"
         return
     assert found == wanted.get("reasons", [])
     assert result.groups["algorithm"] == wanted["algorithm"]
