@@ -11,9 +11,11 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from odd_envs import Plain
+from settings import env_of
 from test_gym import begin, config, look
 
 from embodyrl.envs import ENVS
+from embodyrl.envs.gym.said import success_doubts
 from embodyrl.envs.gym.sims import one_frame
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space
 from embodyrl.envs.protocol import EnvContext
@@ -92,6 +94,23 @@ class SolvedArray(Solved):
     def step(self, action):
         *result, info = super().step(action)
         return (*result, {"success": np.array([bool(info["success"])])})
+
+
+class ResetsAtOnce(Solved):
+    """Environment that resets in the step that ends, with the last observation in the info."""
+
+    key = "final_obs"
+
+    def step(self, action):
+        last, reward, over, cut, info = super().step(action)
+        if not over:
+            return last, reward, over, cut, info
+        seen, _ = self.reset()
+        return seen, reward, over, cut, {self.key: last, "final_info": {"success": True}, "success": False}
+
+
+class ResetsAsBefore(ResetsAtOnce):
+    key = "terminal_observation"
 
 
 def solved(num_envs: int, mode: str = "SAME_STEP", array: bool = False) -> SyncVectorEnv:
@@ -258,3 +277,17 @@ def test_autoreset_mode_may_be_a_string():
     env = begin(config("test_gym_odd:SpelledMode"))
     assert env.step_chunk([0], np.zeros((1, 3, 1), np.float32)).success.tolist() == [[False, True, False]]
     assert look(env)[1][1] == 2
+
+
+@pytest.mark.parametrize("name", ["ResetsAtOnce", "ResetsAsBefore"])
+def test_last_observation_of_an_environment_that_resets_at_once_is_kept(name):
+    env = begin(config(f"test_gym_odd:{name}"))
+    assert env.step_chunk([0], np.zeros((1, 3, 1), np.float32)).success.tolist() == [[False, True, False]]
+    assert look(env)[1][1] == 2
+
+
+@pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal"])
+def test_further_names_of_success_give_a_warning(name):
+    (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
+    assert f"env.success_key={name}" in doubt
+    assert not [*success_doubts(env_of(env_type="gym", id="x"), ["winner_id", "window", "unfinished"], reports=False)]

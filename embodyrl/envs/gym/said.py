@@ -16,9 +16,11 @@ from embodyrl.registry import closest
 _SUCCESS = ("success", "is_success", "succeed")
 _LIKE_SUCCESS = re.compile(
     r"succe|solved|accomplish|(goal|target|\bis)_?(reached|achieved|met)|reached_?(goal|target)|\breached\b|complete|"
-    r"\bwon\b",
+    r"\b(is_)?(won|win|victory|passed|achieved|finished|at_goal|at_target|in_goal)\b",
     re.IGNORECASE,
 )
+_LAST = ("final_obs", "final_observation", "terminal_observation")
+"""Keys of the last observation in the info of environments that reset in the step that ends."""
 _LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
 """Keys under which environments store instructions, the most common first."""
@@ -35,6 +37,16 @@ def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """Return the success flag in `info`, of one environment or a batch; False if it is missing or None."""
     found = next((value for key in keys if (value := _find(info, key)) is not None), None)
     return False if found is None else found
+
+
+def ended(seen: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return observation and info of the last step of an episode.
+
+    Some environments and wrappers reset at once: these two are in `info`, next to those of the next episode.
+    """
+    last = next((info[key] for key in _LAST if info.get(key) is not None), seen)
+    final = info.get("final_info")
+    return last, {**info, **final} if isinstance(final, dict) else info
 
 
 def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from gymnasium.error import Error as GymnasiumError
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.probe import Probe
-from embodyrl.envs.gym.said import instruction_of, succeeded, success_key
+from embodyrl.envs.gym.said import ended, instruction_of, succeeded, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
 from embodyrl.envs.simulators import PerSlot, SimStep, Simulators
@@ -98,15 +98,18 @@ class GymSims(GymSlots, PerSlot):
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; read success from `info`."""
-        result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
-        self._observations[slot], reward, terminated, truncated, info = result
-        self._infos[slot] = info
         name = self.spec.name
+        result = require_step(name, self._envs[slot].step(self._native(action)))
+        seen, reward, terminated, truncated, info = result
+        terminated, truncated = flag(name, "terminated", terminated), flag(name, "truncated", truncated)
+        if terminated or truncated:
+            seen, info = ended(seen, info)
+        self._observations[slot], self._infos[slot] = seen, info
         return SimStep(
             reward=number(name, reward),
-            terminated=flag(name, "terminated", terminated),
+            terminated=terminated,
             success=flag(name, "success in info", succeeded(info, self._success_keys)),
-            truncated=flag(name, "truncated", truncated),
+            truncated=truncated,
         )
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
