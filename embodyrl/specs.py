@@ -323,7 +323,7 @@ class PolicySpec:
     takes_noise: bool = True
     """True if sampling differs from acting greedily."""
     differentiable: bool = False
-    """True if sampled actions are a differentiable function of the weights (`policies.protocol.SoftActor`)."""
+    """True if sampled actions are a differentiable function of the weights (`SoftActor`)."""
     steering: SteeringSpec | None = None
     rates: bool = False
     """True if a trained value head of this policy can be used as a reward model (`reward.path`)."""

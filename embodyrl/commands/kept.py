@@ -12,8 +12,8 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
-from embodyrl.registry import Registry, takes
-from embodyrl.types import ActionKind, Episode
+from embodyrl.registry import Registry, has
+from embodyrl.types import Episode
 
 EPISODES_FOLDER = "episodes"
 
@@ -30,11 +30,20 @@ class EpisodeWriter(Protocol):
         ...
 
 
-EPISODE_WRITERS: Registry[Callable[[RunPlan, Arena, Path, Callable[[str], None]], EpisodeWriter]] = Registry(
-    "episode writer",
-    group="embodyrl.episode_writers",
-    wants="a function of a RunPlan, an Arena, a folder and a printer of lines that returns an EpisodeWriter",
-    fits=takes(4),
+class EpisodeKeeper(Protocol):
+    """Keeps episodes of runs."""
+
+    def check(self, run_plan: RunPlan) -> None:
+        """Raise ConfigError if the episodes of this run cannot be kept."""
+        ...
+
+    def open(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> EpisodeWriter:
+        """Open the writer of a run's episodes; `say` prints a line."""
+        ...
+
+
+EPISODE_WRITERS: Registry[EpisodeKeeper] = Registry(
+    "episode writer", group="embodyrl.episode_writers", wants="an EpisodeKeeper", fits=has("check", "open")
 )
 
 
@@ -47,20 +56,10 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
     cfg = run_plan.cfg
     if cfg.runner.keep_episodes is KeptEpisodes.none:
         return False
-    if run_plan.env.action.kind is ActionKind.text:
-        raise ConfigError("runner.keep_episodes: text tasks have no frames; remove the key.")
-    if cfg.chunk_overlap:
-        raise ConfigError(
-            "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
-            "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
-        )
-    if cfg.trains and cfg.model.num_action_chunks > 1:
-        raise ConfigError(
-            f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
-            "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
-            "checkpoint, or model.num_action_chunks=1."
-        )
-    return True
+    for keeper in EPISODE_WRITERS.every():
+        keeper.check(run_plan)
+        return True
+    raise ConfigError("runner.keep_episodes: the extension 'experience' is missing; reinstall embodyrl to get it.")
 
 
 def with_every_step(run_plan: RunPlan) -> RunPlan:
@@ -77,11 +76,9 @@ def open_writer(
     if not keeps_episodes(run_plan):
         yield None
         return
-    for open_one in EPISODE_WRITERS.every():
-        writer = open_one(run_plan, arena, run / EPISODES_FOLDER, say)
-        try:
-            yield writer
-        finally:
-            writer.close()
-        return
-    raise ConfigError("runner.keep_episodes: the extension 'experience' is missing; reinstall embodyrl to get it.")
+    keeper = next(iter(EPISODE_WRITERS.every()))
+    writer = keeper.open(run_plan, arena, run / EPISODES_FOLDER, say)
+    try:
+        yield writer
+    finally:
+        writer.close()

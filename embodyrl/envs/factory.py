@@ -1,18 +1,17 @@
 """Base factory of environments with slot simulators, and shared config checks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.reward import StepReward, StepRewardSettings
-from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
-from embodyrl.registry import Registry, closest, takes
+from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 S = TypeVar("S", contravariant=True)
@@ -125,24 +124,3 @@ _SHARE = 0.8
 def tasks_in_memory(task_bytes: int, workers: int) -> int:
     """Return the number of tasks of `task_bytes` each that one of `workers` processes can keep loaded, at least 1."""
     return max(1, int(available_bytes() * _SHARE / max(workers, 1) / task_bytes))
-
-
-def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
-    """Yield an error about task ids outside 0..count-1; `meaning` describes the ids in the message."""
-    for split, values in cfg.splits.items():
-        wrong = [task for task in values.task_ids or () if not 0 <= task < count]
-        if wrong:
-            yield f"env.{split}.task_ids: {wrong} not in 0..{count - 1} ({meaning})."
-
-
-def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
-    """Yield errors about cameras that do not exist (if `known` is given) or occur twice."""
-    names = cfg.init_params.camera_names
-    for name in names:
-        if known is not None and name not in known:
-            yield (
-                f"env.init_params.camera_names: '{name}' is not a camera of this environment."
-                f"{closest(name, known)} Known: {', '.join(known)}."
-            )
-    if len(set(names)) < len(names):
-        yield f"env.init_params.camera_names={list(names)} names a camera twice."

@@ -224,13 +224,6 @@ def count_asked(cfg: Config, env: EnvSpec) -> int:
     return each * cfg.eval.samples
 
 
-def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Yield at most `episodes` reset ids: the first of each task, then the second of each task, and so on."""
-    for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
-        lap, task = divmod(place, len(tasks))
-        yield from tasks[task][lap : lap + 1]
-
-
 def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, int]:
     """Return task id, reset id and seed of an evaluation episode; episodes cycle through tasks, then states."""
     tasks = selected_tasks(env, split, across=True)

@@ -25,7 +25,6 @@ from embodyrl.types import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -141,41 +140,6 @@ class HasEngine(Policy, Protocol):
 
     def rest(self) -> None:
         """Free the memory of the inference engine until the next inference, if the run requests it."""
-        ...
-
-
-@runtime_checkable
-class SoftActor(Policy, Protocol):
-    """Interface of a policy for soft actor-critic: reparameterised samples with gradients, and critics."""
-
-    encoder: Sequence[nn.Parameter]
-    """Weights of the encoder in `features` that the critic loss trains; empty: no weights."""
-    width: int
-    """L: number of sampled values per chunk."""
-    frozen: bool
-    """True if the `features` of an observation never change, so they are stored instead of the observation."""
-
-    def features(self, obs: Observation) -> torch.Tensor:
-        """Return the inputs of actor and critics [B, F], with gradients."""
-        ...
-
-    def draw(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample chunks [B, L], within -1..1, with their log-probability [B], with gradients."""
-        ...
-
-    def chosen(self, tokens: IntArray) -> torch.Tensor:
-        """Convert tokens from `act` to chunks [B, L] within -1..1; a correction for a whole chunk is repeated."""
-        ...
-
-    def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
-        """Convert actions [B, K, A] in the units of `act` to normalised chunks [B, L], as returned by `chosen`.
-
-        `obs`: the observations, required by a `frozen` policy; its corrections towards distant actions exceed -1..1.
-        """
-        ...
-
-    def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Build critics of features [B, F] and chunks [B, L], with values [count, B]."""
         ...
 
 

@@ -15,7 +15,7 @@ from settings import model_of
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.actor_critic.networks import GaussianHead, SquashedHead
+from embodyrl.policies.actor_critic.networks import GaussianHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
 from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest, policy_costs
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation
@@ -362,25 +362,6 @@ def test_folder_without_statistics_loads(tmp_path):
     build(space="discrete", path=str(tmp_path))
 
 
-def test_constant_action_dimension_stays_finite():
-    head = SquashedHead((-1.0, 0.5), (3.0, 0.5))
-    choice = np.array([[[0.3, -0.4]]], np.float32)
-    actions = head.to_actions(choice)
-    np.testing.assert_allclose(head.normalise(actions), np.tanh(choice), rtol=1e-5)
-    np.testing.assert_allclose(head.from_actions(actions), choice, rtol=1e-4)
-
-
-def test_squashed_density_matches_torch():
-    """Density of the tanh of a Gaussian's sample, whose deviation is multiplied by the temperature."""
-    head, outputs = SquashedHead((-2.0,), (2.0,)), torch.tensor([[[0.3, -0.5]], [[-1.0, 0.4]]])
-    choice = torch.tensor([[[0.9]], [[-1.7]]])
-    gauss = torch.distributions.Normal(outputs[..., :1], outputs[..., 1:].exp() * 1.3)
-    squashed = torch.distributions.TransformedDistribution(gauss, [torch.distributions.TanhTransform()])
-    logprob, entropy = head.score(outputs, choice, 1.3)
-    torch.testing.assert_close(logprob, squashed.log_prob(choice.tanh()), rtol=1e-4, atol=1e-4)
-    assert torch.equal(entropy, -logprob)
-
-
 def test_correlated_noise_log_probs_match_samples():
     """Compared with torch's Gaussian with covariance deviation^2 r^|i - j| between actions i and j of a chunk."""
     head, chunk = GaussianHead((-1.0, -2.0), (1.0, 2.0), -0.7, 0.8), 4
@@ -396,9 +377,12 @@ def test_correlated_noise_log_probs_match_samples():
     torch.testing.assert_close(entropy.sum(1).flatten(), whole.entropy().expand(40_000), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.needs("soft_actor")
 @pytest.mark.parametrize("squashed", [False, True])
 def test_actions_start_inside_of_the_only_bound(squashed):
     """Otherwise, with a bound at 5, the environment clips every sample around 0 to the same action."""
+    from embodyrl.policies.soft_actor.head import SquashedHead
+
     low, high = (5.0, None, None, -2.0), (None, 3.0, None, 4.0)
     head = SquashedHead(low, high) if squashed else GaussianHead(low, high, 0.0)
     edges = np.stack([np.full(4, edge, np.float32) for edge in ((-9, 0, 9) if squashed else (-1, 0, 1))])

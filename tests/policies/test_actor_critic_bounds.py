@@ -8,7 +8,6 @@ import torch
 from settings import model_of
 
 from embodyrl.policies import POLICIES
-from embodyrl.policies.actor_critic.networks import SquashedHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, EnvSpec, Observation
@@ -24,7 +23,10 @@ def test_normalised_states_are_clipped() -> None:
     torch.testing.assert_close(found, torch.tensor([[0.5], [10.0], [-10.0]]))
 
 
+@pytest.mark.needs("soft_actor")
 def test_squashed_deviation_is_bounded() -> None:
+    from embodyrl.policies.soft_actor.head import SquashedHead
+
     head = SquashedHead((-1.0,), (1.0,))
     log_std = torch.tensor([-100.0, -1.0, 100.0])
     mean, found = head.spread(torch.stack([torch.full((3,), 0.5), log_std], 1)[:, None])

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import NumbersStates
-from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, tasks_in_memory
+from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
 from embodyrl.envs.protocol import EnvContext
@@ -15,6 +15,7 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, R
 from embodyrl.envs.simulators import Simulators
 from embodyrl.extensions.controls import arm_controls
 from embodyrl.extensions.mujoco_rendering.renderer import choose_renderer
+from embodyrl.extensions.sim_checks import camera_problems, task_problems
 from embodyrl.registry import closest
 from embodyrl.types import (
     ActionSpec,

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
+from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.collect import copy_episode, source_of, write_environment
 from embodyrl.extensions.demonstrations.layout import OWN, Actor, Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
-from embodyrl.types import Episode
+from embodyrl.types import ActionKind, Episode
 
 _PER_STEP = 10**6
 """Factor in the unique number of an episode: training step times this factor, plus the episode id."""
@@ -67,6 +68,33 @@ class KeptEpisodesWriter:
         self._writer.close()
 
 
-def open_writer(run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> KeptEpisodesWriter:
-    """Create or reopen the data set with the episodes of a run, and return its writer."""
-    return KeptEpisodesWriter(run_plan, arena, folder, say)
+class DatasetKeeper:
+    """Implements `EpisodeKeeper` with data sets."""
+
+    def check(self, run_plan: RunPlan) -> None:
+        """Raise ConfigError if the episodes of this run cannot be kept.
+
+        Raises:
+            ConfigError: a text task, a delay, or chunks of several actions in training.
+        """
+        cfg = run_plan.cfg
+        if run_plan.env.action.kind is ActionKind.text:
+            raise ConfigError("runner.keep_episodes: text tasks have no frames; remove the key.")
+        if cfg.chunk_overlap:
+            raise ConfigError(
+                "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
+                "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
+            )
+        if cfg.trains and cfg.model.num_action_chunks > 1:
+            raise ConfigError(
+                f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
+                "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
+                "checkpoint, or model.num_action_chunks=1."
+            )
+
+    def open(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> KeptEpisodesWriter:
+        """Create or reopen the data set with the episodes of a run, and return its writer."""
+        return KeptEpisodesWriter(run_plan, arena, folder, say)
+
+
+KEEPER = DatasetKeeper()

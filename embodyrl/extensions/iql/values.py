@@ -11,7 +11,7 @@ from embodyrl.extensions.iql.losses import critic_loss, expectile_loss
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import load_optimizer
-from embodyrl.policies.actor_critic.critics import Critics
+from embodyrl.policies.soft_actor.critics import Critics
 
 MINIMUM_SCALE = 1e-3
 """Lower bound of the standard deviations that normalise features and actions."""

@@ -26,7 +26,7 @@ from embodyrl.extensions.off_policy.sac import actor_loss, critic_loss, soft_tar
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, load_optimizer, mean_metrics
-from embodyrl.policies.protocol import SoftActor
+from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
 

@@ -1,6 +1,6 @@
 """Check whether an evaluation uses held-out initial states, by comparison with the states used in training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.reporting.history import other_worlds
-from embodyrl.plan.episodes import eval_episodes, first_states, rows_of, selected_reset_ids, selected_tasks
+from embodyrl.plan.episodes import eval_episodes, rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import run_config
@@ -143,7 +143,7 @@ def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> s
     if split == "train" or not (isinstance(total, int) or isinstance(each, int)):
         return found
     tasks = [sorted(found.intersection(env.reset_ids_of(task))) for task in selected_tasks(env, values, across=across)]
-    return {*first_states(tasks, total or (each or 0) * len(tasks))}
+    return {*_first_states(tasks, total or (each or 0) * len(tasks))}
 
 
 def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
@@ -161,3 +161,10 @@ def _verdict(states: int, used: dict[str, int]) -> str:
         return f"none of these initial states is used by {' or '.join(used)}"
     shares = ", ".join(f"{what} uses {count}" for what, count in used.items())
     return f"warning: of these {states} initial states {shares}; results on these states do not measure generalization"
+
+
+def _first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
+    """Yield at most `episodes` reset ids: the first of each task, then the second of each task, and so on."""
+    for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
+        lap, task = divmod(place, len(tasks))
+        yield from tasks[task][lap : lap + 1]

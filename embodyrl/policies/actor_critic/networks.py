@@ -9,13 +9,11 @@ import math
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.tensors import categorical_scores, sample_inverse_cdf, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
-_WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
 """Logit of padded categories: their probability is exactly 0, and 0 * -1e9 is finite."""
 
@@ -157,55 +155,8 @@ def _span(low: float | None, high: float | None) -> tuple[float, float]:
     return (low + high) / 2, (high - low) / 2 or 1.0
 
 
-class SquashedHead(GaussianHead):
-    """Tanh of a diagonal Gaussian whose mean and standard deviation depend on the observation.
-
-    Outputs [B, K, 2A] are means and log standard deviations. The raw sample is the Gaussian's, before tanh;
-    log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, within 2 of
-    their only bound, or within -1..1 without bounds.
-    """
-
-    def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
-        super().__init__(low, high, 0.0)
-        # The deviation is an output here: the parameter would be unused.
-        del self.log_std
-
-    def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log standard deviation, both [B, K, A]."""
-        mean, log_std = outputs.chunk(2, -1)
-        return mean, log_std.clamp(-20.0, 2.0)
-
-    def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log density of tanh(choice) and a single-sample estimate of the entropy [B, K, A]."""
-        logprob, _ = super().score(outputs, choice, temperature)
-        # log(1 - tanh(u)^2) in a form that does not round to log(0).
-        logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
-        return logprob, -logprob
-
-    def draw(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample squashed actions [B, K * A] with their log density [B] per row, with gradients."""
-        mean, log_std = self.spread(outputs)
-        choice = mean + log_std.exp() * torch.randn_like(mean)
-        logprob, _ = self.score(outputs, choice, 1.0)
-        return choice.tanh().flatten(1), logprob.sum((1, 2))
-
-    def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Convert choices to actions, both [B, K, A]."""
-        return super().to_actions(np.tanh(choice))
-
-    def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to raw samples, both [B, K, A]; actions at the bounds are moved inside (finite atanh)."""
-        return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
-
-    def normalise(self, actions: FloatArray) -> FloatArray:
-        """Scale actions [B, K, A] from their bounds to -1..1."""
-        return super().from_actions(actions).clip(-1.0, 1.0)
-
-
 def build_head(shape: NetShape, log_std: float = 0.0, correlation: float = 0.0) -> CategoricalHead | GaussianHead:
     """Build the head of an action space; `log_std` (initial) and noise `correlation` apply to continuous actions."""
     if shape.sizes:
         return CategoricalHead(shape.sizes)
-    if shape.squashed:
-        return SquashedHead(shape.low, shape.high)
     return GaussianHead(shape.low, shape.high, log_std, correlation)

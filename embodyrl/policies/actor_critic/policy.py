@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.policies.actor_critic.critics import Critics
-from embodyrl.policies.actor_critic.networks import SquashedHead, build_head
+from embodyrl.policies.actor_critic.networks import CategoricalHead, GaussianHead, build_head
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, WEIGHTS_FILE, NetShape
 from embodyrl.policies.protocol import PolicyRequest
@@ -40,16 +39,15 @@ class ActorCritic(nn.Module):
         # Nearly uniform probabilities at first; orthogonal weights as in arXiv 2005.12729.
         widths = (shape.features, *shape.hidden)
         self.policy = _dense((*widths, shape.num_actions * shape.outputs), shape.activation, init, gain=0.01)
-        if shape.squashed:
-            last = self.policy[-1]
-            assert isinstance(last, nn.Linear)
-            # The second half of the outputs are logarithms of deviations, initialised to `log_std`.
-            last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
-        self.head = build_head(shape, log_std, correlation)
+        self.head = self.build_head(shape, log_std, correlation)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
             _dense((*widths, shape.value_dim), shape.activation, init, gain=1.0) if shape.value_dim else None
         )
+
+    def build_head(self, shape: NetShape, log_std: float, correlation: float) -> CategoricalHead | GaussianHead:
+        """Build the action distribution."""
+        return build_head(shape, log_std, correlation)
 
     def features(self, images: Tensor | None, state: Tensor) -> Tensor:
         """Return features [B, F] of images [B, C, H, W, 3] (uint8, or one channel, or None) and states [B, S]."""
@@ -102,9 +100,10 @@ class RunningMoments(nn.Module):
 
 
 class ActorCriticPolicy:
-    """Implementation of `Policy`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
+    """Implementation of `Policy` and `LearnsStatistics`."""
 
-    frozen = False
+    network = ActorCritic
+    """Class of the networks."""
 
     def __init__(self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, cfg: ActorCriticSettings) -> None:
         self.spec = spec
@@ -112,13 +111,11 @@ class ActorCriticPolicy:
         self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
-        self._net = ActorCritic(shape, request.seed, cfg.log_std_init, cfg.noise_correlation, cfg.ortho_init)
+        self._net = self.network(shape, request.seed, cfg.log_std_init, cfg.noise_correlation, cfg.ortho_init)
         if cfg.path is not None:
             self.load_weights(resolve_asset(cfg.path))
         self._net.to(self._device).requires_grad_(request.trainable)
         self.module: nn.Module = self._net
-        self.width = spec.tokens_per_chunk
-        self.encoder = () if self._net.encoder is None else tuple(self._net.encoder.parameters())
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -172,26 +169,6 @@ class ActorCriticPolicy:
         """Update the observation statistics with the states of a batch (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
             self._net.states.take(on_device(np.ascontiguousarray(obs.state), self._device))
-
-    def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample chunks [B, L] within -1..1 and their log-probability [B] (see `SoftActor.draw`)."""
-        assert isinstance(self._net.head, SquashedHead)
-        return self._net.head.draw(self._net.outputs(features))
-
-    def chosen(self, tokens: IntArray) -> Tensor:
-        """Return chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
-        return on_device(self._net.head.to_choice(tokens), self._device).tanh()
-
-    def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
-        assert isinstance(self._net.head, SquashedHead)
-        return on_device(self._net.head.normalise(actions), self._device).flatten(1)
-
-    def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Build critics with the sizes of the policy's network (see `SoftActor.build_critics`)."""
-        widths = (self._shape.features + self.width, *self._shape.hidden)
-        generator = torch.Generator().manual_seed(seed)
-        return Critics(count, widths, generator, layer_norm=layer_norm).to(self._device)
 
     def save(self, folder: Path) -> None:
         """Write `model.safetensors` and `config.json`."""

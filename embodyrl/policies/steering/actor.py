@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.errors import ConfigError
-from embodyrl.policies.actor_critic.critics import Critics
-from embodyrl.policies.actor_critic.networks import SquashedHead
+from embodyrl.policies.soft_actor.critics import Critics
+from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spread

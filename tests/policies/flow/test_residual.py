@@ -16,10 +16,10 @@ from embodyrl.extensions.off_policy.replay import Frames
 from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
-from embodyrl.policies.protocol import SoftActor
+from embodyrl.policies.soft_actor.critics import Critics
+from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 

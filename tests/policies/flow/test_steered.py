@@ -21,7 +21,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
-from embodyrl.policies.protocol import SoftActor
+from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.vla.sampling import STEP, normals, seeds_of
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import FloatArray

@@ -11,7 +11,8 @@ from golden_lerobot import fresh, noise_for, observe, policy_of, toy_env
 from settings import model_of
 
 from embodyrl.errors import ConfigError
-from embodyrl.policies.protocol import POLICIES, PolicyRequest, SoftActor
+from embodyrl.policies.protocol import POLICIES, PolicyRequest
+from embodyrl.policies.soft_actor.protocol import SoftActor
 
 KINDS = ("act", "diffusion")
 SEEN = {"state": toy_env(), "images": toy_env(3, ("front", "wrist"))}

@@ -20,7 +20,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
-from embodyrl.policies.protocol import SoftActor
+from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.steering.actor import executed
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import BenchmarkSpec

@@ -1,0 +1,27 @@
+"""Checks of the cameras and tasks that a config selects in a simulator."""
+
+from collections.abc import Collection, Iterator
+
+from embodyrl.envs.settings import CameraSettings, EnvSettings
+from embodyrl.registry import closest
+
+
+def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
+    """Yield errors about cameras that do not exist (if `known` is given) or occur twice."""
+    names = cfg.init_params.camera_names
+    for name in names:
+        if known is not None and name not in known:
+            yield (
+                f"env.init_params.camera_names: '{name}' is not a camera of this environment."
+                f"{closest(name, known)} Known: {', '.join(known)}."
+            )
+    if len(set(names)) < len(names):
+        yield f"env.init_params.camera_names={list(names)} names a camera twice."
+
+
+def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
+    """Yield an error about task ids outside 0..count-1; `meaning` describes the ids in the message."""
+    for split, values in cfg.splits.items():
+        wrong = [task for task in values.task_ids or () if not 0 <= task < count]
+        if wrong:
+            yield f"env.{split}.task_ids: {wrong} not in 0..{count - 1} ({meaning})."

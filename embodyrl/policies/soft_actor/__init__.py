@@ -1,0 +1,1 @@
+"""Squashed Gaussian actions and critics of soft actor-critic. Importing this package does not import torch."""

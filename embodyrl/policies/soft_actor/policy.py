@@ -1,0 +1,56 @@
+"""Actor-critic policy with squashed Gaussian actions."""
+
+import torch
+from torch import Tensor, nn
+
+from embodyrl.policies.actor_critic.policy import ActorCritic, ActorCriticPolicy
+from embodyrl.policies.actor_critic.settings import ActorCriticSettings
+from embodyrl.policies.actor_critic.shape import NetShape
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.soft_actor.critics import Critics
+from embodyrl.policies.soft_actor.head import SquashedHead
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
+
+
+class SquashedActorCritic(ActorCritic):
+    """Networks whose outputs are means and log standard deviations."""
+
+    def build_head(self, shape: NetShape, log_std: float, correlation: float) -> SquashedHead:
+        """Build the action distribution; the second half of the outputs, its log deviations, begin at `log_std`."""
+        last = self.policy[-1]
+        assert isinstance(last, nn.Linear)
+        last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
+        return SquashedHead(shape.low, shape.high)
+
+
+class SquashedPolicy(ActorCriticPolicy):
+    """Implementation of `SoftActor`."""
+
+    network = SquashedActorCritic
+    frozen = False
+
+    def __init__(self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, cfg: ActorCriticSettings) -> None:
+        super().__init__(spec, shape, request, cfg)
+        self.width = spec.tokens_per_chunk
+        self.encoder = () if self._net.encoder is None else tuple(self._net.encoder.parameters())
+
+    def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample chunks [B, L] within -1..1 and their log-probability [B] (see `SoftActor.draw`)."""
+        assert isinstance(self._net.head, SquashedHead)
+        return self._net.head.draw(self._net.outputs(features))
+
+    def chosen(self, tokens: IntArray) -> Tensor:
+        """Return chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
+        return on_device(self._net.head.to_choice(tokens), self._device).tanh()
+
+    def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
+        """Return chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
+        assert isinstance(self._net.head, SquashedHead)
+        return on_device(self._net.head.normalise(actions), self._device).flatten(1)
+
+    def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
+        """Build critics with the sizes of the policy's network (see `SoftActor.build_critics`)."""
+        widths = (self._shape.features + self.width, *self._shape.hidden)
+        generator = torch.Generator().manual_seed(seed)
+        return Critics(count, widths, generator, layer_norm=layer_norm).to(self._device)
