@@ -7,6 +7,7 @@ import re
 import select
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,22 @@ def read_json(path: Path) -> Any:
         return json.loads(read_small(path).decode("utf-8"))
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
+
+
+def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
+    """Read a response with `read1` to its end, from a server that may send without end or one byte at a time.
+
+    Raises:
+        OSError: the response is longer than `most_bytes`, or not complete after `timeout_s`.
+    """
+    content, due = bytearray(), time.monotonic() + timeout_s
+    while part := stream.read1(1 << 16):
+        content += part
+        if len(content) > most_bytes:
+            raise OSError(f"the response has more than {most_bytes} bytes")
+        if time.monotonic() > due:
+            raise OSError(f"the response is not complete after {timeout_s:g} s")
+    return bytes(content)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ Wire format of openenv-core 0.3 and openenv 0.10: `{"type": "reset", "data": {"s
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import time
@@ -20,6 +21,7 @@ from typing import Any
 from embodyrl.clock import RunClock
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodyrl.extensions.openenv.settings import OpenEnvSettings
+from embodyrl.files import read_stream
 
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 24
@@ -126,17 +128,31 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
         left = cfg.connect_timeout_s - clock.now()
         try:
             with opener.open(address, timeout=max(left, 1.0)) as reply:
-                return json.loads(reply.read(_MOST_BYTES))["action"]
+                return _action_schema(json.loads(read_stream(reply, _MOST_BYTES, max(left, 1.0))))
         except urllib.error.HTTPError as error:
             raise _error(
                 cfg, f"{address} returned status {error.code}; OpenEnv servers list their actions there."
             ) from error
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             if left <= 0:
                 raise _no_server(cfg) from error
             time.sleep(_RETRY_S)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise _error(cfg, f"{address} does not return the schema of an OpenEnv server.") from error
+
+
+def _action_schema(reply: Any) -> Mapping[str, Any]:
+    """Return the schema of an action, after a check of the parts that are used.
+
+    Raises:
+        TypeError: a part has another type.
+        KeyError: there is no such schema.
+    """
+    schema = reply["action"]
+    fields, required = dict(schema).get("properties", {}), dict(schema).get("required", ())
+    if not all(isinstance(field, dict) for field in dict(fields).values()) or not {*map(type, required)} <= {str}:
+        raise TypeError(schema)
+    return schema
 
 
 def _connect(cfg: OpenEnvSettings) -> Any:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
@@ -50,6 +53,8 @@ def open_store(host: str, timeout_s: float) -> StoreRendezvous:
 
 
 _HANDSHAKE_S = 30.0
+_MOST_PENDING = 128
+"""Maximum number of connections in the handshake; after that, a new connection closes the oldest one."""
 _NONCE = 32
 
 
@@ -66,7 +71,6 @@ def forward_to_proxy(host: str, port: int, secret: bytes) -> socket.socket:
 def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.socket:
     # A new nonce for each connection prevents replay attacks.
     nonce = secrets.token_bytes(_NONCE)
-    client.settimeout(_HANDSHAKE_S)
     client.sendall(nonce)
     if not hmac.compare_digest(_receive(client), hmac.digest(secret, nonce, "sha256")):
         raise ConnectionError("wrong secret")
@@ -80,19 +84,28 @@ def _connect(host: str, port: int, secret: bytes, _: socket.socket) -> socket.so
 
 
 def _receive(peer: socket.socket) -> bytes:
-    received = peer.recv(_NONCE, socket.MSG_WAITALL)
-    if len(received) < _NONCE:
-        raise ConnectionError("the other side closed the connection")
+    received, deadline = b"", time.monotonic() + _HANDSHAKE_S
+    while len(received) < _NONCE:
+        peer.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (part := peer.recv(_NONCE - len(received))):
+            raise ConnectionError("the other side closed the connection")
+        received += part
     return received
 
 
 def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socket]) -> socket.socket:
+    pending: deque[socket.socket] = deque()
+
     def accept() -> None:
         while True:
             try:
                 peer, _ = listener.accept()
             except OSError:  # listener closed
                 return
+            pending.append(peer)
+            # A legitimate client completes the handshake at once, so silent clients are the oldest.
+            if len(pending) > _MOST_PENDING:
+                _disconnect(pending.popleft())
             Thread(target=join, args=(peer,), daemon=True).start()
 
     def join(near: socket.socket) -> None:
@@ -101,6 +114,9 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
                 far = dial(near)
             except OSError:  # the peer is notified only by the end of the connection
                 return
+            finally:
+                with suppress(ValueError):  # disconnected above
+                    pending.remove(near)
             with far:
                 back = Thread(target=_pump, args=(far, near), daemon=True)
                 back.start()
@@ -119,8 +135,10 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(part)
         sink.shutdown(socket.SHUT_WR)
     except OSError:  # one side closed the connection
-        for side in (source, sink):
-            try:
-                side.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # already closed
+        _disconnect(source)
+        _disconnect(sink)
+
+
+def _disconnect(peer: socket.socket) -> None:
+    with suppress(OSError):  # already closed
+        peer.shutdown(socket.SHUT_RDWR)

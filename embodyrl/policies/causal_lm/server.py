@@ -1,29 +1,37 @@
 """Rollouts with a server that implements OpenAI's completions API and vLLM's extensions: token ids in and out."""
 
+import http.client
 import json
+import math
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import EmbodyError, reason_of
+from embodyrl.files import read_stream
 from embodyrl.policies.causal_lm.prompts import Reader
 from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 ANSWER_S = 300.0
 """Timeout in seconds of one reply, or of loading an adapter."""
+_MOST_BYTES = 1 << 28
+"""Maximum size of one reply in bytes."""
 CONNECTIONS = 64
 """Maximum number of concurrent requests."""
 _ADAPTERS = (
     "Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of model.lora.r or more."
 )
+
+
+T = TypeVar("T")
 
 
 class _Server:
@@ -43,32 +51,43 @@ class _Server:
             EmbodyError: there is no server, or it does not serve the model.
         """
         self._url = url.rstrip("/")
-        served = [str(entry["id"]) for entry in self._ask("models")["data"]]
+        served = self._parse("models", lambda said: [str(entry["id"]) for entry in said["data"]])
         if model is not None and model not in served:
             raise EmbodyError(f"{self.key}={url} serves {', '.join(served)}, but no model {model}.")
         self._base = self._model = model or served[0]
 
-    def _ask_all(self, questions: Sequence[dict[str, Any]]) -> list[Any]:
-        with ThreadPoolExecutor(min(CONNECTIONS, len(questions))) as pool:
-            return list(pool.map(lambda question: self._ask("completions", question), questions))
+    def _complete(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the only completion of a question."""
+        return self._parse("completions", lambda said: dict(said["choices"][0]), question)
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _complete_all(self, questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(min(CONNECTIONS, len(questions))) as pool:
+            return list(pool.map(self._complete, questions))
+
+    def _parse(self, path: str, find: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+        """Return what `find` finds in the JSON of a reply."""
+        text = self._ask(path, body)
+        try:
+            return find(json.loads(text))
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            raise EmbodyError(
+                f"The server at {self.key}={self._url} sent an unusable reply to {path} ({reason_of(error)}): "
+                f"{text[:200]!r}. Check that its address ends in /v1."
+            ) from error
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-                text = reply.read().decode()
-        except (OSError, urllib.error.URLError) as error:
-            said = error.read().decode(errors="replace")[:300] if isinstance(error, urllib.error.HTTPError) else ""
+                return read_stream(reply, _MOST_BYTES, ANSWER_S)
+        except (OSError, http.client.HTTPException) as error:
+            said = error.read(300).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
             hint = f" {_ADAPTERS}" if "lora" in path else ""
             raise EmbodyError(
                 f"The server at {self.key}={self._url} did not answer {path}: {error} {said}. Check that the "
                 f"server is running and that its address ends in /v1.{hint}"
             ) from error
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text  # the reply to loading an adapter is plain text
 
 
 class ServerEngine(_Server):
@@ -112,9 +131,8 @@ class ServerEngine(_Server):
             self._ask("load_lora_adapter", {"lora_name": self._model, "lora_path": str(target)})
             if old != self._base:
                 self._ask("unload_lora_adapter", {"lora_name": old})
-        answer = self._ask("completions", self._question(probe, 1, temperature=0.0))
-        tokens, logprobs = _reply(answer)
-        gap = abs(logprobs[0] - logprob(probe, tokens[0]))
+        tokens, logprobs = _reply(self._complete(self._question(probe, 1, temperature=0.0)))
+        gap = abs(logprobs[0] - logprob(probe, tokens[0])) if tokens else math.inf
         if not gap <= ROUNDING[self._dtype]:
             raise EmbodyError(
                 f"The model '{self._model}' at {self._url} is not the actor's: a log-probability differs by {gap:.3g}. "
@@ -139,7 +157,7 @@ class ServerEngine(_Server):
             self._question(prompt, limit, temperature=scale) | more | seed
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        answers = self._ask_all(questions)
+        answers = self._complete_all(questions)
         tokens, logprobs, best = unwritten(len(prompts), limit, top)
         for row, answer in enumerate(answers):
             said, probable = _reply(answer)
@@ -171,21 +189,21 @@ class ServedReference(_Server):
         super().__init__(url, model)
         self._read, self.module = read, torch.nn.Identity()
         # An id outside its vocabulary is an error there; the same tokens in another order cannot be detected.
-        self._ask("completions", self._echo([highest]))
+        self._complete(self._echo([highest]))
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies or values."""
         prompts, replies = self._read(obs), [row[row >= 0].tolist() for row in tokens]
-        answers = self._ask_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
+        answers = self._complete_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
         found = np.zeros(tokens.shape, np.float32)
         for row, (prompt, reply, answer) in enumerate(zip(prompts, replies, answers, strict=True)):
-            given = (answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
-            if len(given) < len(prompt) + len(reply):
+            given = _part(answer, "token_logprobs")[len(prompt) : len(prompt) + len(reply)]
+            if len(given) < len(reply) or not all(isinstance(value, float | int) for value in given):
                 raise EmbodyError(
                     f"The server at {self.key}={self._url} returns no log-probabilities of prompt tokens "
                     "(`echo` with `logprobs`), as vLLM does. Use algorithm.reference_path."
                 )
-            found[row, : len(reply)] = given[len(prompt) : len(prompt) + len(reply)]
+            found[row, : len(reply)] = given
         logprob = torch.from_numpy(found)
         return PolicyScores(logprob=logprob, entropy=torch.zeros_like(logprob), value=logprob[:, :0])
 
@@ -195,21 +213,31 @@ class ServedReference(_Server):
         return {**asked, "echo": True, "logprobs": 0}
 
 
-def _reply(answer: Any) -> tuple[list[int], list[float]]:
-    """Return token ids and log-probabilities of a response's only completion."""
-    choice = answer["choices"][0]
-    tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-    if tokens is None or logprobs is None or len(tokens) != len(logprobs):
+def _part(choice: dict[str, Any], name: str) -> list[Any]:
+    """Return a list of the log-probabilities of a completion; empty if it is missing."""
+    logprobs = choice.get("logprobs")
+    found = logprobs.get(name) if isinstance(logprobs, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _reply(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Return token ids and log-probabilities of a completion."""
+    tokens, logprobs = choice.get("token_ids"), _part(choice, "token_logprobs")
+    if (
+        not (isinstance(tokens, list) and len(tokens) == len(logprobs))
+        or not all(isinstance(token, int) and 0 <= token < 2**31 for token in tokens)
+        or not all(isinstance(value, float | int) for value in logprobs)
+    ):
         raise EmbodyError(
             "The server returns no token ids or log-probabilities (`token_ids` for return_token_ids, `logprobs`). Use "
             "vLLM 0.10.2 or newer, an equivalent server, or rollout.backend=hf."
         )
-    return [int(token) for token in tokens], [float(value) for value in logprobs]
+    return tokens, [float(value) for value in logprobs]
 
 
-def _most_probable(answer: Any, top: int) -> list[list[tuple[int, float]]]:
-    """Return (id, log-probability) of the most probable tokens at each position of a response's only completion."""
-    steps = answer["choices"][0]["logprobs"].get("top_logprobs")
+def _most_probable(choice: dict[str, Any], top: int) -> list[list[tuple[int, float]]]:
+    """Return (id, log-probability) of the most probable tokens at each position of a completion."""
+    steps = choice["logprobs"].get("top_logprobs")
     try:
         found = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]
     except (AttributeError, TypeError, ValueError) as error:

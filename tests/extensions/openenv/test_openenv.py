@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile_server import HOSTILE, Parts, hostile_server
 from openenv_server import ACTION, OpenEnvServer, server
 from settings import env_of
 
@@ -19,6 +20,7 @@ import embodyrl
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.extensions.conversation import split_messages
+from embodyrl.extensions.openenv import session
 from embodyrl.extensions.openenv.environment import OpenEnv
 from embodyrl.extensions.openenv.factory import FACTORY
 from embodyrl.types import ChunkResult, EpisodeStart
@@ -110,6 +112,13 @@ def test_missing_server_is_an_error_after_the_deadline() -> None:
         pass
     with pytest.raises(EnvError, match=r"No server answered.*connect_timeout_s"):
         FACTORY.spec(env_of("openenv", url=place.url, connect_timeout_s=0.1), EnvContext())
+
+
+@pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE)
+def test_unusable_action_schema_is_refused(monkeypatch, parts: Parts) -> None:
+    monkeypatch.setattr(session, "_MOST_BYTES", 1 << 22)
+    with hostile_server(parts) as url, pytest.raises(EnvError, match=url):
+        FACTORY.spec(env_of("openenv", url=url, connect_timeout_s=0.3), EnvContext())
 
 
 @pytest.mark.parametrize(
