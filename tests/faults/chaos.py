@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -33,6 +32,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from chaos_kinds import Kind, kinds, write_programs
+from chaos_processes import has_handler, process_tree, role_of
 from processes import MARK, Command, marked_processes, start_cli, wait_until
 
 from embodyrl.monitor.history import read_rows
@@ -75,48 +75,6 @@ class Injection:
     @property
     def fatal(self) -> bool:
         return self.signum == KILL or (self.signum != STOP and not self.handled)
-
-
-def process_tree(root: int) -> dict[int, list[int]]:
-    """Return the children of each descendant of a process."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    below, found = [root], {}
-    while below:
-        pid = below.pop()
-        found[pid] = children.get(pid, [])
-        below += found[pid]
-    return found
-
-
-def role_of(pid: int) -> tuple[str, str] | None:
-    """Return role and name of a process below a driver; None for processes that get no signals."""
-    folder = Path(f"/proc/{pid}")
-    try:
-        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        if (folder / "comm").read_text().startswith("embodyrl:"):
-            name = (folder / "fd/1").readlink().stem
-            return name.partition("_")[0], name
-    except OSError:
-        return None
-    if "spawn_main" in command:
-        return "young", "worker"
-    if "rewards.child" in command:
-        return "reward", "reward"
-    return ("program", "program") if " -I -c " in command else None
-
-
-def has_handler(pid: int, signum: int) -> bool:
-    """Return whether a process handles or ignores a signal."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    masks = [int(m, 16) for m in re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", text, re.MULTILINE)]
-    return any(mask >> (signum - 1) & 1 for mask in masks)
 
 
 class Judge:
@@ -166,6 +124,7 @@ class Trial:
         for _ in range(quota + 4):
             left = quota - len(self.injections)
             begun = len(self.injections)
+            self._judge.pid()  # starts the service again after its death
             command = start_cli(*self._words(), cwd=self.folder)
             try:
                 if left:
@@ -245,19 +204,24 @@ class Trial:
             # Its workers may be younger than it: those that the same signal killed end the run.
             return codes | ({4} if injection.role == "group" and injection.signum != STOP else set())
         dies = injection.fatal or (injection.signum == STOP and injection.role in ("env", "policy", "young"))
-        if injection.role in ("reward", "program", "judge"):
+        if injection.role == "judge":
+            return {1}  # without the service no reply has a reward, which ends the run
+        if injection.role in ("reward", "program"):
             return set()
         return {4} if dies else set()
 
     def _check(self, command: Command, code: int, injections: Sequence[Injection]) -> None:
         said = command.printed
         allowed = {0}.union(*(i.codes for i in injections))
+        if code == 1 and INT in {i.signum for i in injections if i.early} and "init_import_site" in said:
+            return  # Python itself reports Ctrl-C before any code of the command runs
         assert code in allowed, f"exit code {code}, not {sorted(allowed)}:\n{said}"
         assert wait_until(lambda: not marked_processes(), 10), f"left behind: {marked_processes()}"
         assert not list(Path("/dev/shm").glob("embodyrl*"))
         assert code < 0 or not (left := [f for f in (self.folder / "tmp").rglob("*") if f.is_file()]), left
         assert "Traceback" not in said, said
         assert code != 4 or "worker " in said, said
+        assert code != 1 or "has a reward: " in said, said
         hints = ["resume with", "run the same command to resume", "second signal"]
         hints += ["embodyrl: interrupted."] * any(i.early for i in injections)
         assert code not in (130, 143) or any(h in said for h in hints) or not (self.folder / "run").exists(), said

@@ -1,0 +1,48 @@
+"""Processes below a driver and their roles, for `chaos.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def process_tree(root: int) -> dict[int, list[int]]:
+    """Return the children of each descendant of a process."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    below, found = [root], {}
+    while below:
+        pid = below.pop()
+        found[pid] = children.get(pid, [])
+        below += found[pid]
+    return found
+
+
+def role_of(pid: int) -> tuple[str, str] | None:
+    """Return role and name of a process below a driver; None for processes that get no signals."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if (folder / "comm").read_text().startswith("embodyrl:"):
+            name = (folder / "fd/1").readlink().stem
+            return name.partition("_")[0], name
+    except OSError:
+        return None
+    if "spawn_main" in command:
+        return "young", "worker"
+    if "rewards.child" in command:
+        return "reward", "reward"
+    return ("program", "program") if " -I -c " in command else None
+
+
+def has_handler(pid: int, signum: int) -> bool:
+    """Return whether a process handles or ignores a signal."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    masks = [int(m, 16) for m in re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", text, re.MULTILINE)]
+    return any(mask >> (signum - 1) & 1 for mask in masks)
