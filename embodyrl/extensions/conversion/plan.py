@@ -56,7 +56,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
     """Choose columns and conventions from the settings, with defaults from the layout of the source.
 
     Raises:
-        ConfigError: a column does not exist or has the wrong type, or no column is the action.
+        ConfigError: a column does not exist or has the wrong type, or no column is the action or an observation.
     """
     keys = _columns(described, data)
     dim, state_dim = (
@@ -110,6 +110,11 @@ def _columns(described: Description, data: ConversionSettings) -> dict[str, str]
         raise ConfigError(
             f"No column of the source is assigned to the action. Set data.keys={{COLUMN: action, ...}}; columns: "
             f"{_listed(described)}."
+        )
+    if not data.keys and not any(target == Target.state or target.startswith(CAMERA) for target in targets):
+        raise ConfigError(
+            f"No column of the source is assigned to a camera or to the state. Set data.keys={{COLUMN: {CAMERA}NAME, "
+            f"COLUMN: {Target.state}, COLUMN: action}}; columns: {_listed(described)}."
         )
     return dict(keys)
 

@@ -300,6 +300,17 @@ def test_invalid_control_frequency_is_ignored(tmp_path: Path, frequency: str) ->
     assert read_card(tmp_path / "out").fps == 20
 
 
+def test_conversion_without_observations_is_refused(tmp_path: Path, capsys) -> None:
+    """A camera of another length than the actions is no column, and then the layout is not LIBERO's."""
+    source = write_libero(tmp_path / "libero", demos=1)
+    damage_demo(source, "demo_0", replace("obs/agentview_rgb", np.zeros((9, 16, 16, 3), np.uint8)))
+    assert convert(source, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "No column of the source is assigned to a camera or to the state" in said
+    assert "obs/eye_in_hand_rgb [16, 16, 3]" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_success_other_than_0_or_1_is_refused(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero")
     damage_demo(source, "demo_0", lambda demo: demo.__setitem__("won", [0, 0, 1, np.nan]))
