@@ -26,7 +26,8 @@ HSDP, OFFLOAD = "actor.fsdp.shard_size=4", "actor.fsdp.cpu_offload=true"
 VLLM, GRAPHS = "rollout.backend=vllm", "model.cuda_graphs=true"
 ASLEEP = "rollout.vllm.enable_sleep_mode=true"
 ALL = "actor.global_batch_size=128"
-MANY = "actor.micro_batch_size=32"
+FOUR, SIXTEEN, MANY = (f"actor.micro_batch_size={n}" for n in (4, 16, 32))
+PRESET = "model.num_steps=4"
 WHOLE = "model.train_expert_only=false"
 LONG = "algorithm.sampling_params.max_new_tokens=1024"
 ROWS = (
@@ -68,8 +69,18 @@ ROWS = (
     Job(name="pi0.5, expert, recomputed", model="pi05", words=(ONE, AGAIN), act=0, train=16),
     Job(name="SmolVLA, all weights, 32", model="smolvla", words=(ONE, WHOLE, MANY), act=0, train=64),
     Job(name="pi0.5, expert, 32", model="pi05", words=(ONE, MANY), act=0, train=64),
+    Job(name="7B lora, 1 rank, 16", model="7b", lora=True, words=(ONE, SIXTEEN), act=16, train=32),
+    Job(name="7B lora, 1 rank, recomputed, 4", model="7b", lora=True, words=(ONE, AGAIN, FOUR), act=8, train=8),
+    Job(
+        name="SmolVLA, all weights, recomputed, 32",
+        model="smolvla",
+        words=(ONE, WHOLE, AGAIN, MANY, PRESET),
+        act=16,
+        train=64,
+    ),
+    Job(name="pi0.5, expert, recomputed, 16", model="pi05", words=(ONE, AGAIN, SIXTEEN, PRESET), act=16, train=32),
 )
-"""`train`: two micro-batches of eight on each rank, or one."""
+"""`train`: two micro-batches of eight on each rank, or one. The last four rows have the sizes of presets."""
 STEP_OF_TEXT = Job(name="text, one micro-batch", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=8)
 
 
