@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from embodyrl.conversation import Message
+from embodyrl.extensions.conversation import Message
 from embodyrl.extensions.text.conversation import TextRow
 
 _SUMS = ((2, 5), (14, 9), (6, 11), (17, 3))
