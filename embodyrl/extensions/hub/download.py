@@ -19,7 +19,7 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
     """Download `owner/name[@revision]` and return `owner/name@commit`; without `programs` only data.
 
     Raises:
-        ConfigError: the repository does not exist, or the hub cannot be reached.
+        ConfigError: the repository does not exist, or the hub cannot be reached or names an invalid commit.
     """
     from huggingface_hub import snapshot_download
 
@@ -31,7 +31,8 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
             repo, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*_FILES]
         )
     commit = Path(folder).name
-    assert _COMMIT.fullmatch(commit), folder
+    if not _COMMIT.fullmatch(commit):
+        raise ConfigError(f"{key}={path}: the hub names '{commit}' as the commit, which is not a Git commit id.")
     return f"{repo}@{commit}"
 
 
