@@ -61,7 +61,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.fixture(autouse=True)
 def whole(hosts: Hosts) -> None:
     """True if the link is up and both nodes run."""
-    hosts.wire.cut, hosts.wire.delay_s, hosts.wire.loss = False, 0.0, 0.0
+    hosts.wire.cut, hosts.wire.delay_s, hosts.wire.loss, hosts.wire.bytes_per_s = False, 0.0, 0.0, float("inf")
     for path in hosts.gate.parent.glob("gate*"):
         path.unlink()
     hosts.start_ray()
@@ -104,6 +104,33 @@ def test_slow_lossy_network_does_not_change_results(hosts, tmp_path, phase):
     command = start(hosts, tmp_path, phase, held=False)
     assert command.wait(400) == 0, command.printed
     assert outcome(tmp_path / "run") == expected
+
+
+def test_link_of_100_megabits_does_not_change_results(hosts, tmp_path):
+    expected = undisturbed(hosts, tmp_path, PHASES[2])
+    hosts.wire.bytes_per_s = 12.5e6
+    command = start(hosts, tmp_path, PHASES[2], held=False)
+    assert command.wait(400) == 0, command.printed
+    assert outcome(tmp_path / "run") == expected
+
+
+@pytest.mark.parametrize("loss", ["raylet killed", "power lost", "power lost, link back"])
+def test_run_continues_without_a_lost_env_host(hosts, tmp_path, loss):
+    """Without power, the driver's connections stay half-open, because no packet closes them."""
+    expected = undisturbed(hosts, tmp_path, PHASES[0])
+    command = start(hosts, tmp_path, PHASES[0], held=True)
+    command.wait_for(hosts.gate, deadline_s=200)
+    if loss == "raylet killed":
+        hosts.kill_raylet(1)
+    else:
+        hosts.lose_power(1)
+        hosts.wire.cut = loss == "power lost"
+    hosts.gate.with_suffix(".open").touch()
+    assert command.wait(400) == 0, command.printed
+    assert "its running episodes start again" in command.printed
+    assert outcome(tmp_path / "run") == expected
+    assert wait_until(lambda: not hosts.workers(1), 20)
+    hosts.lose_second()
 
 
 @by_phase

@@ -40,6 +40,7 @@ class Wire(threading.Thread):
         self.cut = False
         self.delay_s = 0.0
         self.loss = 0.0
+        self.bytes_per_s = float("inf")
         self.carried = 0
         """Number of packets that arrived."""
         self.carried_bytes = 0
@@ -47,7 +48,7 @@ class Wire(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        chance, waiting = random.Random(0), []
+        chance, waiting, sent = random.Random(0), [], 0.0
         while not self._over.is_set():
             left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
             for end in select.select(self._ends, [], [], min(left, 0.2))[0]:
@@ -55,7 +56,8 @@ class Wire(threading.Thread):
                 if not self.cut and chance.random() >= self.loss:
                     self.carried += 1
                     self.carried_bytes += len(packet)
-                    heapq.heappush(waiting, (time.monotonic() + self.delay_s, self.carried, other, packet))
+                    sent = max(sent, time.monotonic()) + len(packet) / self.bytes_per_s
+                    heapq.heappush(waiting, (sent + self.delay_s, self.carried, other, packet))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, other, packet = heapq.heappop(waiting)
                 if not self.cut:
@@ -174,6 +176,18 @@ class Hosts:
         with open(out, "wb") as out_file, open(err, "wb") as err_file:
             process = self._start(0, ["-m", "embodyrl.cli.main", *words], out_file, err_file)
         return Command(process, out, err)
+
+    def kill_raylet(self, host: int) -> None:
+        """Kill Ray's process of a host; the workers stay."""
+        found = [pid for pid in _processes(self._names[host]) if b"raylet/raylet" in _title(pid)]
+        assert len(found) == 1, found
+        _signal(found[0], signal.SIGKILL)
+
+    def lose_power(self, host: int) -> None:
+        """Kill all processes of a host while the link is cut, so no connection is closed for the other host."""
+        self.wire.cut = True
+        self._kill(self._names[host])
+        self._nodes[host].wait()
 
     def lose_second(self) -> None:
         """Kill all processes of the second host, and wait until the first host has detected the loss."""
