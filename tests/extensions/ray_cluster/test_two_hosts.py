@@ -121,7 +121,7 @@ def test_run_continues_without_a_lost_env_host(hosts, tmp_path, loss):
     command = start(hosts, tmp_path, PHASES[0], held=True)
     command.wait_for(hosts.gate, deadline_s=200)
     if loss == "raylet killed":
-        hosts.kill_raylet(1)
+        hosts.kill_service(1, "raylet/raylet")
     else:
         hosts.lose_power(1)
         hosts.wire.cut = loss == "power lost"
@@ -196,6 +196,18 @@ def test_workers_exit_without_the_cluster(hosts, tmp_path, fault):
     assert command.wait(400) == 0, command.printed
     if fault == "cut":
         hosts.lose_second()
+
+
+def test_killed_head_ends_the_run_with_its_address(hosts, tmp_path):
+    command = start(hosts, tmp_path, PHASES[0], "cluster.silence_timeout_s=5", held=True)
+    command.wait_for(hosts.gate, deadline_s=200)
+    hosts.kill_service(0, "gcs/gcs_server")
+    assert command.wait(200) == 4, command.printed  # the gate stays closed
+    assert "the Ray head at 10.77.0.1:6379 did not respond" in " ".join(command.printed.split())
+    assert "Traceback" not in command.printed
+    assert wait_until(lambda: not hosts.workers(0) and not hosts.workers(1), 40)
+    assert not (tmp_path / "run" / "lock").exists()
+    hosts.lose_all()
 
 
 def test_run_with_too_few_hosts_saves_and_stops(hosts, tmp_path):

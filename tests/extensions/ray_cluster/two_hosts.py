@@ -177,9 +177,9 @@ class Hosts:
             process = self._start(0, ["-m", "embodyrl.cli.main", *words], out_file, err_file)
         return Command(process, out, err)
 
-    def kill_raylet(self, host: int) -> None:
-        """Kill Ray's process of a host; the workers stay."""
-        found = [pid for pid in _processes(self._names[host]) if b"raylet/raylet" in _title(pid)]
+    def kill_service(self, host: int, program: str) -> None:
+        """Kill one of Ray's own processes on a host (raylet/raylet, gcs/gcs_server); the workers stay."""
+        found = [pid for pid in _processes(self._names[host]) if program.encode() in _title(pid)]
         assert len(found) == 1, found
         _signal(found[0], signal.SIGKILL)
 
@@ -194,6 +194,12 @@ class Hosts:
         self._kill(self._names[1])
         self._nodes[1].wait()
         self._wait_for_nodes(1)
+
+    def lose_all(self) -> None:
+        """Kill all processes of both hosts; `start_ray` starts a new cluster."""
+        for host, name in enumerate(self._names):
+            self._kill(name)
+            self._nodes[host].wait()
 
     def _kill(self, name: str) -> None:
         for pid in _processes(name):
