@@ -1,7 +1,7 @@
 """Compare the memory plan with the measured peak of the same config, row by row.
 
     python tests/fakegpu/rows.py                    all rows with full models: minutes
-    python tests/fakegpu/rows.py --layers 2         with n layers of each part
+    python tests/fakegpu/rows.py --layers 2         with n layers of each part (SmolVLA and pi0.5: all layers)
     python tests/fakegpu/rows.py --only "7B lora"   rows whose name starts with this text
 
 Needs `FAKE_CUDA_GUARD` (see `test_fakegpu.py`) and this folder on PYTHONPATH.
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import fakegpu  # noqa: F401  (before torch)
-from jobs import GIB, H100, Job, Result, run
+from jobs import FLOWS, GIB, H100, Job, Result, run
 
 ONE, EIGHT, AGAIN = "actor.fsdp.size=1", "actor.fsdp.size=8", "actor.gradient_checkpointing=true"
 KL, APART = "algorithm.kl_beta=0.01", "rollout.mode=disaggregated"
@@ -111,7 +111,7 @@ def main() -> None:
             continue
         started = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            got = run(replace(job, layers=args.layers), Path(folder))
+            got = run(replace(job, layers=None if job.model in FLOWS else args.layers), Path(folder))
         print(line(job, got, time.process_time() - started), flush=True)
         if args.verbose:
             print("   plan", {k: round(v / GIB, 2) for k, v in got.planned.items() if v and not isinstance(v, bool)})
