@@ -11,7 +11,7 @@ from typing import Any
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path as SettingsPath
-from embodyrl.config.settings import Settings, plain
+from embodyrl.config.settings import Settings
 from embodyrl.errors import ConfigError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, FloatArray, ObservationOut
@@ -38,12 +38,6 @@ class StepRewardSettings(Settings):
         """Yield an error for weights without a reward."""
         if self.weights and self.path is None:
             yield "reward.weights: reward.path is not set; set it to a function, or remove the weights."
-
-
-def changed_reward(cfg: Any) -> dict[str, Any]:
-    """Return the settings of `reward` if `reward.path` is set; else an empty mapping."""
-    reward = getattr(cfg, "reward", None)
-    return {"reward": plain(reward)} if isinstance(reward, StepRewardSettings) and reward.path is not None else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ def test_missing_instruction_key_error_lists_keys():
     assert not described("InfoWords").text.instructed
 
 
+@pytest.mark.needs("check_env")
 @pytest.mark.parametrize(
     ("name", "values", "reports", "doubt"),
     [

@@ -15,7 +15,6 @@ from settings import env_of
 from test_gym import begin, config, look
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.gym.said import success_doubts
 from embodyrl.envs.gym.sims import one_frame
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space
 from embodyrl.envs.protocol import EnvContext
@@ -286,8 +285,11 @@ def test_last_observation_of_an_environment_that_resets_at_once_is_kept(name):
     assert look(env)[1][1] == 2
 
 
+@pytest.mark.needs("check_env")
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal"])
 def test_further_names_of_success_give_a_warning(name):
+    from embodyrl.extensions.check_env.said import success_doubts
+
     (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
     assert f"env.success_key={name}" in doubt
     assert not [*success_doubts(env_of(env_type="gym", id="x"), ["winner_id", "window", "unfinished"], reports=False)]

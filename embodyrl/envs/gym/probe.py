@@ -20,14 +20,7 @@ from embodyrl.envs.gym.create import (
     takes_render_mode,
     vector_support,
 )
-from embodyrl.envs.gym.said import (
-    instruction_doubts,
-    instruction_of,
-    names_of,
-    says_success,
-    success_doubts,
-    success_key,
-)
+from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, copied
 from embodyrl.envs.protocol import GoalJudge
@@ -91,6 +84,14 @@ GOALS: Registry[type[GoalSupport]] = Registry(
     group="embodyrl.gym_goals",
     wants="a class of GoalSupport",
     fits=lambda found: hasattr(found, "applies"),
+)
+
+
+INFO_WARNINGS: Registry[Callable[..., Iterable[str]]] = Registry(
+    "info warning",
+    group="embodyrl.info_warnings",
+    wants="a function of settings, texts, info of reset, instruction, info of steps, and True for a success key",
+    fits=takes(6),
 )
 
 
@@ -190,7 +191,7 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     for name, end in zip(("terminated", "truncated"), ends, strict=True):
         flag(env_id, name, end)
     goals = any(goals.applies(env, last, reward) for goals in GOALS.every())
-    names, reports = dict.fromkeys(names_of(info)), says_success(info, keys)
+    infos, reports = [info], says_success(info, keys)
     started, steps = time.perf_counter(), 1
     # Some report success only at the end of an episode.
     with contextlib.suppress(Exception):  # later errors are reported when episodes run
@@ -200,13 +201,14 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
             if steps >= _TRIED_STEPS or time.perf_counter() - started > _TRIED_S:
                 break
             last, _, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
-            names |= dict.fromkeys(names_of(info))
+            infos.append(info)
             reports, steps = reports or says_success(info, keys), steps + 1
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
     said = instruction_of(cfg, writer.texts, first, begun, env)
     found = [*observation_doubts(env.observation_space, seen, env)]
-    found += [*instruction_doubts(cfg, writer.texts, begun, said), *success_doubts(cfg, [*names], reports)]
+    for warn in INFO_WARNINGS.every():
+        found += warn(cfg, writer.texts, begun, said, infos, reports)
     return {
         "reports_success": reports or cfg.success_key is not None,
         "doubts": tuple(found),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,10 @@ import numpy as np
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import Path, member
 from embodyrl.errors import EnvError
-from embodyrl.registry import closest
 
 _SUCCESS = ("success", "is_success", "succeed")
-_LIKE_SUCCESS = re.compile(
-    r"succe|solved|accomplish|(goal|target|\bis)_?(reached|achieved|met)|reached_?(goal|target)|\breached\b|complete|"
-    r"\b(is_)?(won|win|victory|passed|achieved|finished|at_goal|at_target|in_goal)\b",
-    re.IGNORECASE,
-)
 _LAST = ("final_obs", "final_observation", "terminal_observation")
 """Keys of the last observation in the info of environments that reset in the step that ends."""
-_LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
 """Keys under which environments store instructions, the most common first."""
 _ATTRIBUTES = ("task_description", "task")
@@ -54,32 +46,6 @@ def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:
     return any(_find(part, key) is not None for part in (info, info.get("final_info")) for key in keys)
 
 
-def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
-    """Warn of a success key that is missing in all steps, and of similar keys that are ignored.
-
-    `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
-    """
-    if reports:
-        return
-    if cfg.success_key is not None:
-        known = f"{closest(cfg.success_key, names)} Keys of info: {', '.join(names) or 'none'}."
-        yield f"env.success_key={cfg.success_key} is not in the info of the probed steps.{known}"
-        return
-    for name in names:
-        if _LIKE_SUCCESS.search(name):
-            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
-            return
-
-
-def names_of(info: Any, before: str = "") -> Iterator[str]:
-    """Yield the dotted names of all numbers, flags and arrays in nested mappings."""
-    for key, value in info.items() if isinstance(info, Mapping) else ():
-        if isinstance(value, Mapping):
-            yield from names_of(value, f"{before}{key}.")
-        elif isinstance(value, (bool, int, float, np.generic, np.ndarray)) and not str(key).startswith("_"):
-            yield f"{before}{key}"
-
-
 def instruction_of(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], seen: Any, info: Mapping[str, Any], env: Any = None
 ) -> str | None:
@@ -92,7 +58,7 @@ def instruction_of(
         return cfg.instruction
     if cfg.instruction_key is not None:
         found = [value for source in (seen, info) if (value := _find(source, cfg.instruction_key)) is not None]
-        if found and (text := _text(found[0])) is not None:
+        if found and (text := words(found[0])) is not None:
             return text
         there = ", ".join([*(name for name, _ in texts), *map(str, info)]) or "none"
         what = f"is {found[0]!r:.60}, which is not a string" if found else "does not exist"
@@ -103,33 +69,15 @@ def instruction_of(
     if texts:
         ranks = {name: rank for rank, name in enumerate(_INSTRUCTION)}
         _, path = min(texts, key=lambda text: ranks.get(text[0].rpartition(".")[2], len(ranks)))
-        return _text(member(seen, path))
-    if (text := next((t for name in _INSTRUCTION if (t := _text(info.get(name))) is not None), None)) is not None:
+        return words(member(seen, path))
+    if (text := next((t for name in _INSTRUCTION if (t := words(info.get(name))) is not None), None)) is not None:
         return text
     has = getattr(env, "has_wrapper_attr", lambda _: False)
-    return next((t for name in _ATTRIBUTES if has(name) and (t := _text(env.get_wrapper_attr(name))) is not None), None)
+    return next((t for name in _ATTRIBUTES if has(name) and (t := words(env.get_wrapper_attr(name))) is not None), None)
 
 
-def instruction_doubts(
-    cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
-) -> Iterator[str]:
-    """Warn of text observations that no policy receives.
-
-    `texts`: texts of the observation; `info`: info of a reset; `found`: the instruction.
-    """
-    if cfg.instruction is not None or cfg.instruction_key is not None:
-        return
-    if len(texts) > 1:
-        names = ", ".join(name for name, _ in texts)
-        yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
-    elif texts and found is None:
-        yield f"'{texts[0][0]}' is empty, so there is no instruction; fix: env.instruction='...'"
-    alike = (key for key, value in info.items() if _text(value) and _LIKE_INSTRUCTION.search(str(key)))
-    if found is None and (key := next(alike, None)) is not None:
-        yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is"
-
-
-def _text(value: Any) -> str | None:
+def words(value: Any) -> str | None:
+    """Return a value as text, also from bytes or an array of one element; None: it is no text, or blank."""
     found = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     found = found.decode(errors="replace") if isinstance(found, bytes) else found
     return str(found) if isinstance(found, str) and found.strip() else None

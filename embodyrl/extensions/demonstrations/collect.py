@@ -17,13 +17,13 @@ from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_
 from embodyrl.commands.session import announce, screen_only
 from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
-from embodyrl.envs.reward import changed_reward
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.experts import EXPERTS
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
+from embodyrl.extensions.demonstrations.rewarded import changed_reward
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically

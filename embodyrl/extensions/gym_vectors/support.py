@@ -15,15 +15,8 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import line, require_step, reset_env
 from embodyrl.envs.gym.create import find_creator, parameters_of
-from embodyrl.envs.gym.probe import observation_doubts
-from embodyrl.envs.gym.said import (
-    instruction_doubts,
-    instruction_of,
-    names_of,
-    says_success,
-    success_doubts,
-    success_key,
-)
+from embodyrl.envs.gym.probe import INFO_WARNINGS, observation_doubts
+from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
 from embodyrl.envs.simulators import Simulators
@@ -92,11 +85,12 @@ class GymVectors:
         found = [
             *observation_doubts(space, [first], env),
             *_autoreset_doubts(env),
-            *instruction_doubts(cfg, writer.texts, info_of_first, said),
         ]
+        for warn in INFO_WARNINGS.every():
+            found += warn(cfg, writer.texts, info_of_first, said, [info], reports or cfg.success_key is not None)
         return {
             "reports_success": reports or cfg.success_key is not None,
-            "doubts": (*found, *success_doubts(cfg, [*names_of(info)], reports or cfg.success_key is not None)),
+            "doubts": tuple(found),
             "instruction": said,
         }
 

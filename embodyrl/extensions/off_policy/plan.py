@@ -12,10 +12,10 @@ from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
-from embodyrl.envs.reward import changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
+from embodyrl.extensions.demonstrations.rewarded import changed_reward
 from embodyrl.extensions.demonstrations.settings import Labels
 from embodyrl.extensions.off_policy.estimator import ReplaySettings
 from embodyrl.plan.schema import Config

@@ -1,0 +1,77 @@
+"""Warnings about keys of a Gymnasium environment that are not read as instruction or success."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodyrl.envs.gym.said import words
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spaces import Path
+from embodyrl.registry import closest
+
+_LIKE_SUCCESS = re.compile(
+    r"succe|solved|accomplish|(goal|target|\bis)_?(reached|achieved|met)|reached_?(goal|target)|\breached\b|complete|"
+    r"\b(is_)?(won|win|victory|passed|achieved|finished|at_goal|at_target|in_goal)\b",
+    re.IGNORECASE,
+)
+_LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
+
+
+def doubts(
+    cfg: GymSettings,
+    texts: Sequence[tuple[str, Path]],
+    begun: Mapping[str, Any],
+    said: str | None,
+    infos: Sequence[Mapping[str, Any]],
+    reports: bool,
+) -> Iterator[str]:
+    """Warn of texts and success flags that are not read (see `embodyrl.envs.gym.probe.INFO_WARNINGS`)."""
+    yield from instruction_doubts(cfg, texts, begun, said)
+    yield from success_doubts(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)
+
+
+def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
+    """Warn of a success key that is missing in all steps, and of similar keys that are ignored.
+
+    `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
+    """
+    if reports:
+        return
+    if cfg.success_key is not None:
+        known = f"{closest(cfg.success_key, names)} Keys of info: {', '.join(names) or 'none'}."
+        yield f"env.success_key={cfg.success_key} is not in the info of the probed steps.{known}"
+        return
+    for name in names:
+        if _LIKE_SUCCESS.search(name):
+            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
+            return
+
+
+def names_of(info: Any, before: str = "") -> Iterator[str]:
+    """Yield the dotted names of all numbers, flags and arrays in nested mappings."""
+    for key, value in info.items() if isinstance(info, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from names_of(value, f"{before}{key}.")
+        elif isinstance(value, (bool, int, float, np.generic, np.ndarray)) and not str(key).startswith("_"):
+            yield f"{before}{key}"
+
+
+def instruction_doubts(
+    cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
+) -> Iterator[str]:
+    """Warn of text observations that no policy receives.
+
+    `texts`: texts of the observation; `info`: info of a reset; `found`: the instruction.
+    """
+    if cfg.instruction is not None or cfg.instruction_key is not None:
+        return
+    if len(texts) > 1:
+        names = ", ".join(name for name, _ in texts)
+        yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
+    elif texts and found is None:
+        yield f"'{texts[0][0]}' is empty, so there is no instruction; fix: env.instruction='...'"
+    alike = (key for key, value in info.items() if words(value) and _LIKE_INSTRUCTION.search(str(key)))
+    if found is None and (key := next(alike, None)) is not None:
+        yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is"
