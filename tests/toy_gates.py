@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from toy_env import wait_at_gate
 
-from embodyrl.algorithms.outcomes import GRPO
+from embodyrl.algorithms.estimators import GRPO
 from embodyrl.algorithms.protocol import Credit, Scores
 from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.policies.actor_critic import CNN as FACTORY

@@ -198,7 +198,7 @@ LOSSES: Registry[PolicyLoss] = Registry(
     "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
 )
 
-ADVANTAGES.add("grpo", "embodyrl.algorithms.outcomes:GRPO")
+ADVANTAGES.add("grpo", "embodyrl.algorithms.estimators:GRPO")
 ADVANTAGES.add("gae", "embodyrl.algorithms.estimators:GAE")
 LOSSES.add("ppo_clip", "embodyrl.algorithms.policy_losses:PPO_CLIP")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.algorithms.outcomes import grpo
+from embodyrl.algorithms.estimators import grpo
 from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO, scored_columns
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes

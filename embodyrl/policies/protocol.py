@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -99,6 +100,27 @@ class Policy(Protocol):
 
         Raises:
             CheckpointError: missing or unexpected keys, wrong shapes, truncated files; the message names file and key.
+        """
+        ...
+
+
+@runtime_checkable
+class TextPolicy(Policy, Protocol):
+    """Interface of a policy with text actions."""
+
+    def encode_replies(self, replies: Sequence[str]) -> IntArray:
+        """Return tokens [B, longest] of replies with their end tokens, padded with -1."""
+        ...
+
+    def prompt_lengths(self, obs: Observation) -> IntArray:
+        """Return the number of tokens [B] of each conversation."""
+        ...
+
+    def served_by(self, url: str, model: str | None) -> Any:
+        """Return a reference policy with `score` and `module`, computed by a model on a server.
+
+        Raises:
+            EmbodyError: there is no server, or its tokens differ.
         """
         ...
 

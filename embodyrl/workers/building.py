@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import cast
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
@@ -13,7 +13,7 @@ from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.ranks import OneRank, Ranks
 from embodyrl.learners.training import Trainer
-from embodyrl.policies.protocol import POLICIES, Policy
+from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
 from embodyrl.policies.tensors import best_device
 from embodyrl.registry import Registry
 from embodyrl.workers.lifecycle import PolicyHostInit
@@ -75,7 +75,7 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
     """Build the frozen reference policy: the initial policy, or one with the same vocabulary, such as a teacher."""
     own = getattr(policy, "alone", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
-        return cast(Policy, cast(Any, own).served_by(url, init.algorithm.reference_model))
+        return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))
     path = (init.objective if init.algorithm is None else init.algorithm).reference_path
     if path is None:
         whole = build_policy(init)

@@ -15,8 +15,7 @@ from algorithm_cases import (
     token_rewards,
 )
 
-from embodyrl.algorithms.estimators import gae
-from embodyrl.algorithms.outcomes import grpo, whiten
+from embodyrl.algorithms.estimators import gae, grpo, whiten
 
 
 def reference_gae() -> tuple[np.ndarray, np.ndarray]:

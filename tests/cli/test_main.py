@@ -348,6 +348,7 @@ def test_commands_without_a_run_use_the_newest(
 
 
 @pytest.mark.integration
+@pytest.mark.needs("isolation")
 def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
     """The command also works as a module."""
     words = ("env=gym", "env.id=foreign_envs:OnlyThreads-v0", "model=mlp", "--dry-run")

@@ -36,7 +36,7 @@ def described(name: str, **values: Any) -> EnvSpec:
         ("InfoWords", {"instruction_key": "goal.say"}, "go to 7"),
         ("InfoWords", {"instruction": "turn left"}, "turn left"),
         ("Missions", {"instruction_key": "deep.0.mission"}, "go to 7"),
-        ("make_env", {}, "go to 7"),
+        pytest.param("make_env", {}, "go to 7", marks=pytest.mark.needs("gym_vectors")),
     ],
 )
 def test_text_observation_is_the_instruction(name, values, said):
@@ -114,7 +114,9 @@ def test_observations_are_checked_before_workers_start(name, said):
         described(name)
 
 
-@pytest.mark.parametrize("name", ["PartialSuccess", "partial_batch"])
+@pytest.mark.parametrize(
+    "name", ["PartialSuccess", pytest.param("partial_batch", marks=pytest.mark.needs("gym_vectors"))]
+)
 def test_fraction_is_not_accepted_as_success(name):
     env = begin(config(f"foreign_envs:{name}"), slots=2)
     with pytest.raises(EnvError, match=r"0.3.* for success in info, expected True or False"):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from embodyrl.algorithms.estimators import whiten
 from embodyrl.algorithms.metrics import metrics_of
-from embodyrl.algorithms.outcomes import whiten
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs
 from embodyrl.learners.training import Optimization

@@ -77,6 +77,8 @@ def test_core_suite_passes_without_extensions(tmp_path):
 
 def test_needs_markers_name_existing_extensions():
     """A misspelt name would skip the test in every tree."""
+    if not extensions():
+        pytest.skip("this tree has no extensions")
     known = {*extensions(), *(path.name for folder in FOLDERS for path in (TESTS / folder).glob("*/"))}
     for file in TESTS.rglob("test_*.py"):
         for marked in re.findall(r"mark\.needs\(([^)]*)\)", file.read_text(encoding="utf-8")):

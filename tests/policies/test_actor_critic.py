@@ -15,8 +15,7 @@ from settings import model_of
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.actor_critic.networks import GaussianHead
-from embodyrl.policies.actor_critic.policy import RunningMoments
+from embodyrl.policies.actor_critic.policy import GaussianHead, RunningMoments
 from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest, policy_costs
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation
 

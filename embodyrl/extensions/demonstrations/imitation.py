@@ -13,12 +13,11 @@ from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import Message, join_messages, split_messages
-from embodyrl.extensions.conversation.policy import TextPolicy
 from embodyrl.extensions.demonstrations.augment import augment, draw
 from embodyrl.extensions.demonstrations.settings import Objective
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal
-from embodyrl.policies.protocol import Policy
+from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.conditioning import POSITIVE, Conditioned, Conditioning
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation

@@ -7,8 +7,15 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.estimators import credited_rewards, credited_steps, gae, whiten_masked
-from embodyrl.algorithms.outcomes import StdSettings, grpo, spread
+from embodyrl.algorithms.estimators import (
+    StdSettings,
+    credited_rewards,
+    credited_steps,
+    gae,
+    grpo,
+    spread,
+    whiten_masked,
+)
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
 from embodyrl.algorithms.settings import CreditSettings, DiscountSettings, GroupSettings
 from embodyrl.algorithms.shaping import shape_rewards

@@ -1,4 +1,4 @@
-"""Outcome advantages in addition to GRPO; see `algorithms/outcomes.py` for the notation."""
+"""Outcome advantages in addition to GRPO; see `algorithms/estimators.py` for the notation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.outcomes import Outcomes, by_group, grpo, outcome_estimator, whiten
+from embodyrl.algorithms.estimators import Outcomes, by_group, grpo, outcome_estimator, whiten
 from embodyrl.algorithms.settings import GroupSettings, NormalizeSettings, TruncatedEpisodes
 from embodyrl.types import DoubleArray
 

@@ -10,14 +10,13 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.extensions.conversation.policy import TextPolicy
 from embodyrl.extensions.demonstrations.imitation import encoded_replies
 from embodyrl.extensions.demonstrations.shown import load_shown, observed
 from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal, mean_metrics
-from embodyrl.policies.protocol import weights_changed
+from embodyrl.policies.protocol import TextPolicy, weights_changed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.conversation.policy import TextPolicy
-from embodyrl.policies.protocol import Policy, weights_changed, weights_version
+from embodyrl.policies.protocol import Policy, TextPolicy, weights_changed, weights_version
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores
 
 CRITIC_FOLDER = "critic"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from embodyrl.policies.actor_critic.networks import GaussianHead
+from embodyrl.policies.actor_critic.policy import GaussianHead
 from embodyrl.types import FloatArray
 
 _WITHIN = 1.0 - 1e-6
