@@ -77,7 +77,7 @@ def instruction_of(
 
 
 def words(value: Any) -> str | None:
-    """Return a value as text, also from bytes or an array of one element; None: it is no text, or blank."""
+    """Return a value as text, also from bytes or an array of one element; None for other or blank values."""
     found = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     found = found.decode(errors="replace") if isinstance(found, bytes) else found
     return str(found) if isinstance(found, str) and found.strip() else None
