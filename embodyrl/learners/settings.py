@@ -61,8 +61,9 @@ class OptimSettings(Settings):
     """Learning-rate schedule over runner.max_steps: constant, linear, cosine, or wsd (constant, then linear over
     decay_ratio). SAC: for the policy only; critics (value_lr) and temperature (lr) have constant rates."""
     warmup_steps: Index | None = None
-    """Optimizer steps of linear warm-up; default: set by the model (train: 10 for flow policies, 0 for other
-    policies)."""
+    """Optimizer steps of linear warm-up; default: set by the model (train: 10 for flow, diffusion and ACT policies,
+    otherwise 0).
+    """
     warmup_ratio: Share = 0.0
     """Warm-up as a fraction of the training steps, instead of warmup_steps."""
     min_lr_ratio: Share = 0.0
