@@ -64,6 +64,10 @@ class EnvError(EmbodyError):
     """An environment violated its interface contract (shape, dtype, non-finite value)."""
 
 
+class NoImageError(EnvError):
+    """An environment has nothing to render, or cannot render on this machine."""
+
+
 class WorkerError(EmbodyError):
     """A worker died, hung, or exceeded its restart limit."""
 

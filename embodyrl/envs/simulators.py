@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.errors import EnvError
+from embodyrl.errors import EnvError, NoImageError
 from embodyrl.types import BoolArray, ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 
@@ -73,7 +73,7 @@ class Simulators(ABC):
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright RGB frame [H, W, 3] uint8."""
-        raise EnvError(f"env '{self.spec.name}' has no image to record; set video=none.")
+        raise NoImageError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def info(self, slot: int) -> Mapping[str, Any]:
         """Return the simulator's info of the last step, for reward functions."""

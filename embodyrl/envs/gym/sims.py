@@ -16,7 +16,7 @@ from embodyrl.envs.gym.said import ended, instruction_of, succeeded, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
 from embodyrl.envs.simulators import PerSlot, SimStep, Simulators
-from embodyrl.errors import EnvError
+from embodyrl.errors import EnvError, NoImageError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,17 @@ class GymSlots(Simulators):
         try:
             frame = self._frame(slot)
         except GymnasiumError as error:
-            raise EnvError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
+            raise NoImageError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
         except Exception as error:
             if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
                 raise
-            raise EnvError(f"env '{self.spec.name}' cannot render on this machine: {line(error)}. {GL_FIX}") from error
+            raise NoImageError(
+                f"env '{self.spec.name}' cannot render on this machine: {line(error)}. {GL_FIX}"
+            ) from error
         if frame is None and not self.spec.cameras.names:
-            raise EnvError(
-                f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array' or None from render(), and "
-                "no image observation. Add one, or set video=none."
+            raise NoImageError(
+                f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array', no image observation. "
+                "Add one, or set video=none."
             )
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
@@ -134,7 +136,10 @@ class GymSims(GymSlots, PerSlot):
 
     def _frame(self, slot: int) -> Any:
         env = self._envs[slot]
-        return env.render() if env.render_mode == "rgb_array" else None
+        frame = env.render() if env.render_mode == "rgb_array" else None
+        if frame is None and env.render_mode == "rgb_array" and not self.spec.cameras.names:
+            raise EnvError(f"env '{self.spec.name}': render() returned None, expected an image [H, W, 3].")
+        return frame
 
 
 def one_frame(frame: Any) -> ByteArray:

@@ -11,7 +11,7 @@ import numpy as np
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.text.protocol import Answer
 from embodyrl.envs.text.settings import TextSettings
-from embodyrl.errors import EnvError
+from embodyrl.errors import EnvError, NoImageError
 from embodyrl.extensions.conversation import Message, join_messages, spoken
 from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.dataset import TextRows
@@ -190,7 +190,7 @@ class ConversationEnv:
 
     def render(self, slot: int) -> np.ndarray:
         """Raise an error: text tasks have no image."""
-        raise EnvError(f"env '{self.spec.name}' has no image to record; set video=none.")
+        raise NoImageError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def close(self) -> None:
         """Close the reward functions; idempotent."""

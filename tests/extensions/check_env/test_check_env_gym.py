@@ -242,7 +242,7 @@ def test_threads_and_processes_left_by_close_are_reported():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("RendersNothing", "None from render()"), ("RendersChannelsFirst", "(3, 4, 6)")]
+    ("name", "said"), [("RendersNothing", "render() returned None"), ("RendersChannelsFirst", "(3, 4, 6)")]
 )
 def test_unusable_frames_give_a_warning(name, said):
     found = {f.check: f for f in look(f"env.id=test_gym_odd:{name}")}
