@@ -47,14 +47,11 @@ class GymSlots(Simulators):
         except Exception as error:
             if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
                 raise
-            raise NoImageError(
-                f"env '{self.spec.name}' cannot render on this machine: {line(error)}. {GL_FIX}"
-            ) from error
+            why = f"cannot render on this machine: {line(error)}. {GL_FIX}"
+            raise NoImageError(f"env '{self.spec.name}' {why}") from error
         if frame is None and not self.spec.cameras.names:
-            raise NoImageError(
-                f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array', no image observation. "
-                "Add one, or set video=none."
-            )
+            why = "no render mode 'rgb_array', no image observation; or set video=none"
+            raise NoImageError(f"env '{self.spec.name}' has no image to record: {why}.")
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
     def instruction(self, slot: int) -> str | None:
