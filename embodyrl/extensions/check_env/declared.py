@@ -10,7 +10,7 @@ from embodyrl.extensions.check_env.harness import CONTEXT, Harness, check
 from embodyrl.types import EnvSpec
 
 HEAVY = ("torch", "mujoco", "robosuite", "libero", "sapien", "mani_skill", "gymnasium", "OpenGL", "transformers")
-"""Packages whose import takes seconds or starts a renderer; the driver imports the factory in each run."""
+"""Packages that a factory must not import, because their import takes seconds or starts a renderer."""
 
 _PROBE = """
 import pickle, sys

@@ -45,7 +45,7 @@ class Job:
         return (self.run / CARD_JSON).is_file()
 
     def steps(self) -> list[tuple[Path, list[str]]]:
-        """Return path without suffix of the log, and arguments, of each preparation and of the training.
+        """Return the log's path (without suffix) and the arguments of each preparation and of the training.
 
         The arguments start a run, or resume an interrupted run from its newest checkpoint.
         """

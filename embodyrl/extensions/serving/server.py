@@ -96,7 +96,7 @@ class PolicyThread:
 _CLOSING_S = 5.0
 """Maximum time for clients to disconnect when the server stops, in seconds."""
 _FIRST_S = 300.0
-"""Upper bound of the wait for the first message of a client, in seconds; otherwise `serve.idle_timeout_s`."""
+"""Time limit in seconds for the first message of a client, unless `serve.idle_timeout_s` is shorter."""
 _UNFIT = "does not match the inputs of the policy"
 
 

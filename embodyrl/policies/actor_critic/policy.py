@@ -147,7 +147,7 @@ class GaussianHead(nn.Module):
         return self._centre + self._half * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to choices, both [B, K, A]."""
+        """Convert actions to raw samples, both [B, K, A]; the inverse of `to_actions`."""
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 

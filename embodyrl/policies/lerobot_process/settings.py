@@ -18,7 +18,7 @@ class LeRobotProcessSettings(ResidualSettings):
     path: Path | None = None
     """Folder of `save_pretrained`: config.json, weights and the files of both processors."""
     precision: Precision = Precision.fp32
-    """Compute precision of the residual actor: fp32. LeRobot chooses that of the policy."""
+    """Compute precision of the residual actor: fp32. LeRobot determines the policy's precision."""
     python: str | None = None
     """Interpreter that has LeRobot; default: this interpreter. The process runs the code of that environment."""
     cameras: list[str] | None = None

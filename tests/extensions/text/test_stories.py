@@ -30,7 +30,7 @@ def test_numbers_of_validation_do_not_occur_in_training():
 
 
 @pytest.mark.parametrize("rows", [stories(rows=300, seed=3), held_out_stories(rows=300, seed=3)])
-def test_solutions_have_the_value_of_their_answer(rows: list[TextRow]):
+def test_solutions_evaluate_to_their_answer(rows: list[TextRow]):
     for row in rows:
         solution, _, answer = row.reference.partition("\n#### ")
         expression, _, result = solution.partition(" = ")
