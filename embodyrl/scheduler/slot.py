@@ -106,7 +106,7 @@ class Slots:
         return self._phases[rows.start : rows.stop]
 
     def in_phase(self, phase: int, rows: range) -> list[int]:
-        """Return those of consecutive slots that are in a phase."""
+        """Return the indices of the slots in a range that are in a phase."""
         return [row for row, own in zip(rows, self.phases(rows), strict=True) if own == phase]
 
     def may_act(self, version: int, rows: range | None = None) -> BoolArray:

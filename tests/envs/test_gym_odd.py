@@ -164,7 +164,7 @@ def write(space: spaces.Box, value: Any) -> ObservationOut:
         pytest.param("ListBatch", marks=pytest.mark.needs("gym_vectors")),
     ],
 )
-def test_environments_that_gymnasium_accepts_run(name):
+def test_unusual_gymnasium_environments_run(name):
     env = begin(config(f"test_gym_odd:{name}"), slots=2)
     before = look(env)[1]
     result = env.step_chunk([0, 1], np.full((2, 3, 1), 0.5, np.float32))
@@ -185,7 +185,7 @@ def test_failing_close_is_reported(caplog):
 @pytest.mark.needs("gym_vectors")
 @pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
-def test_success_of_a_batch_may_be_none_or_an_array(mode, array):
+def test_batched_success_can_be_none_or_an_array(mode, array):
     cfg = config("test_gym_odd:solved").updated({"kwargs": {"mode": mode, "array": array}})
     env = begin(cfg, slots=2)
     result = env.step_chunk([0, 1], np.zeros((2, 3, 1), np.float32))

@@ -37,7 +37,7 @@ GROWING, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:8"
         ((), "0", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
     ],
 )
-def test_allocator_options_of_policy_processes(words, gpus, given, options, tmp_path, monkeypatch):
+def test_policy_processes_get_allocator_options(words, gpus, given, options, tmp_path, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"CUDA_VISIBLE_DEVICES": gpus} | given).items():

@@ -22,7 +22,7 @@ _Frames = tuple[int, int, int, int]
 _MOST = 1024
 """Maximum number of integer values of an action dimension."""
 _UNBOUNDED = 1e30
-"""Magnitude from which a bound of an action means no bound."""
+"""Action bounds of at least this magnitude are treated as infinite."""
 _CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
 
 

@@ -246,7 +246,7 @@ def test_copies_of_foreign_sets_need_no_new_source_for_their_conventions(tmp_pat
         (["x", "y", "z", "g"], None, ""),
     ],
 )
-def test_sets_with_another_order_of_their_numbers_are_not_joined(tmp_path: Path, names, other, said) -> None:
+def test_datasets_with_differently_ordered_features_are_not_joined(tmp_path: Path, names, other, said) -> None:
     for name, order in (("one", names), ("other", other)):
         info = write_set(tmp_path / name) / "meta/info.json"
         found = json.loads(info.read_text())

@@ -26,7 +26,7 @@ def test_every_pair_occurs_once_in_each_order_and_never_as_an_example(rows: list
     assert all(first.index(group) in (i, i - 1) for i, group in enumerate(first[:100]))
 
 
-def test_shown_replies_have_the_rewarded_form_and_the_right_answer():
+def test_example_replies_have_the_rewarded_format_and_the_right_answer():
     row = tagged_sums(shown=3)[0]
     turns = row.messages[:-1]
     for asked, reply in zip(turns[::2], turns[1::2], strict=True):
@@ -35,7 +35,7 @@ def test_shown_replies_have_the_rewarded_form_and_the_right_answer():
     assert row.reference == str(sum(numbers(row.messages[-1].content)))
 
 
-def test_shown_calls_have_the_answers_of_the_calculator():
+def test_example_calls_contain_the_answers_of_the_calculator():
     row = calculator_products(shown=3)[0]
     turns = row.messages[:-1]
     for call, told, reply in zip(turns[1::4], turns[2::4], turns[3::4], strict=True):

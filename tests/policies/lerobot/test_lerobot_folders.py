@@ -251,7 +251,7 @@ def _edited(folder, name, edit):
         ),
     ],
 )
-def test_processors_that_act_otherwise_are_refused(name, edit, says, tmp_path):
+def test_processors_that_behave_differently_are_rejected(name, edit, says, tmp_path):
     folder = folder_of("diffusion/state", tmp_path / "in")
     _edited(folder, name, edit)
     with pytest.raises(CheckpointError, match=rf"{name} .*{says}.*model=lerobot"):
