@@ -132,9 +132,9 @@ POLICY = SleepyPolicyFactory(name="sleepy", scripted=False)
 class LockStep(RolloutScheduler):
     """Scheduler in lock-step: all slots simulate, then inference runs for all slots."""
 
-    def _dispatch_inference(self) -> None:
-        if np.isin(self._slots.phase, (Phase.READY, Phase.IDLE)).all():
-            super()._dispatch_inference()
+    def _dispatch_inference(self) -> bool:
+        complete = np.isin(self._slots.phase, (Phase.READY, Phase.IDLE)).all()
+        return bool(complete) and super()._dispatch_inference()
 
 
 def start(workers: int, sim: float, logs: Path) -> tuple[Workers, RunPlan]:

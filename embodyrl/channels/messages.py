@@ -14,7 +14,7 @@ from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_
 from embodyrl.types import EpisodeStart, IntArray
 
 _LIST_LENGTH = 64
-"""Length from which arrays are pickled faster than lists."""
+"""Longer arrays are pickled faster than lists."""
 POLICY_FOLDER = "policy"
 """Subfolder with the policy in the folder of a SaveRequest."""
 

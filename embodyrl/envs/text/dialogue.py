@@ -7,7 +7,7 @@ from typing import Any, Generic, Never, Protocol, TypeVar
 import numpy as np
 
 from embodyrl.envs.text.environment import clip
-from embodyrl.errors import EnvError
+from embodyrl.errors import EnvError, NoImageError
 from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.types import BoolArray, EnvSpec
 
@@ -69,7 +69,7 @@ class DialogueEnv(Generic[D]):
 
     def render(self, slot: int) -> np.ndarray:
         """Raise an error: there is no image."""
-        raise EnvError(f"env '{self.spec.name}' is a text environment; set video=none.")
+        raise NoImageError(f"env '{self.spec.name}' is a text environment; set video=none.")
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """Raise an error: there is no scripted expert."""

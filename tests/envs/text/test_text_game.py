@@ -11,7 +11,7 @@ from settings import env_of
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.game import FACTORY, GameEnv
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, NoImageError
 from embodyrl.extensions.conversation import split_messages
 from embodyrl.types import EpisodeStart
 
@@ -53,6 +53,11 @@ def test_game_is_won_by_action_words() -> None:
         assert not result.done[1]
     assert "[S]FFF" in env.instruction(1)
     env.close()
+
+
+def test_game_has_no_image() -> None:
+    with pytest.raises(NoImageError, match="video=none"):
+        make().render(0)
 
 
 def test_falling_into_a_hole_fails_and_the_turn_limit_truncates() -> None:
