@@ -241,9 +241,11 @@ def test_rendered_floats_become_bytes(frame, pixel):
     assert (shown.dtype, shown.shape, shown.max(), shown.min()) == (np.uint8, (4, 6, 3), pixel, pixel)
 
 
-def test_rendered_channels_first_frame_is_refused():
-    with pytest.raises(EnvError, match=r"shape \(3, 4, 6\), expected \[H, W, 3\]"):
-        one_frame(np.zeros((3, 4, 6), np.uint8))
+@pytest.mark.parametrize("frame", [np.zeros((3, 4, 6), np.uint8), np.zeros(1, np.uint8), "drawn"])
+def test_rendered_value_without_an_image_is_refused(frame):
+    shape = str(np.shape(frame)).replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(EnvError, match=rf"shape {shape}, expected \[H, W, 3\]"):
+        one_frame(frame)
 
 
 def test_largest_float_as_bound_means_unbounded():

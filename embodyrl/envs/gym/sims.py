@@ -149,7 +149,7 @@ def one_frame(frame: Any) -> ByteArray:
     array = np.asarray(frame)
     if array.ndim == 4:
         array = np.concatenate([*array], axis=1)
-    if array.ndim == 2 or array.shape[-1] == 1:
+    if array.ndim == 2 or (array.ndim == 3 and array.shape[-1] == 1):
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
     if array.ndim != 3 or array.shape[-1] not in (3, 4):
         raise EnvError(f"render returned an image of shape {array.shape}, expected [H, W, 3].")

@@ -178,12 +178,16 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
     path, found = root / name, []
     if not path.is_file():
         raise EmbodyError(f"{path} is missing. {_FETCH}")
-    for number, line in enumerate(read_lines(path), 1):
+    try:
+        lines = [*read_lines(path)]
+    except OSError as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EmbodyError(f"{path}, line {number}: not JSON ({error}). {_FETCH}") from None
         for field, kind in fields.items():
             if not isinstance(row, dict) or not isinstance(row.get(field), kind):

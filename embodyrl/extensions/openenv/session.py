@@ -149,8 +149,10 @@ def _action_schema(reply: Any) -> Mapping[str, Any]:
         KeyError: there is no such schema.
     """
     schema = reply["action"]
-    fields, required = dict(schema).get("properties", {}), dict(schema).get("required", ())
-    if not all(isinstance(field, dict) for field in dict(fields).values()) or not {*map(type, required)} <= {str}:
+    if not isinstance(schema, dict) or not isinstance(fields := schema.get("properties", {}), dict):
+        raise TypeError(schema)
+    required = {*map(type, schema.get("required", ()))}
+    if not all(isinstance(field, dict) for field in fields.values()) or not required <= {str}:
         raise TypeError(schema)
     return schema
 

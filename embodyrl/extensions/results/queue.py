@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from embodyrl.leftovers import signal_at_parents_end
 from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
 
 QUEUE_FILE = "queue.jsonl"
-"""File with one row per attempt to run a recipe: run, exit code, wall-clock seconds."""
+"""File with one row per attempt to run a recipe: run, arguments, exit code, wall-clock seconds."""
 _POLL_S, _STOP_S = 1.0, 120.0
 
 
@@ -90,13 +91,13 @@ def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
 def _run(job: Job) -> Iterator[tuple[Path, int | None]]:
     """Run a job, and yield the run folder and the current training step about once a second; then write the card.
 
-    Preparations that the queue lists as finished are skipped.
+    Preparations that the queue lists as finished with the same arguments are skipped.
     """
     try:
         rows = read_rows(job.out / QUEUE_FILE)
-        finished = {row.get("run") for row in rows if row.get("exit") == 0}
+        finished = [(row.get("run"), row.get("arguments")) for row in rows if row.get("exit") == 0]
         for run, words in job.steps():
-            if run != job.run and run.name in finished:
+            if run != job.run and (run.name, shlex.join(words)) in finished:
                 continue
             if (yield from _attempt(run, words)):
                 return
@@ -115,7 +116,8 @@ def _attempt(run: Path, words: Sequence[str]) -> Generator[tuple[Path, int | Non
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 yield run, newest_values(run / METRICS_FILE, ("step",))[0]
-    row = {"run": run.name, "exit": process.returncode, "wall_s": round(time.time() - began, 1)}
+    row = {"run": run.name, "arguments": shlex.join(words), "exit": process.returncode}
+    row["wall_s"] = round(time.time() - began, 1)
     with open(run.parent / QUEUE_FILE, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     return process.returncode

@@ -220,7 +220,7 @@ def _read_file(file: Path) -> list[Any]:
             raise ConfigError(f"{file}, line {number}: longer than {LONGEST_LINE >> 20} MiB.")
         try:
             rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
             raise ConfigError(f"{file}, line {number}: not JSON ({error}): {start!r}.") from error
     return rows

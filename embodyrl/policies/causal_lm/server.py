@@ -52,6 +52,8 @@ class _Server:
         """
         self._url = url.rstrip("/")
         served = self._parse("models", lambda said: [str(entry["id"]) for entry in said["data"]])
+        if not served:
+            raise EmbodyError(f"The server at {self.key}={url} serves no model. Start it with a model.")
         if model is not None and model not in served:
             raise EmbodyError(f"{self.key}={url} serves {', '.join(served)}, but no model {model}.")
         self._base = self._model = model or served[0]
@@ -237,10 +239,10 @@ def _reply(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 def _most_probable(choice: dict[str, Any], top: int) -> list[list[tuple[int, float]]]:
     """Return (id, log-probability) of the most probable tokens at each position of a completion."""
-    steps = choice["logprobs"].get("top_logprobs")
     try:
+        steps = choice["logprobs"]["top_logprobs"]
         found = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EmbodyError(
             f"The server does not return the {top} most probable tokens by their ids ({error}), as vLLM does with "
             f"`return_tokens_as_token_ids`. Set rollout.logprobs=0, or use rollout.backend=hf."

@@ -70,6 +70,7 @@ def append(root: Path, name: str, text: str) -> None:
         (lambda r: (r / "meta/episodes.jsonl").unlink(), r"episodes.jsonl is missing. Download the data set again"),
         (lambda r: (r / "meta/tasks.jsonl").unlink(), r"tasks.jsonl is missing"),
         (lambda r: append(r, "meta/episodes.jsonl", "{"), r"episodes.jsonl, line 4: not JSON"),
+        (lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000), r"episodes.jsonl, line 4: not JSON"),
         (lambda r: append(r, "meta/episodes.jsonl", "[1]\n"), r"line 4: episode_index is missing or not of type int"),
         (lambda r: append(r, "meta/tasks.jsonl", '{"task_index": 1}\n'), r"tasks.jsonl, line 2: task is missing"),
         (lambda r: edit_info(r, total_episodes=4), r"declares 4 episodes, but meta/episodes.jsonl has 3"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hostile_server import HOSTILE, Parts, hostile_server
+from hostile_server import HOSTILE, Parts, hostile_server, json_reply
 from openenv_server import ACTION, OpenEnvServer, server
 from settings import env_of
 
@@ -118,6 +118,15 @@ def test_missing_server_is_an_error_after_the_deadline() -> None:
 def test_unusable_action_schema_is_refused(monkeypatch, parts: Parts) -> None:
     monkeypatch.setattr(session, "_MOST_BYTES", 1 << 22)
     with hostile_server(parts) as url, pytest.raises(EnvError, match=url):
+        FACTORY.spec(env_of("openenv", url=url, connect_timeout_s=0.3), EnvContext())
+
+
+@pytest.mark.parametrize(
+    "schema", ["[]", '{"properties": []}', '{"properties": [], "required": ["a"]}', '{"required": 1}']
+)
+def test_malformed_action_schema_is_refused(schema: str) -> None:
+    reply = json_reply(b'{"action": %s}' % schema.encode())
+    with hostile_server(lambda: reply) as url, pytest.raises(EnvError, match="does not return the schema"):
         FACTORY.spec(env_of("openenv", url=url, connect_timeout_s=0.3), EnvContext())
 
 

@@ -180,6 +180,20 @@ def test_preparation_runs_once_for_all_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_changed_preparation_runs_again(tmp_path: Path) -> None:
+    """Results must not be of the data of an earlier command."""
+    out = tmp_path / "out"
+    for steps in (1, 1, 2):
+        prepare = f"train experiment=cartpole runner.max_steps={steps} --dry-run"
+        (tmp_path / "recipes.toml").write_text(
+            f'[own]\ntitle = "Own"\nprepare = ["{prepare}"]\ncommand = "train env=no_such_env"\n'
+        )
+        main(["results", "run", "own", "--table", str(tmp_path), "--out", str(out)])
+    rows = [json.loads(line) for line in (out / "queue.jsonl").read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["own_prepare1", "own_seed0", "own_seed0", "own_prepare1", "own_seed0"]
+
+
+@pytest.mark.integration
 def test_failed_run_is_named_and_has_no_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lost = '[lost]\ntitle = "Lost"\nprepare = ["collect env=no_such_env"]\ncommand = "train env=tabletop"\n'
     (tmp_path / "recipes.toml").write_text(f'[bad]\ntitle = "Bad"\ncommand = "train env=no_such_env"\n{lost}')

@@ -141,11 +141,13 @@ def test_invalid_row_error_names_the_row(tmp_path: Path, change: dict, message: 
 def test_unreadable_data_sources_are_errors(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"\n')
     (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "b"}\n')
+    (tmp_path / "nested.jsonl").write_text("[" * 100_000)
     (tmp_path / "sparse.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     os.truncate(tmp_path / "sparse.jsonl", 40 << 30)
     for path, message in (
         ("broken.jsonl", "line 2: not JSON"),
         ("bytes.jsonl", "line 1: not JSON"),
+        ("nested.jsonl", "line 1: not JSON"),
         ("sparse.jsonl", "line 2: longer than 16 MiB"),
         ("missing.jsonl", "no such file"),
         ("notes.txt", r"are read from \.jsonl and \.parquet"),

@@ -18,6 +18,21 @@ def test_unusable_list_of_models_is_refused(monkeypatch, parts: Parts):
         server.ServerEngine(f"{url}/v1", None, None, dtype="float32", sampling=None)
 
 
+def test_server_without_models_is_refused():
+    with (
+        hostile_server(lambda: json_reply(b'{"data": []}')) as url,
+        pytest.raises(EmbodyError, match=f"rollout.url={url}/v1 serves no model"),
+    ):
+        server.ServerEngine(f"{url}/v1", None, None, dtype="float32", sampling=None)
+
+
+@pytest.mark.parametrize("logprobs", [None, {}, {"top_logprobs": None}, {"top_logprobs": [["a"]]}])
+def test_missing_most_probable_tokens_are_refused(logprobs):
+    """A reply without tokens may have no log-probabilities either."""
+    with pytest.raises(EmbodyError, match=r"does not return the 2 most probable tokens.*Set rollout\.logprobs=0"):
+        server._most_probable({"token_ids": [], "logprobs": logprobs}, 2)
+
+
 CHOICES = {
     "no choice": {"choices": []},
     "text instead of ids": {"choices": [{"token_ids": "abc", "logprobs": {"token_logprobs": [0.0, 0.0, 0.0]}}]},
