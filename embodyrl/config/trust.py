@@ -7,23 +7,19 @@ from typing import Any
 
 from embodyrl.config.paths import HUB_NAME, conf_dir
 from embodyrl.config.settings import Settings, leaves, spell
-from embodyrl.registry import installed
+from embodyrl.manifests import declared
+from embodyrl.registry import Registry, installed
 
 TRUST = "trust=true"
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or receive data of the run (addresses)."""
-_PLAIN = (
-    *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
-    *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
-)
-"""Keys whose values are never paths or addresses."""
+_PLAIN = ("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop")
+"""Keys whose values are never paths or addresses; extensions add theirs as `embodyrl.plain_keys`."""
 _PROGRAMS = ("env.id",)
 """Keys whose value owner/name@revision is a hub repository with code that the run executes."""
-_STARTED = ("model.python", "env.python")
-"""Keys whose value is the path of an executable that a run starts."""
-_MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
-"""Modules that moved: the name in configs of version 0.1, and the current name."""
+STARTED: Registry[Any] = Registry("program key", group="embodyrl.program_keys", wants="a class", fits=callable)
+"""Keys whose value is the path of an executable that a run starts, registered with the settings class that has them."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
@@ -40,13 +36,16 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
     """
     if typed.get("trust") is True:
         return []
+    plain, started = (*_PLAIN, *declared("embodyrl.plain_keys")), STARTED.names()
     return [
         f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
         f"author of this run, add {TRUST}; to allow only this value, add {key}={spell(value)}."
         for key, value in saved.items()
-        if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
+        if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in plain)
         for text in (key, *_texts(value))
-        if _names_program(key, value, text) or (_may_execute_code_or_connect(text) and not _is_known(text))
+        if (key in started and text == value)
+        or _names_program(key, text)
+        or (_may_execute_code_or_connect(text) and not _is_known(text))
     ]
 
 
@@ -63,9 +62,8 @@ def trust_words(cfg: Settings, further: Mapping[str, Any] | None = None) -> list
     return [TRUST] if distrusted({**dict(leaves(cfg)), **(further or {})}, {}, Path()) else []
 
 
-def _names_program(key: str, value: Any, text: str) -> bool:
-    is_program = key in _PROGRAMS and HUB_NAME.fullmatch(text) is not None and "@" in text
-    return is_program or (key in _STARTED and text == value)
+def _names_program(key: str, text: str) -> bool:
+    return key in _PROGRAMS and HUB_NAME.fullmatch(text) is not None and "@" in text
 
 
 def _may_execute_code_or_connect(text: str) -> bool:
@@ -78,7 +76,8 @@ def _is_known(path: str) -> bool:
     if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
         return True
     module, _, name = path.partition(":")
-    path = f"{_MOVED.get(module, module)}:{name}"
+    # Configs of version 0.1 contain the earlier names of modules.
+    path = f"{declared('embodyrl.moved_modules').get(module, module)}:{name}"
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pkgutil import resolve_name
 
 import pytest
 from test_imports import ROOT, cycle, imports, owner
@@ -52,6 +53,20 @@ def test_names_of_extensions_are_registered():
             assert registry.problems([name], "key") == []
             missing = extensions()[owner(target.partition(":")[0]) or ""].install_line()
             assert missing or registry.get(name)
+
+
+@pytest.mark.parametrize("group", ["embodyrl.program_keys", "embodyrl.plain_keys"])
+def test_keys_with_a_rule_of_trust_exist(group):
+    """A renamed key would lose its rule silently."""
+    for name, target in declared(group).items():
+        assert name.partition(".")[2] in resolve_name(target).model_fields, name
+
+
+def test_every_key_of_an_interpreter_needs_trust():
+    from embodyrl.config.trust import STARTED
+    from embodyrl.plan.keys import all_keys
+
+    assert [name for name in all_keys() if name.endswith(".python") and name not in STARTED.names()] == []
 
 
 def test_core_imports_no_extension():
