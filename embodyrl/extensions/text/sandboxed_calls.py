@@ -147,7 +147,9 @@ class Link:
             if changed is not None and in_place:
                 _take_over(part, self.unpack(changed))
         if "raised" in reply:
-            raise self.exception(*reply["raised"])
+            name, *about = reply["raised"]
+            # As in a generator (PEP 479): StopIteration from a call would end a loop of the test early.
+            raise self.exception("RuntimeError" if name == "StopIteration" and what != "next" else name, *about)
         return self.unpack(reply["value"])
 
     def answer(self, asked):
@@ -280,16 +282,26 @@ def serve_program(program, incoming, outgoing):
 
 
 class Names(dict):
-    """Globals of a test: a name that the test does not define is looked up in the program."""
+    """Globals of a test: a name that the test does not define is looked up in the program.
+
+    Built-ins, and the modules and functions of `_trusted_names`, are never those of the program.
+    """
 
     def __init__(self, link, kinds, tree):
         super().__init__(__name__="__test__", __builtins__=builtins, _in_place=_in_place)
-        self._link, self._kinds, self._shadowing = link, kinds, _tested_names(tree)
+        results = _results(tree)
+        self._link, self._kinds, self._trusted = link, kinds, _trusted_names(tree, results, kinds)
+        _mark_tested_calls(tree, results)
 
     def __missing__(self, name):
+        tested, name = name.startswith(_TESTED), name.removeprefix(_TESTED)
+        if tested and (name in self or name not in self._kinds):
+            return self[name] if name in self or not hasattr(builtins, name) else getattr(builtins, name)
         kind, about = self._kinds.get(name, ("", ""))
-        if not kind or name.startswith("__") or (hasattr(builtins, name) and name not in self._shadowing):
+        if not kind or name.startswith("__") or (hasattr(builtins, name) and not tested):
             raise KeyError(name)
+        if name in self._trusted:
+            return self._trusted[name]
         if kind == "module" and about.partition(".")[0] in (*sys.stdlib_module_names, "numpy"):
             return importlib.import_module(about)  # the program may have changed its own copy
         return Foreign.of(name, about) if kind == "exception" else self._link.ask("name", name)
@@ -312,18 +324,66 @@ class _Statements(ast.NodeTransformer):
         return node
 
 
-def _tested_names(tree):
-    """Return the names of functions whose results a test compares, as in `assert sum(1, 2) == 3`.
+_TESTED = "tested "
+"""Prefix of a name in the syntax tree of a test: the name is looked up in the program, even if it is a built-in."""
+_MODULES = (
+    *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
+    *("json", "math", "numpy", "operator", "random", "re", "statistics", "string"),
+)
+_FUNCTIONS = {
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
+    **{"isclose": "math", "allclose": "numpy", "array_equal": "numpy", "Fraction": "fractions", "Decimal": "decimal"},
+}
+"""Modules and functions that tests apply to results, and that a program can only import: the program's own objects of
+these names would decide about their own results."""
 
-    These functions are called in the program, which may redefine built-ins.
+
+def _results(tree):
+    """Return the variables of a test that may contain results: those of statements with a call or such a variable."""
+    found, size = set(), -1
+    while len(found) != size:
+        size = len(found)
+        for node in tree.body:
+            if any(_is_result(part, found) for part in ast.walk(node)):
+                found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found
+
+
+def _is_result(node, results):
+    return isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in results)
+
+
+def _takes_results(call, results):
+    return any(_is_result(n, results) for part in (*call.args, *call.keywords) for n in ast.walk(part))
+
+
+def _mark_tested_calls(tree, results):
+    """Mark calls of the tested function, as in `assert sum(1, 2) == 3`: the program may redefine a built-in.
+
+    In `assert sorted(f(x)) == [1]` or `assert len(y) == 2`, the built-in is applied to a result.
     """
-    found = set()
     for node in tree.body:
         test = node.test if isinstance(node, ast.Assert) else None
         if isinstance(test, ast.Compare) and isinstance(test.left, ast.Call) and isinstance(test.ops[0], ast.Eq):
-            inner = [n for part in (*test.left.args, *test.left.keywords) for n in ast.walk(part)]
-            if isinstance(test.left.func, ast.Name) and not any(isinstance(n, ast.Call) for n in inner):
-                found.add(test.left.func.id)
+            function = test.left.func
+            if isinstance(function, ast.Name) and not _takes_results(test.left, results):
+                function.id = _TESTED + function.id
+
+
+def _trusted_names(tree, results, kinds):
+    """Return the modules and functions, by name, that a test applies to results and takes from the program."""
+    found, attributes = {}, {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
+            attributes.setdefault(node.value.id, set()).add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and _takes_results(node, results):
+            name = node.func.id
+            found |= {name: getattr(importlib.import_module(_FUNCTIONS[name]), name)} if name in _FUNCTIONS else {}
+    for name, used in attributes.items():
+        real = {"np": "numpy"}.get(name, name)
+        # A variable of the program may have the name of a module.
+        if real in _MODULES and all(hasattr(module := importlib.import_module(real), one) for one in used):
+            found[name] = module
     return found
 
 
