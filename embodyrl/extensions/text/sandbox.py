@@ -19,15 +19,31 @@ MEMORY = 512 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
 _REACHES = {
-    "the network": "import socket; socket.socket()",
+    "the network": "socket.socket()",
+    "local sockets": "socket.socket(socket.AF_UNIX).bind('\\0embodyrl')",
     "other files": "open('../there', 'w').close()",
-    "signals to other processes": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
-    "limits of other processes": "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)",
-    "priorities": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
-    "processors of other processes": "import os; os.sched_setaffinity(os.getppid(), {0})",
-    "scheduling": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
+    "shared memory": "open('/dev/shm/embodyrl', 'w').close()",
+    "files in memory": "os.memfd_create('embodyrl')",
+    "kernel keys": "call(250 if machine == 'x86_64' else 219, 0, -3, 1)",
+    "io_uring": "call(425, 1, bytes(120))",
+    "userfaultfd": "call(323 if machine == 'x86_64' else 282, 1)",
+    "signals to other processes": "os.kill(parent, 0)",
+    "signals by descriptors": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, parent)",
+    "signals by input": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
+    "memory of other processes": "open(f'/proc/{parent}/mem', 'rb')",
+    "tracing": "call(101 if machine == 'x86_64' else 117, 0x4206, parent, 0, 0)",
+    "limits of other processes": "resource.prlimit(parent, resource.RLIMIT_NOFILE)",
+    "priorities": "os.setpriority(os.PRIO_PROCESS, parent, 19)",
+    "processors of other processes": "os.sched_setaffinity(parent, {0})",
+    "scheduling": "os.sched_setscheduler(parent, os.SCHED_BATCH, os.sched_param(0))",
 }
-"""Programs that test the sandbox at run time, by the resource that a kernel without Landlock or seccomp exposes."""
+"""Statements that test the sandbox at run time, by the resource that a kernel without Landlock or seccomp exposes."""
+_ATTEMPTS = """
+import ctypes, fcntl, os, platform, resource, socket
+libc, machine, parent = ctypes.CDLL(None, use_errno=True), platform.machine(), os.getppid()
+def call(number, *args):
+    if libc.syscall(number, *args) < 0: raise OSError(ctypes.get_errno(), "refused")
+"""
 _RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
@@ -149,10 +165,17 @@ def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
     return {"place": place} if isinstance(test, str) else {"place": place, "input": test["input"]}
 
 
+def attempts() -> str:
+    """Return a program that tries to leave the sandbox, and prints each resource that it reaches."""
+    each = (f"try:\n    {do}\n    print({what!r})\nexcept OSError:\n    pass\n" for what, do in _REACHES.items())
+    return _ATTEMPTS + "".join(each)
+
+
 def confinement() -> tuple[bool, str]:
     """Return whether programs run in separate namespaces, and a description of the confinement."""
     who = "as a separate user" if os.getuid() == 0 else "as you"
-    reached = [what for what, source in _REACHES.items() if run_python(source, seconds=SECONDS)[0]]
+    ended, said = run_python(attempts(), seconds=SECONDS)
+    reached = said.splitlines() if ended else [f"an unknown part of the system: the check failed with {said!r}"]
     beyond = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
     if _bubblewrap():
         return True, f"bubblewrap (no network, read-only files, home hidden) and limits, {beyond}, {who}"

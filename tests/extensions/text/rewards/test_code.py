@@ -1,10 +1,13 @@
 """Programs in the sandbox: results, limits, isolation and cleanup."""
 
+import ctypes
 import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +20,9 @@ from embodyrl.extensions.text.rewards.functions import code
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.settings import JudgeSettings
 from embodyrl.extensions.text.sandbox import confinement, run_python, run_tests
+
+LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
+"""Version of Landlock; -1: the kernel has none."""
 
 
 @pytest.fixture(autouse=True, params=["limits", "bubblewrap"])
@@ -142,6 +148,21 @@ def test_program_cannot_kill_its_verifier():
     ended, _ = run_python("import os; os.kill(os.getppid(), 9); print(1)", seconds=20)
     assert not ended or confinement()[0]
     assert run_python("print(1)", seconds=20) == (True, "1\n")
+
+
+@pytest.mark.skipif(LANDLOCK < 1, reason="the kernel has no Landlock")
+def test_no_attempt_of_doctor_leaves_the_sandbox():
+    assert "reaching" not in confinement()[1]
+
+
+def test_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
+    """Otherwise they would show nothing; kernels and containers may refuse some of them to everybody."""
+    (tmp_path / "work").mkdir()
+    source = sandbox.attempts().replace("/dev/shm/embodyrl", f"{tmp_path}/shm").replace("os.getppid()", "os.getpid()")
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path / "work", capture_output=True, text=True)
+    assert not done.stderr
+    kept = {"kernel keys", "io_uring", "userfaultfd", "tracing"}
+    assert {*sandbox._REACHES} - {*done.stdout.splitlines()} <= kept
 
 
 def test_long_source_code_runs():
