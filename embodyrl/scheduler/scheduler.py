@@ -155,12 +155,13 @@ class RolloutScheduler(EventLoop):
         crashed = any(rollout.crash_count for rollout in self._rollouts)
         work = None if crashed else (self._version, self._num_opened, *(rollout.openings for rollout in self._rollouts))
         orders: list[tuple[StageKey, list[int], tuple[ResetRequest, ...]]] = []
+        may_act = self._may_act.tobytes()
         for key, rows in self._stages.to_check(work):
             if key[0] in self._supervisor.starting:
                 continue
             found = self._slots.phases(rows)
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
-            ready = Phase.READY in found and self._slots.may_act(self._version, rows).any()
+            ready = 1 in may_act[rows.start : rows.stop]
             acts = Phase.ACTED in found and not (ready or Phase.INFERRING in found)
             acted = self._slots.in_phase(Phase.ACTED, rows) if acts else []
             resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in found else ()

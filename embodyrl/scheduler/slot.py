@@ -109,12 +109,9 @@ class Slots:
         """Return the indices of the slots in a range that are in a phase."""
         return [row for row, own in zip(rows, self.phases(rows), strict=True) if own == phase]
 
-    def may_act(self, version: int, rows: range | None = None) -> BoolArray:
-        """Return a mask [n] of slots (default: all) whose observation the policy may process with this version."""
-        own = slice(None) if rows is None else slice(rows.start, rows.stop)
-        if Phase.READY not in self._phases[own]:  # the common case
-            return np.zeros(len(self.phase[own]), np.bool_)
-        return (self.phase[own] == Phase.READY) & (self.not_before[own] <= version)
+    def may_act(self, version: int) -> BoolArray:
+        """Return a mask [N] of slots whose observation the policy may process with this version."""
+        return (self.phase == Phase.READY) & (self.not_before <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:
         """Assign the rollout's next episode to a slot; `begin` starts the episode."""
