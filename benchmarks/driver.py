@@ -1,8 +1,8 @@
 """Driver CPU time per action chunk, for 1 to 64 hosts and 8 to 65,536 slots.
 
 The scheduler, supervisor and policy client are real; workers are simulated with known durations. A simulated clock
-jumps to the next event when the driver waits, and advances by the driver's own time while it works. Each host has up
-to 16 env workers and one rollout process. Records are kept, as in training. Requests and replies are pickled as for a
+jumps to the next event when the driver waits, and advances by the driver's own time while it works. Each host has one
+rollout process and, by default, up to 16 env workers. Records are kept, as in training. Requests and replies are pickled as for a
 pipe; their transport is excluded.
 
     python benchmarks/driver.py --json driver.json
@@ -47,8 +47,6 @@ from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
-WORKERS = 16
-"""Maximum number of env workers of a host."""
 STEP_S, ACT_S = 0.3, 0.6 / 64
 """Seconds of a simulated request to an env worker, and of one observation in an inference."""
 EPISODE = 8
@@ -189,9 +187,9 @@ def plan(slots: int, workers: int) -> RunPlan:
     return build_run_plan(load_config("eval", words), training=False)
 
 
-def measure(hosts: int, slots: int, rounds: int) -> Cost:
-    """Run every slot for `rounds` chunks."""
-    workers = min(slots, hosts * WORKERS, 4096)
+def measure(hosts: int, slots: int, rounds: int, per_host: int) -> Cost:
+    """Run every slot for `rounds` chunks with up to `per_host` env workers per host."""
+    workers = min(slots, hosts * per_host, 4096)
     run_plan = plan(slots, workers)
     arena, clock = Arena.create(run_plan.layout, slots * (rounds + 3)), SimulatedClock()
     scheduling.time = SimpleNamespace(monotonic=clock, perf_counter=clock)  # pyright: ignore[reportAttributeAccessIssue]
@@ -248,6 +246,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=16, help="chunks of each slot; up to 8 times as many with few slots"
     )
+    parser.add_argument("--workers", type=int, default=16, help="maximum number of env workers per host")
     parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
     args = parser.parse_args()
     rows: list[Cost] = []
@@ -256,7 +255,7 @@ def main() -> None:
         for hosts in (one for one in args.hosts if one <= slots):
             if args.profile:
                 profile.enable()
-            cost = measure(hosts, slots, args.rounds * max(1, min(8, 4096 // slots)))
+            cost = measure(hosts, slots, args.rounds * max(1, min(8, 4096 // slots)), args.workers)
             profile.disable()
             rows.append(cost)
             print(
