@@ -40,6 +40,8 @@ class Desk:
         self.name, self.scene = name, scene
         self.note = ""
         """Line of text above the image, for example the progress of the training."""
+        self.executed = 0
+        """Number of executed requests."""
         self._driver = ""
         self._clients: OrderedDict[str, _Client] = OrderedDict()
         self._acts: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
@@ -96,6 +98,7 @@ class Desk:
         if name != self._driver and self._driver and do != "take":
             raise ValueError("another window has the controls; press `take the controls` first")
         self._acts[do](self.scene, body)
+        self.executed += 1
         self._driver = name
         client.seq, client.request, client.answer = seq, request, self._answer(name, {}, image=True)
         self._clients[name] = client

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from embodyrl.clock import RunClock
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.cockpit.command import page
@@ -105,7 +106,11 @@ class HumanExpert:
             recording.close()
 
     def _correct(self, policy: LoadedPolicy, recording: Recording, reset_ids: Sequence[int]) -> None:
-        """Show the episodes `reset_ids` on the page, and wait until a person has finished all of them."""
+        """Show the episodes `reset_ids` on the page, and wait until a person has finished all of them.
+
+        Raises:
+            EmbodyError: the server has stopped, or the person does nothing for `dagger.correction_timeout_s`.
+        """
 
         def begin() -> None:
             cfg = policy.run_plan.cfg
@@ -119,9 +124,19 @@ class HumanExpert:
                 scene.env.close()
 
         self._run(begin)
+        clock, executed, since, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
         try:
             while (scene := self.desk.scene) is not None and scene.remaining:
                 self._thread.join(_POLL_S)
+                now = clock.now()
+                if self.desk.executed != executed:
+                    executed, since = self.desk.executed, now
+                if now - since > limit_s:
+                    raise EmbodyError(
+                        f"No person has used the correction page for {limit_s:g} s (dagger.correction_timeout_s), and "
+                        f"{scene.remaining} episodes are not corrected. The corrected episodes are saved; to resume, "
+                        "run the same command again."
+                    )
                 if not self._thread.is_alive():
                     raise EmbodyError("The server of the correction page has stopped. Run the same command again.")
         finally:

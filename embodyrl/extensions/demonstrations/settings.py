@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from embodyrl.config.sections import of_commands
-from embodyrl.config.settings import Count, Must, Path, Positive, Settings, only
+from embodyrl.config.settings import Count, Must, Path, Positive, Seconds, Settings, only
 from embodyrl.extensions.text.settings import DataSettings
 
 
@@ -122,7 +122,9 @@ class DaggerSettings(Settings):
     """Maximum number of episodes that a person corrects in each round, the most uncertain first."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Local port of the page for corrections; 0: any free port."""
-    needs = {"expert!=scripted": "corrections port"}
+    correction_timeout_s: Seconds = 3600.0
+    """Seconds without input of a person at the page after which the command ends; the same command resumes."""
+    needs = {"expert!=scripted": "corrections port correction_timeout_s"}
 
 
 class CollectSettings(Settings):

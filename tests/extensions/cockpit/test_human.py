@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.cockpit.human import uncertainty
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.collect import collect
@@ -22,7 +22,7 @@ from embodyrl.extensions.demonstrations.sft_data import load_samples
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.extensions.own_loop.acting import policy_of
 from embodyrl.plan.checks import check_components
-from embodyrl.plan.config import load_config
+from embodyrl.plan.config import load_config, overridden
 from embodyrl.policies import POLICIES
 
 pytestmark = pytest.mark.needs("tabletop", "flow")
@@ -78,6 +78,11 @@ def test_person_corrects_failed_episodes_and_the_policy_trains_on_them(tmp_path:
     few = ("dagger.rounds=2", "dagger.corrections=2", "collect.episodes=6", "runner.max_steps=2")
     places = (f"data.path={demos}", f"collect.out={tmp_path}/rounds", "runner.experiment_name=taught")
     cfg = configure("dagger", tmp_path, *SMALL, *few, *places, "dagger.expert=person:WatchedExpert", "trust=true")
+    with pytest.raises(EmbodyError, match=r"for 0.01 s .*correction_timeout_s.* to resume, run the same command"):
+        dagger(overridden(cfg, {"dagger.correction_timeout_s": 0.01}))
+    from person import WatchedExpert
+
+    WatchedExpert.pages.clear()
     ended, seen = threading.Event(), []
     person = threading.Thread(target=correct, args=(ended, seen))
     person.start()
