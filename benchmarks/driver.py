@@ -2,8 +2,8 @@
 
 The scheduler, supervisor and policy client are real; workers are simulated with known durations. A simulated clock
 jumps to the next event when the driver waits, and advances by the driver's own time while it works. Each host has one
-rollout process and, by default, up to 16 env workers. Records are kept, as in training. Requests and replies are pickled as for a
-pipe; their transport is excluded.
+rollout process and, by default, up to 16 env workers. Records are kept, as in training. Requests and replies are
+pickled as for a pipe; their transport is excluded.
 
     python benchmarks/driver.py --json driver.json
 """
