@@ -169,7 +169,7 @@ NUMBERS = [{"input": "2\n", "output": f"{ANSWER}\n"}]
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_program_cannot_replace_functions_that_judge_its_results(name: str):
+def test_program_cannot_replace_functions_that_compare_its_results(name: str):
     program, tests = REPLACED[name]
     passed = run_tests(program, tests, seconds=60)
     assert not any(passed), [test for test, found in zip(tests, passed, strict=True) if found]
