@@ -222,7 +222,7 @@ class Trial:
         assert "Traceback" not in said, said
         assert code != 4 or "worker " in said, said
         assert code != 1 or "has a reward: " in said, said
-        hints = ["resume with", "run the same command to resume", "second signal"]
+        hints = ["resume with", "run the same command", "second signal"]
         hints += ["embodyrl: interrupted."] * any(i.early for i in injections)
         assert code not in (130, 143) or any(h in said for h in hints) or not (self.folder / "run").exists(), said
         self._check_deaths(injections, code)
@@ -271,6 +271,7 @@ class Chaos:
             if kind.name == "sft" and not (self._shared / "demos").exists():
                 _, collecting = next((None, k) for k in kinds(self._shared, "") if k.name == "collect")
                 assert (c := start_cli(*collecting.start(self._shared), cwd=self._shared)).wait(LIMIT_S) == 0, c.printed
+            kind.prepare()
             folder = self.folder / f"calm_{kind.name}"
             seconds = folder / "seconds"
             if not seconds.exists():

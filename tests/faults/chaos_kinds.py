@@ -6,11 +6,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from processes import run_cli
+from test_killed_commands import dagger_words, prepare, recap_words, results, sweep_words
 from toy_runs import TOY_COLLECT, TOY_OFT, comparable, rows, toy_words, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
@@ -43,11 +47,15 @@ class Kind:
     words: Callable[[Path], Sequence[str]]
     exact: bool = True
     """True if the run must end with the results of an undisturbed run."""
+    repeats: bool = False
+    """True if the same command resumes, with any number of run folders."""
+    prepare: Callable[[], None] = lambda: None
+    """Writes the inputs of the run, once."""
 
     def start(self, folder: Path) -> list[str]:
         """Return the arguments that start or resume the run."""
         run = folder / "run"
-        if self.command == "collect" or not (run / "config.yaml").is_file():
+        if self.repeats or self.command == "collect" or not (run / "config.yaml").is_file():
             return [self.command, *self.words(folder)]
         if self.command == "eval" and not (run / "eval" / "step_000000").is_dir():
             return [self.command, *self.words(folder), "runner.on_existing=resume"]
@@ -67,9 +75,14 @@ class Kind:
             assert steps == [*range(first, first + len(steps))], f"rows of steps {steps}"
             assert first <= 1, f"the first row is of step {first}"
             assert not complete or steps[-1] == STEPS, f"rows of steps {steps}"
+        for store in map(CheckpointStore, {run / "checkpoints", *folder.rglob("checkpoints")}):
+            for step in store.steps():
+                store.verify(store.path(step))
+        if self.repeats:
+            left = [path for path in folder.rglob("*.partial") if complete]
+            assert not left, f"incomplete files: {left}"
+            return
         store = CheckpointStore(run / "checkpoints")
-        for step in store.steps():
-            store.verify(store.path(step))
         assert not complete or self.command not in ("train", "sft") or STEPS in store.steps()
         if self.command == "collect" and (folder / "demos/meta/info.json").exists():
             found = [(row["embodyrl/task_id"], row["embodyrl/trial"]) for row in read_episodes(folder / "demos")]
@@ -79,6 +92,8 @@ class Kind:
     def outcome(self, folder: Path) -> Any:
         """Return the results of a finished run, without clock-dependent values."""
         run = folder / "run"
+        if self.repeats:
+            return results(folder / "out")
         if self.command == "eval":
             played = [{k: v for k, v in row.items() if k not in ("seconds", "video")} for row in self._episodes(run)]
             return sorted(played, key=lambda row: row["episode"])
@@ -137,6 +152,46 @@ def _text(shared: Path, *reward: str) -> Callable[[Path], Sequence[str]]:
     return words
 
 
+def _repeated(shared: Path, words: Callable[[Path, Path], list[str]], *more: str) -> Callable[[Path], Sequence[str]]:
+    return lambda folder: [*words(shared / "small", folder / "out"), *more]
+
+
+def _small_inputs(shared: Path) -> Callable[[], None]:
+    def write() -> None:
+        if not (shared / "small").exists():
+            (shared / "small").mkdir()
+            prepare(shared / "small")
+
+    return write
+
+
+def _pendulum(shared: Path) -> Callable[[], None]:
+    def write() -> None:
+        if not (shared / "pendulum").exists():
+            made = (*PENDULUM, "model=random", "collect.filter=all", "collect.episodes=3", "launcher=inline")
+            places = (f"collect.out={shared}/pendulum", f"runner.output_dir={shared}/runs")
+            done = run_cli("collect", *made, *places, cwd=shared)
+            assert done.returncode == 0, done.stderr
+
+    return write
+
+
+PENDULUM = ("env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=10")
+
+
+def _iql(shared: Path) -> Callable[[Path], Sequence[str]]:
+    small = (
+        *("model=mlp", "algorithm=iql", "model.hidden_sizes=[8]", "actor.global_batch_size=8"),
+        *("actor.micro_batch_size=8", "algorithm.updates_per_sample=40", "algorithm.critic_width=8"),
+        *("runner.deterministic=true", "checkpoint.keep=9", "faults.max_restarts_per_worker=1000"),
+        *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=1", "eval.episodes=4"),
+    )
+    return lambda folder: [
+        *(*PENDULUM, *small, f"algorithm.demonstrations=[{shared}/pendulum]", "launcher.env_workers=1"),
+        *(f"runner.output_dir={folder}", "runner.experiment_name=run"),
+    ]
+
+
 def write_programs(path: Path) -> None:
     """Write rows whose answers are programs, because a tiny model hardly ever writes a program."""
     lines = [{"prompt": f"{n}=", "answer": json.dumps([f"assert {n}", "x = 1"])} for n in range(1, 40)]
@@ -166,4 +221,14 @@ def kinds(shared: Path, judge_url: str) -> list[Kind]:
         Kind("sft", "sft", _sft(shared / "demos")),
         Kind("collect", "collect", _collect),
         Kind("eval", "eval", _eval),
+        Kind("iql", "train", _iql(shared), prepare=_pendulum(shared)),
+        *(
+            Kind(name, command, _repeated(shared, words, *more), repeats=True, prepare=_small_inputs(shared))
+            for name, command, words, more in (
+                ("dagger", "dagger", dagger_words, ()),
+                ("recap", "recap", recap_words, ()),
+                ("sweep", "train", sweep_words, ("runner.on_existing=resume",)),
+            )
+        ),
+        *([Kind("ray", "train", _toy("launcher=ray", "launcher.env_workers=2"))] if find_spec("ray") else []),
     ]

@@ -32,6 +32,9 @@ def role_of(pid: int) -> tuple[str, str] | None:
         if (folder / "comm").read_text().startswith("embodyrl:"):
             name = (folder / "fd/1").readlink().stem
             return name.partition("_")[0], name
+        if command.startswith("ray::RemoteWorker") and (name := (folder / "fd/1").readlink().stem).count("-") == 2:
+            name = name.rpartition("-")[2]
+            return name.partition("_")[0], name
     except OSError:
         return None
     if "spawn_main" in command:

@@ -69,7 +69,7 @@ def _train(_: Path, out: Path) -> list[str]:
                      "eval.episodes=4")  # fmt: skip
 
 
-def _sweep(shared: Path, out: Path) -> list[str]:
+def sweep_words(shared: Path, out: Path) -> list[str]:
     return ["-m", *_train(shared, out), "seed=0,1"]
 
 
@@ -92,13 +92,13 @@ def _convert(shared: Path, out: Path) -> list[str]:
     return [f"{shared}/hdf5", f"{out}/converted"]
 
 
-def _dagger(shared: Path, out: Path) -> list[str]:
+def dagger_words(shared: Path, out: Path) -> list[str]:
     places = (f"data.path={shared}/demos", f"collect.out={out}/rounds", f"runner.output_dir={out}/runs")
     few = ("runner.max_steps=3", "collect.episodes=4", "dagger.rounds=2", "runner.experiment_name=learner")
     return [*TOY_COLLECT, *TASKS, *PLACE, "model=flow_small", *LEARN, *places, *few]
 
 
-def _recap(shared: Path, out: Path) -> list[str]:
+def recap_words(shared: Path, out: Path) -> list[str]:
     policy = f"model.path={shared}/start/checkpoints/step_000002/policy"
     env = tuple(word for word in TOY if word.startswith("env"))
     few = ("collect.episodes=4", "runner.max_steps=11", "recap.value_steps=3", "recap.value_batch_size=16")
@@ -109,11 +109,20 @@ def _recap(shared: Path, out: Path) -> list[str]:
 
 RESUME = ("runner.on_existing=resume",)
 CASES = [
-    *(Case("train", _train, RESUME), Case("train", _sweep, RESUME), Case("sft", _sft, RESUME)),
+    *(Case("train", _train, RESUME), Case("train", sweep_words, RESUME), Case("sft", _sft, RESUME)),
     *(Case("eval", _eval, RESUME), Case("collect", _collect), Case("convert", _convert)),
-    *(Case("dagger", _dagger), Case("recap", _recap)),
+    *(Case("dagger", dagger_words), Case("recap", recap_words)),
 ]
 NAMES = ["train", "sweep", "sft", "eval", "collect", "convert", "dagger", "recap"]
+
+
+def prepare(folder: Path) -> None:
+    """Write demonstrations and initial weights."""
+    made = [*TOY_COLLECT, *TASKS, *PLACE[:2], f"runner.output_dir={folder}", f"collect.out={folder}/demos"]
+    assert run_cli("collect", *made, "collect.episodes=4", cwd=folder).returncode == 0
+    learned = ["model=flow_small", *PLACE, *LEARN, f"data.path={folder}/demos", f"runner.output_dir={folder}"]
+    few = ["runner.max_steps=2", "runner.experiment_name=start", "runner.val_check_interval=-1"]
+    assert run_cli("sft", *learned, *few, cwd=folder).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +130,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Demonstrations, initial weights and an HDF5 source."""
     h5py = pytest.importorskip("h5py")
     folder = tmp_path_factory.mktemp("shared")
-    made = [*TOY_COLLECT, *TASKS, *PLACE[:2], f"runner.output_dir={folder}", f"collect.out={folder}/demos"]
-    assert run_cli("collect", *made, "collect.episodes=4", cwd=folder).returncode == 0
-    learned = ["model=flow_small", *PLACE, *LEARN, f"data.path={folder}/demos", f"runner.output_dir={folder}"]
-    few = ["runner.max_steps=2", "runner.experiment_name=start", "runner.val_check_interval=-1"]
-    assert run_cli("sft", *learned, *few, cwd=folder).returncode == 0
+    prepare(folder)
     (folder / "hdf5").mkdir()
     rng = np.random.default_rng(0)
     with h5py.File(folder / "hdf5" / "pick_up_the_bowl_demo.hdf5", "w") as file:
