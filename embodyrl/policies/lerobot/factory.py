@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
+from embodyrl.policies.vla.processors import order_problem
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
@@ -187,13 +189,18 @@ class LeRobotFactory(ABC):
             ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
-        config, raw = read_config(self.folder(cfg), self.kind, self.config)
+        folder = self.folder(cfg)
+        config, raw = read_config(folder, self.kind, self.config)
         if not config.input_features:
             config = config.fitted(env, cfg.num_action_chunks)
         config = self._executing(cfg, config)
         if problem := config.wrong():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
         require_fit(config, env)
+        last = slice((config.n_obs_steps - 1) * len(config.cameras), config.n_obs_steps * len(config.cameras))
+        problem = order_problem(config.cameras, env.cameras.names, env.cameras.names[last])
+        if problem and cfg.cameras is None and not (folder / INPUTS_FILE).is_file():
+            raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}")
         return config, raw
 
     def _executing(self, cfg: LeRobotSettings, config: LeRobotConfig) -> LeRobotConfig:

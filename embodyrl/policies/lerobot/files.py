@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_bytes
 from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
+from embodyrl.policies.lerobot.settings import LeRobotSettings
 from embodyrl.policies.lerobot.units import STATISTICS, Statistics
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
@@ -31,14 +31,9 @@ from embodyrl.policies.vla.folder import (
     find_data_set,
     read_side_file,
 )
+from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR, Processing, read_processors
 from embodyrl.policies.weights import check_weights
 
-PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
-_STEPS = {
-    PREPROCESSOR: ("rename_observations_processor", "to_batch_processor", "device_processor", "normalizer_processor"),
-    POSTPROCESSOR: ("unnormalizer_processor", "device_processor"),
-}
-"""Steps that LeRobot 0.4 writes for ACT and Diffusion Policy."""
 HEADS_FILE = "embodyrl_heads.safetensors"
 """File of the weights added by RL, which LeRobot does not read."""
 NETWORK = "network."
@@ -129,7 +124,7 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
         raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
 
 
-def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robot: str | None) -> LeRobotFiles:
+def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, cfg: LeRobotSettings) -> LeRobotFiles:
     """Read a folder's small files and its statistics.
 
     Statistics come from `dataset_statistics.json`, which `embodyrl sft` writes, or the processors, or
@@ -140,15 +135,15 @@ def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robo
         config: config of the policy.
         kind: kind of the policy.
         prefix: prefix of the names of all weights.
-        robot: robot of the statistics, if an older folder has several robots.
+        cfg: settings of the policy.
 
     Raises:
-        CheckpointError: a file is damaged, or lacks statistics.
+        CheckpointError: a file is damaged or lacks statistics, or a processor is not supported.
     """
     raw = read_config(folder, kind, type(config))[1]
     small = {path.name: read_side_file(path) for path in _small_files(folder)}
     fresh = RANDOM_INIT_KEY in raw
-    statistics, eps = _processor_statistics(folder, small, config)
+    statistics, eps = _processor_statistics(folder, small, config, mapped=cfg.cameras is not None)
     own, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE
     aside: dict[str, Tensor] = {}
     compiled: dict[str, str] = {}
@@ -157,7 +152,7 @@ def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robo
         aside, metadata = read_tensors(weights, _OLD)
         compiled = {_plain(key): key for key in read_tensors(weights, _COMPILED)[0]}
         if not statistics and aside and not own.is_file():
-            statistics = _old_statistics(aside, config, weights, robot)
+            statistics = _old_statistics(aside, config, weights, cfg.unnorm_key)
     if not fresh and json.loads(small[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
         small[CONFIG_FILE] = json.dumps(dict(raw) | {"n_action_steps": config.n_action_steps}, indent=4).encode()
     if own.is_file():
@@ -176,63 +171,15 @@ def _small_files(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("policy_*processor*.safetensors"))
 
 
-def _processor_statistics(folder: Path, small: Mapping[str, bytes], config: LeRobotConfig) -> tuple[Statistics, float]:
-    """Return the statistics of the preprocessor's normalizer, and its eps.
-
-    Raises:
-        CheckpointError: a file is damaged, or its steps differ from those of this implementation.
-    """
-    found: dict[str, tuple[Statistics, float]] = {}
-    for name in _STEPS:
-        if f"{name}.json" not in small:
-            continue
-        try:
-            steps = json.loads(small[f"{name}.json"])["steps"]
-            (step,) = (step for step in steps if str(step.get("registry_name")).endswith("normalizer_processor"))
-            flat = load_bytes(small[step["state_file"]]) if "state_file" in step else {}
-            found[name] = _by_feature(flat), float(step["config"].get("eps", 1e-8))
-            differs = _differences(name, steps, step["config"], found[name][0], config)
-        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "
-                "again."
-            ) from error
-        if differs:
-            raise CheckpointError(f"{folder}/{name}.json {differs} Set model=lerobot to run the policy in LeRobot.")
-    before, after = (found[name][0].get(ACTION) if name in found else None for name in _STEPS)
-    if before and after and any(key in after and not torch.equal(after[key], before[key]) for key in before):
-        raise CheckpointError(
-            f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{ACTION}'. Download both "
-            "again, or set model=lerobot to run the policy in LeRobot."
-        )
-    return found.get(PREPROCESSOR, ({}, 1e-8))
-
-
-def _by_feature(flat: Mapping[str, Tensor]) -> Statistics:
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in flat.items():
-        feature, _, statistic = key.rpartition(".")
-        found.setdefault(feature, {})[statistic] = tensor
-    return found
-
-
-def _differences(
-    name: str, steps: list[Any], scaling: Mapping[str, Any], statistics: Statistics, config: LeRobotConfig
-) -> str | None:
-    """Return how a processor's steps or kinds of normalization differ from those of `config`, or None."""
-    kinds = [step.get("registry_name", step.get("class")) for step in steps]
-    if unknown := [kind for kind in kinds if kind not in _STEPS[name]]:
-        return f"has the step '{unknown[0]}', which is not supported."
-    chosen = scaling.get("normalize_observation_keys")
-    features = config.output_features if name == POSTPROCESSOR else config.input_features | config.output_features
-    for feature in features.keys() & statistics.keys():
-        mine = config.normalization_mapping.get(features[feature].type, Normalization.IDENTITY)
-        theirs = scaling["norm_map"].get(scaling["features"].get(feature, {}).get("type"), Normalization.IDENTITY)
-        if chosen is not None and feature != ACTION and feature not in chosen:
-            theirs = Normalization.IDENTITY
-        if mine != theirs:
-            return f"normalizes '{feature}' by {theirs}, and normalization_mapping in {CONFIG_FILE} contains {mine}."
-    return None
+def _processor_statistics(
+    folder: Path, small: Mapping[str, bytes], config: LeRobotConfig, *, mapped: bool
+) -> tuple[Statistics, float]:
+    """Return the statistics of the preprocessor's normalizer, and its eps."""
+    features = config.input_features | config.output_features
+    modes = {name: config.normalization_mapping.get(row.type, Normalization.IDENTITY) for name, row in features.items()}
+    found = read_processors(folder, small, Processing(modes=modes, mapped=mapped))
+    rows = found.statistics.items()
+    return {name: {key: torch.from_numpy(row) for key, row in part.items()} for name, part in rows}, found.eps
 
 
 def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None) -> Statistics:

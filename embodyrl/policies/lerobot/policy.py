@@ -148,7 +148,7 @@ class LeRobotPolicy(ABC):
         """Replace weights and statistics in place (see `Policy.load_weights`); heads are optional."""
         self._files.load(self._module, folder)
         if (folder / CONFIG_FILE).is_file():
-            self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg.unnorm_key)
+            self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg)
             self._module.units.fill(self._files.statistics, folder)
 
     def _value(self, read: Read) -> Tensor:
@@ -209,7 +209,7 @@ def build_policy(
     Raises:
         CheckpointError: a small file of the folder is damaged.
     """
-    files = read_files(folder, config, spec.name, policy.prefix, cfg.unnorm_key)
+    files = read_files(folder, config, spec.name, policy.prefix, cfg)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
         units = Units(config, files.eps)

@@ -249,6 +249,11 @@ def _edited(folder, name, edit):
             lambda s: s[3]["config"].update(normalize_observation_keys=[]),
             "'observation.state' by IDENTITY",
         ),
+        (
+            "policy_preprocessor.json",
+            lambda s: s[0]["config"].update(rename_map={"joints": "observation.state"}),
+            "renames observations",
+        ),
     ],
 )
 def test_processors_that_behave_differently_are_rejected(name, edit, says, tmp_path):

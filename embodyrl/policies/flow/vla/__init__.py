@@ -14,14 +14,15 @@ from embodyrl.policies.flow.vla.folder import (
     prompt_form,
     read_folder,
     read_units,
-    reads_state,
 )
-from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
+from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.sizes import vla_costs
+from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import lacking
 from embodyrl.policies.vla.problems import seen_problems
+from embodyrl.policies.vla.processors import image_features, order_problem
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
@@ -55,6 +56,7 @@ class VlaFactory:
         if problems := _mismatches(cfg, model, env):
             raise ConfigError(problems)
         read_units(folder, cfg, env.own_state_dim, env.action.dim)
+        self._check_cameras(cfg, env, folder)
         check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.own_state_dim)
         shape = _shape(cfg, model, env)
         spec = PolicySpec(
@@ -75,6 +77,14 @@ class VlaFactory:
             doubts=doubts(folder, cfg),
         )
         return described(spec, cfg, env, shape, model.expert.width, folder)
+
+    def _check_cameras(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare the cameras in LeRobot's config.json with those of the environment."""
+        if cfg.cameras is not None or (folder / INPUTS_FILE).is_file():
+            return
+        names, read = env.cameras.names, env.cameras.names[: cfg.num_images_in_input]
+        if problem := order_problem(image_features(folder), names, read):
+            raise ConfigError(f"model={cfg.model_type} in env '{env.name}': {problem}")
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size and memory from the checkpoint's small files."""

@@ -16,7 +16,8 @@ from embodyrl.errors import CheckpointError, ConfigError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
-from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings
+from embodyrl.policies.flow.vla.processors import check_processors, prompt_limit
+from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.statistics import (
     LEROBOT_EPS,
     OPENPI_EPS,
@@ -37,6 +38,7 @@ from embodyrl.policies.vla.folder import (
     saved_config,
     starts_random,
 )
+from embodyrl.policies.vla.processors import PREPROCESSOR
 from embodyrl.types import FloatArray
 
 
@@ -131,14 +133,12 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
 def prompt_form(cfg: VlaSettings, spec: FlowSpec, folder: Path) -> PromptForm:
     """Return the prompt format; pi0.5 without the state uses pi0's prompts.
 
-    The checkpoint's config.json may limit the length (lerobot: tokenizer_max_length, openpi: max_token_len).
+    The checkpoint's files may limit the length.
     """
     form = SMOLVLA_PROMPT
     if isinstance(spec, Pi0Spec):
         form = PI05_PROMPT if isinstance(cfg, Pi05Settings) and cfg.state_in_prompt else PI0_PROMPT
-    found = _config(folder)
-    limit = next((found[name] for name in ("tokenizer_max_length", "max_token_len") if name in found), form.limit)
-    return replace(form, limit=int(limit))
+    return replace(form, limit=prompt_limit(folder) or form.limit)
 
 
 def check_prompts(form: PromptForm, folder: Path, tasks: Sequence[str], state_dim: int) -> None:
@@ -171,11 +171,6 @@ def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
     )
 
 
-def reads_state(cfg: VlaSettings) -> bool:
-    """Return True unless pi0.5 ignores the state."""
-    return not isinstance(cfg, Pi05Settings) or cfg.state_in_prompt
-
-
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
     """Read the statistics of a folder for the config, cut to the environment's dimensions.
 
@@ -186,7 +181,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         CheckpointError: the statistics are missing, ambiguous, or have too few dimensions.
         ConfigError: statistics written by `embodyrl sft` are of absolute actions.
     """
-    found, eps = _find_statistics(folder, cfg.unnorm_key)
+    found, eps = _find_statistics(folder, cfg, action_dim)
     if not found:
         if starts_random(folder):
             return Units(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
@@ -219,12 +214,17 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
     return Units(state=units.get("state"), actions=units["actions"])
 
 
-def _find_statistics(folder: Path, key: str | None) -> tuple[Mapping[str, FlowStatistics], float]:
+def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[Mapping[str, FlowStatistics], float]:
     """Return statistics by part (state, actions), and the epsilon of the denominators."""
+    key = cfg.unnorm_key
     if (folder / STATISTICS_FILE).exists():
         return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
+    processors = check_processors(folder, cfg, action_dim)
     if (openpi := _openpi_file(folder, key)) is not None:
         return read_openpi(openpi), OPENPI_EPS
+    if processors.statistics:
+        flat = {f"{part}.{name}": row for part, rows in processors.statistics.items() for name, row in rows.items()}
+        return read_lerobot(flat, folder / f"{PREPROCESSOR}.json", key), processors.eps
     # Processors were introduced later: older models have the statistics among their weights.
     for path in (*sorted(folder.glob(_NORMALIZER)), *sorted(folder.glob("model*.safetensors"))):
         tensors = _vectors(path)

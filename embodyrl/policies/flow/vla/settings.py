@@ -52,3 +52,8 @@ class Pi05Settings(VlaSettings):
     """Normalisation of states and actions: quantiles (pi0.5; q01 and q99 map to -1 and 1) or mean_std."""
     state_in_prompt: bool = True
     """Write the state into the prompt; false: ignore the state, as openpi's pi05_libero does."""
+
+
+def reads_state(cfg: VlaSettings) -> bool:
+    """Return True unless pi0.5 ignores the state."""
+    return not isinstance(cfg, Pi05Settings) or cfg.state_in_prompt

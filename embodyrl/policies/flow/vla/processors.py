@@ -1,0 +1,113 @@
+"""Checks of LeRobot's processors in a folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
+from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
+from embodyrl.policies.vla.folder import CONFIG_FILE, read_side_file
+from embodyrl.policies.vla.processors import (
+    ABSOLUTE,
+    POSTPROCESSOR,
+    PREPROCESSOR,
+    RELATIVE,
+    Processing,
+    Processors,
+    read_processors,
+)
+
+TOKENIZER = "tokenizer_processor"
+_STATE_PROMPT, _NORMALIZER = "pi05_prepare_state_tokenizer_processor_step", "normalizer_processor"
+_STEPS = {
+    "smolvla": (TOKENIZER, "smolvla_new_line_processor"),
+    "pi0": (TOKENIZER, "pi0_new_line_processor", *RELATIVE),
+    "pi05": (TOKENIZER, _STATE_PROMPT, *RELATIVE),
+}
+"""Steps of LeRobot 0.4 and 0.5 by model, in addition to those of every policy."""
+_MODES = {Normalization.mean_std: "MEAN_STD", Normalization.quantiles: "QUANTILES"}
+_IN_LEROBOT = "or set model=lerobot to run the policy in LeRobot."
+
+
+def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Processors:
+    """Read the processors of a folder, and compare their steps with this implementation and the settings.
+
+    Raises:
+        CheckpointError: a file is damaged, or a processor does something else.
+    """
+    names = [f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json"]
+    paths = [*(folder / name for name in names), *sorted(folder.glob("policy_*processor*.safetensors"))]
+    files = {path.name: read_side_file(path) for path in paths if path.is_file()}
+    mode = _MODES[cfg.normalization]
+    mine = Processing(
+        before=_STEPS[cfg.model_type],
+        after=(ABSOLUTE,),
+        modes={"action": mode, "observation.state": mode if reads_state(cfg) else None},
+        mapped=cfg.cameras is not None,
+    )
+    found = read_processors(folder, files, mine)
+    if problem := _problem(found, cfg, folder, action_dim):
+        raise CheckpointError(f"{folder}/{PREPROCESSOR}.json {problem}")
+    return found
+
+
+def prompt_limit(folder: Path) -> int | None:
+    """Return the maximum number of tokens of a prompt in a checkpoint's files, or None.
+
+    The tokenizer step of LeRobot's preprocessor overrides config.json (lerobot: tokenizer_max_length, openpi:
+    max_token_len).
+    """
+    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+    path = folder / f"{PREPROCESSOR}.json"
+    steps = read_json(path).get("steps", []) if path.is_file() else []
+    step = next((step for step in steps if step.get("registry_name") == TOKENIZER), {})
+    found = [step.get("config", {}).get("max_length"), *map(config.get, ("tokenizer_max_length", "max_token_len"))]
+    return next((int(limit) for limit in found if limit is not None), None)
+
+
+def _problem(found: Processors, cfg: VlaSettings, folder: Path, action_dim: int) -> str | None:
+    kinds = [step.get("registry_name") for step in found.steps.get(PREPROCESSOR, ())]
+    if _STATE_PROMPT in kinds and isinstance(cfg, Pi05Settings):
+        if not cfg.state_in_prompt:
+            return "writes the state into the prompt, but model.state_in_prompt=false. Set model.state_in_prompt=true."
+        if kinds.index(_STATE_PROMPT) < kinds.index(_NORMALIZER):
+            return (
+                f"writes the state into the prompt before it is normalized, which is not supported. Correct the order "
+                f"of its steps, {_IN_LEROBOT}"
+            )
+    prompt = found.config_of(TOKENIZER) or {}
+    if prompt.get("task_key", "task") != "task":
+        return f"reads the instruction from '{prompt['task_key']}' instead of 'task'. Use 'task', {_IN_LEROBOT}"
+    return _relative_problem(found, cfg, action_dim)
+
+
+def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> str | None:
+    """Return an error if the relative dimensions of actions differ from `model.delta_dims`."""
+    steps = found.config_of(*RELATIVE) or {}
+    after = bool((found.config_of(ABSOLUTE) or {}).get("enabled"))
+    relative = bool(steps.get("enabled"))
+    if relative != after:
+        return f"has relative actions (enabled: {relative}) unlike {POSTPROCESSOR} ({after}). Download both again."
+    if not relative:
+        # Deltas of openpi's models are applied outside the processors.
+        return None
+    if unknown := [key for key in steps if key not in ("enabled", "exclude_joints", "action_names") and steps[key]]:
+        return (
+            f"has relative actions with '{unknown[0]}', which is not supported. Use another checkpoint, {_IN_LEROBOT}"
+        )
+    mask = _relative_dims(steps, action_dim)
+    count = sum(mask)
+    if mask != [True] * count + [False] * (action_dim - count):
+        return f"has relative actions that are not the first ones: {mask}. Use another checkpoint, {_IN_LEROBOT}"
+    if count != cfg.delta_dims:
+        return f"has {count} relative action dimensions, but model.delta_dims={cfg.delta_dims}. Set it to {count}."
+    return None
+
+
+def _relative_dims(steps: Mapping[str, Any], action_dim: int) -> list[bool]:
+    """Return True for each action dimension that is relative to the state."""
+    names, excluded = steps.get("action_names"), [str(name).lower() for name in steps.get("exclude_joints") or ()]
+    if not names or not excluded:
+        return [True] * action_dim
+    return [not any(part in str(name).lower() for part in excluded) for name in names[:action_dim]]

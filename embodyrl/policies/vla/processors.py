@@ -1,0 +1,173 @@
+"""Processor files in the folders of LeRobot policies: steps, kinds of normalization, statistics.
+
+Does not import torch.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
+from embodyrl.policies.vla.folder import CONFIG_FILE
+
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+RENAMING, RELATIVE = "rename_observations_processor", ("relative_actions_processor", "delta_actions_processor")
+ABSOLUTE = "absolute_actions_processor"
+IDENTITY = "IDENTITY"
+_ACTION, _IMAGES = "action", "observation.image"
+_COMMON = (RENAMING, "to_batch_processor", "device_processor", "normalizer_processor")
+_AFTER = ("unnormalizer_processor", "device_processor")
+_LEROBOT = "or set model=lerobot to run the policy in LeRobot."
+ArrayStatistics = Mapping[str, Mapping[str, npt.NDArray[Any]]]
+"""Normalization statistics by feature and name (mean, std, min, max)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processing:
+    """Processor steps and kinds of normalization that a policy implements."""
+
+    before: Collection[str] = ()
+    """Names of steps of the preprocessor, in addition to those of every policy."""
+    after: Collection[str] = ()
+    """Names of steps of the postprocessor, in addition to those of every policy."""
+    modes: Mapping[str, str | None] = field(default_factory=dict)
+    """Kind of normalization by feature; None: the policy does not read the feature. Other features: IDENTITY."""
+    mapped: bool = False
+    """True if `model.cameras` names the environment's cameras in the order of the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processors:
+    """Contents of both processors of a folder."""
+
+    steps: Mapping[str, Sequence[Mapping[str, Any]]]
+    """Steps by processor, in order."""
+    statistics: ArrayStatistics
+    """Statistics of the preprocessor's normalizer."""
+    eps: float
+    """Minimum denominator of the normalizer."""
+
+    def config_of(self, *kinds: str) -> Mapping[str, Any] | None:
+        """Return the config of the first step with one of the names, or None."""
+        rows = (step for steps in self.steps.values() for step in steps if step.get("registry_name") in kinds)
+        return next((step.get("config", {}) for step in rows), None)
+
+
+def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) -> Processors:
+    """Read the processors of a folder; a folder without processors has no steps and no statistics.
+
+    Args:
+        folder: folder of the policy, for messages.
+        files: contents of the folder's small files by name.
+        mine: steps and kinds of normalization of the policy.
+
+    Raises:
+        CheckpointError: a file is damaged, or a processor does something that the policy does not implement.
+    """
+    kinds = {PREPROCESSOR: {*_COMMON, *mine.before}, POSTPROCESSOR: {*_AFTER, *mine.after}}
+    found: dict[str, tuple[ArrayStatistics, float]] = {}
+    steps_of: dict[str, list[Mapping[str, Any]]] = {}
+    for name in kinds:
+        if f"{name}.json" not in files:
+            continue
+        try:
+            steps = steps_of[name] = json.loads(files[f"{name}.json"])["steps"]
+            (step,) = (step for step in steps if str(step.get("registry_name")).endswith("normalizer_processor"))
+            flat = load(files[step["state_file"]]) if "state_file" in step else {}
+            found[name] = _by_feature(flat), float(step["config"].get("eps", 1e-8))
+            differs = _unknown_step(steps, kinds[name]) or next(
+                _differences(name, step["config"], found[name][0], mine.modes), None
+            )
+            differs = differs or _renaming(steps, mapped=mine.mapped)
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "
+                "again."
+            ) from error
+        if differs:
+            raise CheckpointError(f"{folder}/{name}.json {differs} {_LEROBOT.removeprefix('or ').capitalize()}")
+    before, after = (found[name][0].get(_ACTION) if name in found else None for name in kinds)
+    if before and after and any(key in after and not np.array_equal(after[key], before[key]) for key in before):
+        raise CheckpointError(
+            f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{_ACTION}'. Download both "
+            f"again, {_LEROBOT}"
+        )
+    statistics, eps = found.get(PREPROCESSOR, ({}, 1e-8))
+    return Processors(steps=steps_of, statistics=statistics, eps=eps)
+
+
+def _by_feature(flat: Mapping[str, npt.NDArray[Any]]) -> ArrayStatistics:
+    found: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for key, tensor in flat.items():
+        feature, _, statistic = key.rpartition(".")
+        found.setdefault(feature, {})[statistic] = tensor
+    return found
+
+
+def _unknown_step(steps: Sequence[Mapping[str, Any]], known: Collection[str]) -> str | None:
+    kinds = [step.get("registry_name", step.get("class")) for step in steps]
+    unknown = [kind for kind in kinds if kind not in known]
+    return f"has the step '{unknown[0]}', which is not supported." if unknown else None
+
+
+def _differences(
+    name: str, scaling: Mapping[str, Any], statistics: ArrayStatistics, modes: Mapping[str, str | None]
+) -> Iterator[str]:
+    """Yield the features whose kind of normalization differs from the policy's."""
+    chosen = scaling.get("normalize_observation_keys")
+    for feature in statistics:
+        if name == POSTPROCESSOR and feature != _ACTION:
+            continue
+        mine = modes.get(feature, IDENTITY)
+        theirs = scaling["norm_map"].get(scaling["features"].get(feature, {}).get("type"), IDENTITY)
+        if chosen is not None and feature != _ACTION and feature not in chosen:
+            theirs = IDENTITY
+        if mine is not None and mine != theirs:
+            yield f"normalizes '{feature}' by {theirs}, and normalization_mapping in {CONFIG_FILE} contains {mine}."
+
+
+def _renaming(steps: Sequence[Mapping[str, Any]], *, mapped: bool) -> str | None:
+    """Return an error if a step renames observations, unless `model.cameras` maps the renamed cameras."""
+    for step in steps:
+        renamed = step.get("config", {}).get("rename_map", {}) if step.get("registry_name") == RENAMING else {}
+        pairs = {old: new for old, new in renamed.items() if old != new}
+        if all(name.startswith(_IMAGES) for pair in pairs.items() for name in pair):
+            if pairs and not mapped:
+                text = ", ".join(f"{old} to {new}" for old, new in pairs.items())
+                return f"renames cameras ({text}). Set model.cameras to your cameras in the order of {CONFIG_FILE}."
+        else:
+            return f"renames observations ({', '.join(pairs)}), which is not supported."
+    return None
+
+
+def image_features(folder: Path) -> list[str]:
+    """Return the names of the image features in LeRobot's config.json, in order; none in other formats."""
+    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+    features = config.get("input_features") or {}
+    return [name for name, row in features.items() if isinstance(row, dict) and row.get("type") == "VISUAL"]
+
+
+def order_problem(features: Sequence[str], known: Sequence[str], read: Sequence[str]) -> str | None:
+    """Return an error if the environment has the cameras of the checkpoint in another order.
+
+    Args:
+        features: image features of the checkpoint, in order.
+        known: names of all cameras of the environment.
+        read: names of the cameras that the policy reads, in order.
+    """
+    names = [name.removeprefix(f"{_IMAGES}s.") for name in features]
+    if names[: len(read)] == [*read] or not {*known} & {*names}:
+        return None
+    return (
+        f"the checkpoint has the cameras [{','.join(names)}], but the policy would read [{','.join(read)}]. Set "
+        f"env.init_params.camera_names=[{','.join(names[: len(read)])}], or, if only the names of the views differ, "
+        f"model.cameras=[{','.join(read)}]."
+    )
