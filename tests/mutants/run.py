@@ -70,11 +70,11 @@ def read_mutants() -> list[Mutant]:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy the files that tests need; included weights are linked."""
+    """Copy the files that tests need, with their bytecode; included weights are linked."""
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
-            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("golden"))
         else:
             shutil.copy(source, target / part)
     for part in ("assets", "tests/golden"):
@@ -109,6 +109,9 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> int:
             os.environ["PYTHONPATH"] = str(tree)
             sys.dont_write_bytecode = True
             sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
+            # `needs` has imported parts of the package, which would hide the mutant.
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("embodyrl", "needs")]:
+                del sys.modules[name]
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1)
             os.dup2(out, 2)

@@ -33,6 +33,17 @@ def test_every_folder_has_mutants():
     assert wanted | {"checkpoint", "scheduler", "config"} <= rooms
 
 
+def test_runner_imports_the_package_with_the_mutant(tmp_path):
+    """Not the package that the runner itself has imported."""
+    out = tmp_path / "verdicts.jsonl"
+    words = ["--only", "GRPO forgets to centre", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/mutants/run.py"), *words], check=False, timeout=300, capture_output=True
+    )
+    assert "caught" in out.read_text(), done.stdout
+    assert done.returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
 def test_each_mutant_fails_its_tests(tmp_path):
