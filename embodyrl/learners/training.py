@@ -25,6 +25,8 @@ from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
 from embodyrl.types import ByteArray, EnvSpec, IntArray
 
 TRAINING_STATE = "training_state"
+UNCHANGED = "this optimizer step left the weights unchanged"
+"""Description of the weights after a rejected optimizer step; earlier steps of the same update stay in effect."""
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -206,9 +208,7 @@ class Trainer:
             warmup: see `Schedule`.
             value_rate: the value head has `value_lr` and `value_clip_grad` instead of the policy's rate and limit.
         """
-        self.policy = policy
-        self.cfg = cfg
-        self.ranks = ranks
+        self.policy, self.cfg, self.ranks = policy, cfg, ranks
         self.optimization = Optimization(
             policy.module, cfg.optim, total_steps, ranks, warmup=warmup, value_rate=value_rate
         )
@@ -222,6 +222,7 @@ class Trainer:
         loss: Callable[[S, P], tuple[Tensor, M]],
         *,
         values_only: bool = False,
+        kept: str = UNCHANGED,
     ) -> InParts[tuple[dict[str, float], list[M]] | None]:
         """Accumulate gradients over micro-batches, yielding after each micro-batch, and take one optimizer step.
 
@@ -231,6 +232,7 @@ class Trainer:
             forward: function that returns the scores of a micro-batch.
             loss: function that returns its share of the loss (shares are summed), and metrics for the caller.
             values_only: update only the value head.
+            kept: see `refuse`.
 
         Returns:
             `loss` and `grad_norm`, and the measurements of each micro-batch; None if the step was skipped.
@@ -254,10 +256,10 @@ class Trainer:
         # Before the step, so that all ranks agree on a non-finite loss; otherwise their weights would diverge.
         shares = self.ranks.exchange([{"loss": share} for share in _on_host(losses)])
         if broken := [one["loss"] for one in shares if not math.isfinite(one["loss"])]:
-            return self.refuse(f"loss {broken[0]}")
+            return self.refuse(f"loss {broken[0]}", kept=kept)
         grad_norm = self.optimization.step(position, values_only=values_only)
         if not math.isfinite(grad_norm):
-            return self.refuse(f"gradient norm {grad_norm}")
+            return self.refuse(f"gradient norm {grad_norm}", kept=kept)
         return merge_metrics(shares) | {"grad_norm": grad_norm}, said
 
     def take_statistics(self, arena: Arena, records: IntArray) -> None:
@@ -266,7 +268,7 @@ class Trainer:
             self.policy.take_statistics(read_observation(arena, records))
             weights_changed(self.policy.module)
 
-    def refuse(self, what: str, *, kept: str = "the weights are unchanged") -> None:
+    def refuse(self, what: str, *, kept: str = UNCHANGED) -> None:
         """Drop the gradients and raise an error for a non-finite value; `kept` describes the state of the weights."""
         self.optimization.zero_grad()
         if not self._skips_nonfinite:

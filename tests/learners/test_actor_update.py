@@ -16,6 +16,7 @@ from toy_runs import TOY_OFT, toy_config
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
+from embodyrl.errors import NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
@@ -118,6 +119,24 @@ def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
     request = UpdateRequest(step=0, tickets=actor.tickets, episode=tuple(episode.tolist()))
     (done,) = actor.host.handle(request)
     assert done.metrics["policy_loss"] == pytest.approx(-np.mean(expected), rel=1e-3)
+
+
+def test_rejected_step_keeps_the_weights_of_the_step_before(make: Make):
+    """Two optimizer steps, the second with a non-finite gradient; the error does not deny the first."""
+    actor = make(*HALVES, "actor.optim.lr=0.01")
+    actor["advantage"] = np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])[:, None]
+    weight = next(iter(actor.host.policy.module.parameters()))
+    begun: list[torch.Tensor] = []
+
+    def broken(gradient: torch.Tensor) -> torch.Tensor:
+        begun.append(weight.detach().clone())
+        return gradient * (torch.nan if len(begun) == 2 else 1.0)
+
+    weight.register_hook(broken)
+    with pytest.raises(NonFiniteError, match="this optimizer step left the weights unchanged"):
+        actor.update()
+    assert not torch.equal(*begun)
+    assert torch.equal(weight, begun[1])
 
 
 def test_gradients_are_cleared_before_each_step(make: Make):

@@ -16,7 +16,7 @@ from embodyrl.extensions.iql.transitions import transitions_of
 from embodyrl.extensions.iql.values import IqlValues
 from embodyrl.extensions.recap.value import features_of, observations
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, deal, mean_metrics
+from embodyrl.learners.training import UNCHANGED, InParts, deal, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.conditioning import HasFeatures
@@ -61,11 +61,11 @@ class IqlLearner(Learner):
         steps: list[dict[str, float]] = []
         for done in range(count):
             chosen = rng.integers(len(self._steps.start), size=self._batch_size)
-            if (found := self._evaluate(chosen)) is None:
-                # The critics' loss depends on the updated value network, so it cannot be checked before that update.
-                self._trainer.refuse(
-                    "loss of the critics", kept="the policy is unchanged, but the value network may have been updated"
-                )
+            if isinstance(found := self._evaluate(chosen), str):
+                # The loss of the critics depends on the updated value network: check it after that update.
+                after = "policy and critics are unchanged, but the value network was updated"
+                what = {"value": "value network"}.get(found, found)
+                self._trainer.refuse(f"loss or gradient of the {what}", kept=after if found == "critics" else UNCHANGED)
                 continue
             weights, metrics = found
             frames = self._steps.start[chosen]
@@ -74,6 +74,7 @@ class IqlLearner(Learner):
                 request.step + done / count,
                 lambda rows, frames=frames: self._imitate(frames[rows]),
                 lambda scores, rows, weights=weights: ((weights[rows] * scores.loss).sum() / self._batch_size, None),
+                kept="the policy is unchanged, but critics and value network were updated",
             )
             if taken is not None:
                 steps.append(taken[0] | metrics)
@@ -82,16 +83,16 @@ class IqlLearner(Learner):
         result = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
-    def _evaluate(self, chosen: IntArray) -> tuple[Tensor, dict[str, float]] | None:
+    def _evaluate(self, chosen: IntArray) -> tuple[Tensor, dict[str, float]] | str:
         """Update the critics on the transitions `chosen` [B]; return the SFT weights [B] of the chunks, and metrics.
 
-        Return None if a loss of the critics is not finite.
+        Return the name of a network whose loss or gradient is not finite (see `IqlValues.update`).
         """
         steps = self._steps
         parts = (steps.start[chosen], steps.after[chosen], steps.reward[chosen], steps.discount[chosen])
         found = self._values.update(*(on_device(part, self._device) for part in parts))
-        if found is None:
-            return None
+        if isinstance(found, str):
+            return found
         advantage, metrics = found
         weights = advantage_weights(advantage, self._rules.temperature, self._rules.weight_clip)
         clipped = (weights >= self._rules.weight_clip).float().mean().item()

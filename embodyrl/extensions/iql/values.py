@@ -42,10 +42,11 @@ class IqlValues:
 
     def update(
         self, start: Tensor, after: Tensor, reward: Tensor, discount: Tensor
-    ) -> tuple[Tensor, dict[str, float]] | None:
+    ) -> tuple[Tensor, dict[str, float]] | str:
         """Update V, then Q, then the target critics; return the advantages [B], and metrics.
 
-        Return None if a loss is not finite; the network with that loss is not updated.
+        Return the name of the network, "value" or "critics", whose loss or gradient is not finite. That network and
+        those after it are not updated.
 
         Args:
             start: [B] frame indices of the observations and chunks.
@@ -58,14 +59,14 @@ class IqlValues:
             target = self.targets(features, actions).amin(0)
         value_loss = expectile_loss(target - self._value(features), self._rules.expectile).mean()
         if not self._descend("value", value_loss):
-            return None
+            return "value"
         with torch.no_grad():
             advantage = target - self._value(features)
             following = self._value(self._features[after])
         estimate = self.critics(features, actions)
         loss = critic_loss(estimate, reward, discount, following)
         if not self._descend("critics", loss):
-            return None
+            return "critics"
         with torch.no_grad():
             for kept, own in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
                 kept.lerp_(own, self._rules.tau)
@@ -76,16 +77,16 @@ class IqlValues:
         return self.value(features, features[:, :0])[0]
 
     def _descend(self, name: str, loss: Tensor) -> bool:
-        """Take one optimizer step of the network `name` and return True; return False if the loss is not finite."""
+        """Take one optimizer step of a network; return False, without a step, if loss or gradient is not finite."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad()
         if not math.isfinite(loss.item()):
             return False
         loss.backward()
-        if self._clip is not None:
-            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], self._clip)
-        optimizer.step()
-        return True
+        limit = math.inf if self._clip is None else self._clip
+        if finite := bool(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], limit).isfinite()):
+            optimizer.step()
+        return finite
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, with the normalised features."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodyrl.errors import NonFiniteError
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.recap.targets import two_hot
 from embodyrl.policies.flow.small.config import SmallConfig, Units
@@ -127,7 +128,11 @@ def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
 def train_value(
     make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
 ) -> ValueModel:
-    """Train a value model on the frames with indices `frames` [n], by cross-entropy to two-hot targets of g [N]."""
+    """Train a value model on the frames with indices `frames` [n], by cross-entropy to two-hot targets of g [N].
+
+    Raises:
+        NonFiniteError: the gradient is not finite.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = make().train()
@@ -144,7 +149,11 @@ def train_value(
             loss = nn.functional.cross_entropy(model(rows), target)
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(used, 1.0)
+            if not (norm := nn.utils.clip_grad_norm_(used, 1.0)).isfinite():
+                raise NonFiniteError(
+                    f"Non-finite gradient norm {norm.item()} of a value model in optimizer step {step + 1}; the policy "
+                    f"is unchanged, and no labels were written. Lower recap.value_lr."
+                )
             optimizer.step()
     return model.eval()
 

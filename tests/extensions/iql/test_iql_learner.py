@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
@@ -18,6 +21,8 @@ from embodyrl.extensions.iql import values
 from embodyrl.extensions.iql.transitions import ends_of, transitions_of
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.scheduler.start import policy_init
+from embodyrl.workers.policy_host import PolicyHost
 
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.val_check_interval=-1")
 PENDULUM = ("env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=10")
@@ -102,10 +107,40 @@ def test_exception_in_an_iql_loss_ends_the_training(tmp_path, data, monkeypatch,
         run_iql(tmp_path, data, "run")
 
 
-def test_non_finite_critic_loss_error_names_the_updated_networks(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(values, "critic_loss", lambda value, *_: value.sum() * math.inf)
-    with pytest.raises(NonFiniteError, match=r"loss of the critics.*the policy is unchanged, but the value network"):
-        run_iql(tmp_path, data, "run")
+@pytest.fixture
+def host(tmp_path, data):
+    words = [*PENDULUM, *SMALL, f"algorithm.demonstrations=[{data}]", f"runner.output_dir={tmp_path}"]
+    run_plan = build_run_plan(load_config("train", words), training=True)
+    arena = Arena.create(run_plan.layout, run_plan.capacity)
+    made = PolicyHost(policy_init(run_plan, arena, None))
+    yield made, UpdateRequest(step=1, tickets=arena.allocate_all(1), episode=(0,))
+    made.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "updated", "said"),
+    [
+        ("value", set(), "left the weights unchanged"),
+        ("critics", {"value"}, "policy and critics are unchanged, but the value network was updated"),
+        ("policy", {"value", "critics"}, "the policy is unchanged, but critics and value network were updated"),
+    ],
+)
+def test_non_finite_gradient_error_names_the_updated_networks(host, bad, updated, said):
+    actor, request = host
+    learner = actor._learner
+    parts = {"value": learner._values.value, "critics": learner._values.critics, "policy": actor.policy.module}
+    next(iter(parts[bad].parameters())).register_hook(lambda gradient: gradient * math.nan)
+    before = {name: [p.detach().clone() for p in part.parameters()] for name, part in parts.items()}
+    with pytest.raises(NonFiniteError, match=said):
+        list(learner.update(request))
+    moved = {
+        name
+        for name, part in parts.items()
+        if not all(torch.equal(one, p) for one, p in zip(before[name], part.parameters(), strict=True))
+    }
+    assert moved == updated
+    assert all(p.isfinite().all() for part in parts.values() for p in part.parameters())
 
 
 @pytest.mark.integration

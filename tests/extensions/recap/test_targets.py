@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from embodyrl.errors import NonFiniteError
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.recap.targets import (
@@ -21,6 +23,7 @@ from embodyrl.extensions.recap.targets import (
     thresholds,
     two_hot,
 )
+from embodyrl.extensions.recap.value import FeatureValue, ValueTraining, train_value
 
 LENGTHS, WON = (4, 6, 5), (True, True, False)
 G = [
@@ -159,3 +162,11 @@ def test_folds_are_even_and_rank_correlation_uses_mean_ranks():
     assert rank_correlation([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
     assert rank_correlation([1, 1, 2], [1, 1, 5]) == pytest.approx(1.0)
     assert rank_correlation([1, 1], [1, 2]) == 0.0
+
+
+def test_non_finite_gradient_of_a_value_model_is_refused() -> None:
+    """Otherwise NaN values would label no frame as positive."""
+    training = ValueTraining(steps=3, batch_size=4, lr=1e38, seed=0)
+    features = torch.linspace(-1.0, 1.0, 30).reshape(15, 2)
+    with pytest.raises(NonFiniteError, match=r"value model in optimizer step [23]; the policy is unchanged"):
+        train_value(lambda: FeatureValue(features), np.arange(15), np.array(G), training)
