@@ -1,7 +1,7 @@
 """Word problems in the style of GSM8K, generated from templates; some numbers occur only in validation."""
 
+import operator
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from embodyrl.extensions.conversation import Message
@@ -13,6 +13,7 @@ _LARGEST, _STEP, _RESERVED = 40, 5, 3
 """Largest number n, divisor and remainder: numbers with n mod 5 = 3 occur only in validation, all others only in
 training."""
 _TRIES = 100
+_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
 _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
 
@@ -20,69 +21,58 @@ _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "p
 @dataclass(frozen=True, slots=True)
 class _Story:
     text: str
-    answer: Callable[[int, int, int], int]
     steps: str
-    """Template of the solution; {r} is the answer."""
+    """Steps of the solution, separated by `; `. Results are named x, y, z, w; the last one is the answer."""
 
 
 _STORIES = (
     _Story(
         "{name} has {a} {things} and buys {b} more. Then {name} gives {c} of them to {other}. How many {things} does "
         "{name} have left?",
-        lambda a, b, c: a + b - c,
-        "{a} + {b} - {c} = {r}",
+        "a + b; x - c",
     ),
     _Story(
         "{name} buys {a} boxes with {b} {things} each. {c} of the {things} are broken. How many are not broken?",
-        lambda a, b, c: a * b - c,
-        "{a} * {b} - {c} = {r}",
+        "a * b; x - c",
     ),
     _Story(
         "A pack of {things} costs ${a}. {name} buys {b} packs and pays ${c} for delivery. How many dollars does {name} "
         "pay in total?",
-        lambda a, b, c: a * b + c,
-        "{a} * {b} + {c} = {r}",
+        "a * b; x + c",
     ),
     _Story(
         "{name} has {a} {things}. {other} has {b} more {things} than {name}, and gets {c} more from a friend. How many "
         "{things} does {other} have?",
-        lambda a, b, c: a + b + c,
-        "{a} + {b} + {c} = {r}",
+        "a + b; x + c",
     ),
     _Story(
         "{name} reads {a} pages on each of {b} days. The book has {c} pages more than that. How many pages does the "
         "book have?",
-        lambda a, b, c: a * b + c,
-        "{a} * {b} + {c} = {r}",
+        "a * b; x + c",
     ),
     _Story(
         "{name} earns ${a} per hour and works {b} hours on Monday and {c} hours on Tuesday. How many dollars does "
         "{name} earn on both days?",
-        lambda a, b, c: a * (b + c),
-        "{a} * ({b} + {c}) = {r}",
+        "b + c; a * x",
     ),
     _Story(
         "A bus has {a} passengers. At the first stop {b} get on, and at the second stop {c} get off. How many "
         "passengers are on the bus?",
-        lambda a, b, c: a + b - c,
-        "{a} + {b} - {c} = {r}",
+        "a + b; x - c",
     ),
     _Story(
         "There are {a} bags with {b} {things} in each bag and {c} bags with {b} {things} in each bag. How many "
         "{things} are there?",
-        lambda a, b, c: (a + c) * b,
-        "({a} + {c}) * {b} = {r}",
+        "a + c; x * b",
     ),
     _Story(
         "{name} collects {a} {things} in the morning and twice as many in the afternoon. {name} loses {b} and sells "
         "{c}. How many {things} are left?",
-        lambda a, b, c: 3 * a - b - c,
-        "{a} + 2 * {a} - {b} - {c} = {r}",
+        "2 * a; a + x; y - b; z - c",
     ),
     _Story(
         "{name} saves ${a} each week for {b} weeks and then spends ${c}. How many dollars does {name} still have?",
-        lambda a, b, c: a * b - c,
-        "{a} * {b} - {c} = {r}",
+        "a * b; x - c",
     ),
 )
 
@@ -106,9 +96,19 @@ def _rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
             break
         story, (name, other) = rng.choice(_STORIES), rng.sample(_NAMES, 2)
         a, b, c = (rng.choice(numbers) for _ in range(3))
-        if (result := story.answer(a, b, c)) > 0:
-            words = {"a": a, "b": b, "c": c, "r": result, "name": name, "other": other, "things": rng.choice(_THINGS)}
-            asked = story.text.format(**words)
-            reference = f"{story.steps.format(**words)}\n#### {result}"
+        steps, result = _solve(story.steps, {"a": a, "b": b, "c": c, "2": 2})
+        if result > 0:
+            asked = story.text.format(a=a, b=b, c=c, name=name, other=other, things=rng.choice(_THINGS))
+            reference = "\n".join((*steps, f"#### {result}"))
             found[asked] = TextRow(messages=(Message(role="user", content=f"{asked}\n{_ASKS}"),), reference=reference)
     return list(found.values())
+
+
+def _solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int]:
+    """Return the lines of a solution, such as `3 + 4 = 7`, and its result."""
+    known, lines, result = dict(numbers), list[str](), 0
+    for name, step in zip("xyzw", steps.split("; "), strict=False):
+        left, sign, right = step.split()
+        result = known[name] = _SIGNS[sign](known[left], known[right])
+        lines.append(f"{known[left]} {sign} {known[right]} = {result}")
+    return lines, result
