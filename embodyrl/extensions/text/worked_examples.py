@@ -1,8 +1,10 @@
 """Rows with worked examples: earlier turns show the form of the reply, or a call of the calculator."""
 
 import random
+import re
 from collections.abc import Sequence
 
+from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import Message
 from embodyrl.extensions.text.conversation import TextRow
 
@@ -14,7 +16,7 @@ _PRODUCTS = ((12, 34), (56, 71), (90, 18), (43, 25))
 def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[TextRow]:
     """Return sums whose `shown` (at most 4) earlier replies have the form that the reward `format` requires."""
     examples: list[Message] = []
-    for a, b in _SUMS[:shown]:
+    for a, b in _shown(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
         examples += [_user(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
@@ -24,15 +26,46 @@ def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[Tex
 def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
     """Return products of two numbers from 10 to 99 whose `shown` (at most 4) earlier turns call the calculator."""
     examples: list[Message] = []
-    for a, b in _PRODUCTS[:shown]:
-        examples += [
-            _user(f"What is {a} * {b}?"),
-            Message(role="assistant", content=f"?{a}*{b}"),
-            Message(role="tool", content=str(a * b)),
-            Message(role="assistant", content=f"{a} * {b} = {a * b}"),
-        ]
+    for a, b in _shown(_PRODUCTS, shown):
+        examples += [_user(f"What is {a} * {b}?"), *_call(a, b), Message(role="assistant", content=_conclusion(a, b))]
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     return _rows(examples, pairs, _PRODUCTS, "*", seed)
+
+
+def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
+    """Return two SFT rows for each row of `calculator_products` without examples, in the same order.
+
+    The answer of the first row is the call of the calculator; the second row contains the call and the tool's answer.
+    """
+    rows: list[TextRow] = []
+    for row in calculator_products(shown=0, seed=seed):
+        a, b = map(int, re.findall(r"[0-9]+", row.messages[-1].content))
+        call = _call(a, b)
+        rows.append(TextRow(messages=row.messages, reference=call[0].content, group=row.group))
+        rows.append(TextRow(messages=(*row.messages, *call), reference=_conclusion(a, b), group=row.group))
+    return rows
+
+
+def _shown(examples: Sequence[tuple[int, int]], shown: int) -> Sequence[tuple[int, int]]:
+    """Return the first `shown` examples.
+
+    Raises:
+        ConfigError: there are fewer examples.
+    """
+    if not 0 <= shown <= len(examples):
+        raise ConfigError(
+            f"data.kwargs.shown={shown}: there are {len(examples)} worked examples; set 0 to {len(examples)}."
+        )
+    return examples[:shown]
+
+
+def _call(a: int, b: int) -> tuple[Message, Message]:
+    """Return the call of the calculator and its answer."""
+    return Message(role="assistant", content=f"?{a}*{b}"), Message(role="tool", content=str(a * b))
+
+
+def _conclusion(a: int, b: int) -> str:
+    return f"{a} * {b} = {a * b}"
 
 
 def _user(text: str) -> Message:

@@ -1,13 +1,15 @@
 """Rows with worked examples: the examples satisfy the reward or the tool that they show."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
 from embodyrl.envs.text.environment import answer, find_call
+from embodyrl.errors import ConfigError
 from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.rewards.functions import gsm8k_flexible, tagged
-from embodyrl.extensions.text.worked_examples import calculator_products, tagged_sums
+from embodyrl.extensions.text.worked_examples import calculator_dialogues, calculator_products, tagged_sums
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -45,3 +47,25 @@ def test_example_calls_contain_the_answers_of_the_calculator():
         assert gsm8k_flexible("", reply.content, told.content) == 1
     a, b = numbers(row.messages[-1].content)
     assert row.reference == str(a * b)
+
+
+@pytest.mark.parametrize("rows", [tagged_sums, calculator_products])
+@pytest.mark.parametrize("shown", [-1, 5])
+def test_more_worked_examples_than_there_are_raise_an_error(rows: Callable[..., list[TextRow]], shown: int):
+    with pytest.raises(ConfigError, match=f"shown={shown}: there are 4"):
+        rows(shown=shown)
+
+
+def test_dialogues_call_the_calculator_and_repeat_its_answer():
+    rows, products = calculator_dialogues(seed=1), calculator_products(shown=0, seed=1)
+    assert len(rows) == 2 * len(products)
+    for first, second, product in zip(rows[:40:2], rows[1:40:2], products, strict=False):
+        call = find_call(first.reference, ["calculator"])
+        assert call is not None
+        assert first.messages == product.messages
+        assert [(m.role, m.content) for m in second.messages[1:]] == [
+            ("assistant", first.reference),
+            ("tool", answer(call, ["calculator"])),
+        ]
+        assert gsm8k_flexible("", second.reference, product.reference) == 1
+        assert first.group == second.group == product.group
