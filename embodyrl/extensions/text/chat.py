@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.files import read_json, read_small
 
@@ -28,6 +29,28 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
     """Text of each special token by name, such as bos_token."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as enable_thinking."""
+
+    @classmethod
+    def of(cls, model: Any, folder: Path) -> ChatTemplate | None:
+        """Return the template of a section `model` whose tokenizer is in `folder`, or None.
+
+        Policies without the key `chat` use the folder's template.
+
+        Raises:
+            ConfigError: the file `model.chat_template` cannot be read, or arguments are set without a template.
+        """
+        if getattr(model, "chat", None) is False:
+            return None
+        found, arguments = cls.read(folder), getattr(model, "chat_template_kwargs", {})
+        if (named := getattr(model, "chat_template", None)) is not None:
+            found = cls(template_text(named), cls._tokens(folder))
+        if found is None and arguments:
+            raise ConfigError(
+                f"model.chat_template_kwargs: the tokenizer in {folder} has no chat template; set model.chat_template."
+            )
+        return found and replace(found, arguments=arguments)
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
@@ -42,10 +65,13 @@ class ChatTemplate:
             found = found.get("default")
         if not isinstance(found, str):
             return None
-        named = {**_json(folder / "special_tokens_map.json"), **config}
+        return cls(found, cls._tokens(folder))
+
+    @staticmethod
+    def _tokens(folder: Path) -> dict[str, str]:
+        named = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
-        tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
-        return cls(found, tokens)
+        return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
     @cached_property
     def _compiled(self) -> Any:
@@ -61,9 +87,24 @@ class ChatTemplate:
 
         try:
             asked = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
-            return self._compiled.render(**self.tokens, **asked)
+            return self._compiled.render(**{**self.tokens, **self.arguments, **asked})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RefusedMessages(" ".join(str(error).split())[:200]) from error
+
+
+def template_text(named: str) -> str:
+    """Return the content of the file `model.chat_template`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    file = resolve_asset(named)
+    try:
+        return read_small(file).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.chat_template={named} cannot be read ({error}); name a file with a template."
+        ) from error
 
 
 def _environment() -> Any:

@@ -89,14 +89,14 @@ class TextRows:
         raise IndexError(index)
 
 
-def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) -> TextRows:
+def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplate | None = None) -> TextRows:
     """Open the rows of a run and check every row of a file.
 
     Args:
         cfg: the section `data`, with `data.path` set.
         tokenizer: folder with the tokenizer.json for prompt lengths; None: the small vocabulary has one token per
             character.
-        chat: apply the chat template of the tokenizer folder to prompts, if it has one.
+        template: chat template of prompts; None: prompts are concatenated messages.
 
     Raises:
         ConfigError: a source cannot be read, a row is malformed, or no row is left.
@@ -112,7 +112,6 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
         raise ConfigError(f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}.") from error
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens = np.arange(rows.total), 0
-    template = ChatTemplate.read(tokenizer) if tokenizer is not None and chat else None
     controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
     if cfg.max_prompt_length is not None and rows.total:
         lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)

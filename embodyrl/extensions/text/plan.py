@@ -6,6 +6,7 @@ from pathlib import Path
 
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.extensions.text.chat import ChatTemplate
 from embodyrl.extensions.text.dataset import TextRows, open_rows
 from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.rewards.judge import build_judge
@@ -34,7 +35,8 @@ def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
     Raises:
         ConfigError: see `open_rows`.
     """
-    return open_rows(data, tokenizer=tokenizer_folder(cfg), chat=getattr(cfg.model, "chat", None) is not False)
+    folder = tokenizer_folder(cfg)
+    return open_rows(data, tokenizer=folder, template=None if folder is None else ChatTemplate.of(cfg.model, folder))
 
 
 def tokenizer_folder(cfg: Config) -> Path | None:

@@ -51,8 +51,11 @@ class CausalLMFactory:
         except EmbodyError as error:
             return [str(error)]
         missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
-        if cfg.chat and not missing and ChatTemplate.read(folder) is None:
-            return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; remove model.chat."]
+        try:
+            if cfg.chat and not missing and ChatTemplate.of(cfg, folder) is None:
+                return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; remove model.chat."]
+        except ConfigError as error:
+            return [str(error)]
         return [
             f"model.path={cfg.path}: no {file} there; use a folder written by `save_pretrained`." for file in missing
         ]
@@ -64,7 +67,7 @@ class CausalLMFactory:
             ConfigError: the chat template rejects messages of the environment.
         """
         folder = self._folder(cfg)
-        template = None if cfg.chat is False else ChatTemplate.read(folder)
+        template = ChatTemplate.of(cfg, folder)
         if template is not None:
             found = (roles_problem(template, roles, parts=self.sees) for roles in env.text.roles)
             if problems := [f"model.path={cfg.path}: {problem}" for problem in found if problem]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
+from embodyrl.extensions.text.chat import template_text
 from embodyrl.policies.causal_lm.cache import reserved_cache, unmap_large_tensors
 from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left
@@ -58,6 +59,8 @@ class CausalLMPolicy:
         seed = None if cfg.path is not None else ADAPTED_SEED if cfg.is_lora else request.seed
         model, self.processor = load(folder, dtype=dtype, seed=seed, sees=sees)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        if cfg.chat_template is not None:
+            self.processor.chat_template = self.tokenizer.chat_template = template_text(cfg.chat_template)
         if cfg.is_lora or cfg.lora.path is not None:
             model = add_adapters(model, cfg, trainable=request.trainable)
         self._checkpointing = request.gradient_checkpointing
@@ -83,7 +86,7 @@ class CausalLMPolicy:
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
         pixels = 3 * len(request.env.cameras.names) * math.prod(request.env.cameras.size)
-        self.read = Reader(self.processor, chat=cfg.chat, first=int(self.ends[0]), pixels=pixels)
+        self.read = Reader(self.processor, cfg, first=int(self.ends[0]), pixels=pixels)
         self._end = self.read.end_of_reply(ends)
         self._plain_head = self._net.head_is_last(self._precision())
         self._request, self._engine_asked = request, request.backend != "hf"

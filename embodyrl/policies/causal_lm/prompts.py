@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from embodyrl.extensions.conversation import Message, split_messages, split_pictures
 from embodyrl.extensions.text.chat import without_controls
+from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
@@ -32,13 +33,14 @@ class Prompt(list[int]):
 class Reader:
     """Converts conversations and their images to prompts, with the chat template or by concatenation."""
 
-    def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
+    def __init__(self, processor: Any, cfg: CausalLMSettings, *, first: int, pixels: int) -> None:
         """Set up the reader from a tokenizer, or the processor of a vision-language model.
 
         `first`: the only token of an otherwise empty prompt. `pixels`: number of image values per observation, which
         limits the cache.
         """
-        self._processor, self._chat = processor, processor.chat_template is not None if chat is None else chat
+        self._processor, self._arguments = processor, cfg.chat_template_kwargs
+        self._chat = processor.chat_template is not None if cfg.chat is None else cfg.chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
         tokenizer = processor.tokenizer if self._sees else processor
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -64,7 +66,7 @@ class Reader:
             turns = (("user", "?"), ("assistant", _REPLY))
             content = (lambda text: [{"type": "text", "text": text}]) if self._sees else str
             talk = [{"role": role, "content": content(text)} for role, text in turns]
-            after = self._processor.apply_chat_template(talk, tokenize=False).rpartition(_REPLY)[2]
+            after = self._processor.apply_chat_template(talk, tokenize=False, **self._arguments).rpartition(_REPLY)[2]
             said = [*tokenizer(after, add_special_tokens=False)["input_ids"], *said]
         return next((token for token in said if token in ends), ends[0])
 
@@ -80,6 +82,7 @@ class Reader:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
+                **self._arguments,
             )
         else:
             ids = self._processor("".join(map(_plain, messages)))["input_ids"]
@@ -116,7 +119,12 @@ class Reader:
                 for m, turn in zip(messages, turns, strict=True)
             ]
             out = self._processor.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+                conversation,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                **self._arguments,
             )
         else:
             texts = ("".join(part if isinstance(part, str) else token for part in turn) for turn in turns)

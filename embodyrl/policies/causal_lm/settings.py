@@ -1,10 +1,17 @@
 """Config keys for causal language models."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from embodyrl.config.settings import Path
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
+
+RESERVED = frozenset({"messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize"})
+RESERVED |= {"tools", "documents", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
+RESERVED |= {"chat_template", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
+"""Arguments of `apply_chat_template` that are not arguments of the template, or are set by the run."""
 
 
 class TextLoraSettings(LoraSettings):
@@ -21,4 +28,16 @@ class CausalLMSettings(AdapterSettings):
 
     chat: bool | None = None
     """Language models: apply the tokenizer's chat template; null: apply a template if the tokenizer has one."""
+    chat_template: Path | None = None
+    """Language models: file with a chat template (Jinja); default: the tokenizer's template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Language models: arguments of the chat template, for example {enable_thinking: false}."""
     lora: TextLoraSettings = TextLoraSettings()
+
+    def problems(self) -> Iterator[str]:
+        """Yield settings problems, including arguments of the chat template that are reserved or have no effect."""
+        yield from super().problems()
+        if self.chat is False and (self.chat_template or self.chat_template_kwargs):
+            yield "model.chat=false: model.chat_template and model.chat_template_kwargs have no effect; remove them."
+        if reserved := sorted(RESERVED & {*self.chat_template_kwargs}):
+            yield f"model.chat_template_kwargs: {', '.join(reserved)} cannot be set; remove it."

@@ -8,6 +8,7 @@ from text_runs import text_config
 from transformers import AutoTokenizer
 
 from embodyrl.commands.dry_run import describe
+from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.text.chat import (
@@ -22,6 +23,7 @@ from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.config import load_config
 from embodyrl.policies.causal_lm.prompts import Reader
+from embodyrl.policies.causal_lm.settings import CausalLMSettings
 
 TINY = resolve_asset("assets/causal_lm_tiny")
 CHATML = (
@@ -124,10 +126,52 @@ def test_prompt_length_includes_the_chat_template(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in (3, 9)))
     keys = {"path": str(tmp_path / "rows.jsonl"), "max_prompt_length": 9, "val_share": 0.0}
     plain, place = RowSettings(**keys), folder(tmp_path / "m", "{{ bos_token }}12+34={{ messages[0]['content'] }}")
-    assert len(open_rows(plain, tokenizer=place, chat=False)) == 1, "the tokenizer's own token counts"
-    assert len(open_rows(plain.updated({"max_prompt_length": 10}), tokenizer=place)) == 1
+    template = ChatTemplate.read(place)
+    assert len(open_rows(plain, tokenizer=place)) == 1, "the tokenizer's own token counts"
+    assert len(open_rows(plain.updated({"max_prompt_length": 10}), tokenizer=place, template=template)) == 1
     with pytest.raises(ConfigError, match=r"none of the .* rows remains"):
-        open_rows(plain.updated({"max_prompt_length": 8}), tokenizer=place)
+        open_rows(plain.updated({"max_prompt_length": 8}), tokenizer=place, template=template)
+
+
+THINKING = (
+    "{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a' if think | default(true) else 'ab' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"think": False}])
+def test_template_and_arguments_of_a_run_match_transformers(arguments: dict[str, bool], tmp_path: Path):
+    place, file = folder(tmp_path / "m", CHATML), tmp_path / "thinking.jinja"
+    file.write_text(THINKING)
+    keys = {"chat_template": str(file), "chat_template_kwargs": arguments}
+    cfg, tokenizer = CausalLMSettings(model_type="causal_lm", **keys), AutoTokenizer.from_pretrained(place)
+    asked = messages("user", "assistant", "user")
+    words = {"tokenize": False, "add_generation_prompt": True, **arguments}
+    expected = tokenizer.apply_chat_template(asked, chat_template=THINKING, **words)
+    template = ChatTemplate.of(cfg, place)
+    assert template is not None
+    assert template.render(asked) == expected
+    assert expected.endswith("b") == bool(arguments)
+    tokenizer.chat_template = THINKING
+    ids = Reader(tokenizer, cfg, first=0, pixels=0)._encode("1+1=", b"", ())
+    assert tokenizer.decode(ids) == "1+1=" + expected[expected.rindex("|") :]
+
+
+def test_chat_template_of_a_run_is_checked_before_the_start_and_saved(tmp_path: Path):
+    file = tmp_path / "thinking.jinja"
+    file.write_text(THINKING)
+    words = ("model.chat_template_kwargs={think: false}", f"model.chat_template={file}", "runner.max_steps=1")
+    run = train(text_config(tmp_path, *words)).run
+    saved = AutoTokenizer.from_pretrained(next((run / "checkpoints").glob("step_*")) / "policy")
+    assert saved.chat_template == THINKING
+    for wrong, reason in (
+        (("model.chat_template_kwargs={tools: 1}",), "tools cannot be set"),
+        (("model.chat=false", f"model.chat_template={file}"), "have no effect"),
+        (("model.chat_template_kwargs={think: false}",), "has no chat template; set model.chat_template"),
+        ((f"model.chat_template={tmp_path}/none",), "none cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            describe(text_config(tmp_path / "wrong", *wrong))
 
 
 def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
@@ -148,11 +192,11 @@ def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     assert without_controls("a<e<eos>os>b", control_tokens(place)) == "ab"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')
     cfg = RowSettings(path=str(tmp_path / "rows.jsonl"), val_share=0.0)
-    rows = open_rows(cfg, tokenizer=place)
+    rows = open_rows(cfg, tokenizer=place, template=ChatTemplate.read(place))
     assert rows.doubts == ("1 rows contain control tokens of the model, which are removed (first: row 2, <eos>)",)
-    assert open_rows(cfg, tokenizer=place, chat=False).doubts == ()
+    assert open_rows(cfg, tokenizer=place).doubts == ()
     tokenizer = AutoTokenizer.from_pretrained(place)
-    reader = Reader(tokenizer, chat=None, first=0, pixels=0)
+    reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), first=0, pixels=0)
     prompts = [list(reader._encode(text, b"", ())) for text in ("1+1=", "1<eos>+1=")]
     assert prompts[0] == prompts[1]
     assert text_config(tmp_path / "runs")
