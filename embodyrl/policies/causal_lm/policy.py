@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.extensions.text.chat import template_text
 from embodyrl.policies.causal_lm.cache import reserved_cache, unmap_large_tensors
 from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left
@@ -59,8 +58,6 @@ class CausalLMPolicy:
         seed = None if cfg.path is not None else ADAPTED_SEED if cfg.is_lora else request.seed
         model, self.processor = load(folder, dtype=dtype, seed=seed, sees=sees)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        if cfg.chat_template is not None:
-            self.processor.chat_template = self.tokenizer.chat_template = template_text(cfg.chat_template)
         if cfg.is_lora or cfg.lora.path is not None:
             model = add_adapters(model, cfg, trainable=request.trainable)
         self._checkpointing = request.gradient_checkpointing

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.extensions.conversation import Message, split_messages, split_pictures
-from embodyrl.extensions.text.chat import without_controls
+from embodyrl.extensions.text.chat import template_text, without_controls
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
@@ -34,15 +34,17 @@ class Reader:
     """Converts conversations and their images to prompts, with the chat template or by concatenation."""
 
     def __init__(self, processor: Any, cfg: CausalLMSettings, *, first: int, pixels: int) -> None:
-        """Set up the reader from a tokenizer, or the processor of a vision-language model.
+        """Set up the reader from a tokenizer, or the processor of a vision-language model, and set its chat template.
 
         `first`: the only token of an otherwise empty prompt. `pixels`: number of image values per observation, which
         limits the cache.
         """
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if cfg.chat_template is not None:
+            processor.chat_template = tokenizer.chat_template = template_text(cfg.chat_template)
         self._processor, self._arguments = processor, cfg.chat_template_kwargs
         self._chat = processor.chat_template is not None if cfg.chat is None else cfg.chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
-        tokenizer = processor.tokenizer if self._sees else processor
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         # The template writes these tokens between turns; in a message they would let its author end the turn.
         self._controls = special if self._chat else []
