@@ -340,6 +340,7 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=10**9, help="end after n")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="some kinds only, with commas")
+    parser.add_argument("--quota", type=int, nargs=2, default=(8, 20), help="least and most signals of a trial")
     parser.add_argument("--folder", type=Path, help="for trials that fell, undisturbed runs and counts; temporary")
     args = parser.parse_args()
     os.environ[MARK] = str(os.getpid())
@@ -347,7 +348,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = (args.folder or Path(name)).resolve()
         folder.mkdir(exist_ok=True)
-        chaos = Chaos(folder, args.seed, tuple(k for k in args.kinds.split(",") if k))
+        chaos = Chaos(folder, args.seed, tuple(k for k in args.kinds.split(",") if k), tuple(args.quota))
         try:
             for trial, wrong in chaos.trials(args.minutes, args.injections):
                 what = ", ".join(f"{signal.Signals(i.signum).name} to {i.name}" for i in trial.injections)

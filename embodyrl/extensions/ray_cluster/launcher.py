@@ -26,6 +26,7 @@ from embodyrl.cluster.protocol import (
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import WorkerError
 from embodyrl.extensions.ray_cluster import nodes as ray_nodes
+from embodyrl.extensions.ray_cluster.answers import fault_of
 from embodyrl.extensions.ray_cluster.nodes import Node, ray
 from embodyrl.extensions.ray_cluster.placement import parse_placement
 from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_in, copy_out, paste
@@ -114,6 +115,8 @@ class _Handle(Handle):
     beside_driver: bool
     open: deque[Any] = field(default_factory=deque)
     """Ray object references of unanswered requests, oldest first."""
+    requests: deque[Request | None] = field(default_factory=lambda: deque([None]))
+    """Unanswered requests, oldest first; None: the start."""
     output: Any
     """Ray object reference to the path and initial size of the worker's log file on its host."""
     received: int = 0
@@ -229,6 +232,7 @@ class RayLauncher(OpenRequests[_Handle]):
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """See `Launcher.send`."""
         handle = self._ask(worker, timeout_s)
+        handle.requests.append(request)
         rows = [] if handle.beside_driver else self._rows(handle, request)
         handle.open.append(handle.actor.handle.remote(request, rows))
 
@@ -309,8 +313,15 @@ class RayLauncher(OpenRequests[_Handle]):
             how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
             self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
             return
+        asked = handle.requests[0]
+        if isinstance(asked, Request) and (
+            fault := fault_of(handle.pools, asked, answer.replies, answer.rows, mirrored=not handle.beside_driver)
+        ):
+            self._reap(name, f"sent {fault} from {handle.node}; check that all hosts have the same version of embodyrl")
+            return
         # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
         handle.open.popleft()
+        handle.requests.popleft()
         self._answered(handle)
         if answer.log:
             handle.received += len(answer.log)

@@ -9,6 +9,8 @@ from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.layout import BUCKET, SEQUENCE, STATE
 from embodyrl.channels.messages import Request, Use
 
+HEADER = (SEQUENCE, STATE)
+"""Fields with the state of a record, which are sent with every record."""
 Pools = tuple[Arena, ...]
 """Shared memory of a worker, or its mirrors on another host: the arena and, if used, the weight buckets."""
 
@@ -26,7 +28,7 @@ class Rows:
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
     """Return the record fields that a worker reads to execute a request."""
-    return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
+    return [_copy(pools[use.pool], use, records_of(use.tickets), HEADER) for use in request.reads()]
 
 
 def copy_out(pools: Pools, request: Request) -> list[Rows]:
