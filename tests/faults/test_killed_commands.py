@@ -89,7 +89,8 @@ def _eval(_: Path, out: Path) -> list[str]:
 
 
 def _convert(shared: Path, out: Path) -> list[str]:
-    return [f"{shared}/hdf5", f"{out}/converted"]
+    keys = "obs/agentview_rgb: observation.images.front, obs/ee_states: observation.state, actions: action"
+    return [f"{shared}/hdf5", f"{out}/converted", f"data.keys={{{keys}}}"]
 
 
 def dagger_words(shared: Path, out: Path) -> list[str]:
