@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DRIVER, browser
+from fuzzing import bodies
 from processes import run_cli
 from toy_runs import train_toy
 
@@ -117,6 +119,31 @@ def test_invalid_chat_page_requests_are_rejected(chat: Chat, change: dict[str, A
         chat.ask({"start": turns, "trained": turns, **change})
     with pytest.raises(ValueError, match="ended"):
         chat.next({"name": "other"})
+
+
+def test_every_chat_page_request_gets_an_answer(chat: Chat, capfd):
+    turns = [
+        {"role": "user", "content": "12="},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "4="},
+    ]
+    valid = {"start": turns, "trained": turns, "temperature": 0.5, "limit": 3, "reference": "12", "name": "a"}
+    with Loopback(0, {}, chat.posts) as server:
+        thread = threading.Thread(target=server.answer_forever)
+        thread.start()
+        try:
+            for number, body in enumerate(bodies(valid, 500, seed=1)):
+                connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+                name = ("/ask", "/ask", "/next", "/row", "/hello")[number % 5]
+                connection.request("POST", name, body, {"X-Token": server.token})
+                answer = connection.getresponse()
+                assert answer.status in (200, 400), (name, body[:300], answer.status, answer.read()[:300])
+                answer.read()
+                connection.close()
+        finally:
+            server.stop()
+            thread.join()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_prompt_longer_than_the_context_is_rejected(chat: Chat):

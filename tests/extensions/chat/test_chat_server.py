@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fuzzing import bodies
 from processes import run_cli, start_cli, wait_until
 from settings import model_of
 
@@ -235,6 +236,16 @@ def test_malformed_http_requests_get_an_error_object(port: int):
     for size in (str(2**40), "9" * 5000):
         assert send(port, "POST", path, b"", **{"Content-Length": size})[0] == 413
     assert texts(chat(port, "12=", temperature=0)), "the server still answers"
+
+
+def test_every_request_body_gets_an_answer(port: int, capfd):
+    valid = asked("12=", "3", "4=", temperature=0.5, top_p=0.9, seed=3, n=2, stop=["1"], logprobs=True, top_logprobs=2)
+    for body in bodies(valid | {"max_tokens": 2}, 500, seed=0):
+        status, data = send(port, "POST", "/v1/chat/completions", body)
+        assert status in (200, 400, 404), (body[:300], status, data[:300])
+        assert status == 200 or json.loads(data)["error"]["message"], body[:300]
+    assert texts(chat(port, "12=", temperature=0))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_chat_template_rejects_a_role_with_status_400(port: int, policy: CausalLMPolicy, tmp_path: Path):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from fuzzing import bodies
 
 import embodyrl
 from embodyrl.errors import EmbodyError
@@ -99,6 +100,19 @@ def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
         said = '{"client":"a","seq":3,"do":"say","instruction":"touch it, é"}'.encode()
         assert b"touch it, \\u00e9" in post(server, "/act", said)[1]
     scene.env.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.needs("cockpit")
+def test_every_body_gets_a_response_while_no_episode_is_shown(capfd) -> None:
+    """The page of `dagger.expert=human` between two rounds."""
+    from embodyrl.extensions.cockpit.desk import Desk
+
+    valid = {"client": "a", "seq": 1, "do": "tick", "after": 0, "inputs": {"0": 1.0}, "task": 0, "steps": 1}
+    with answering({}, Desk("dagger").posts) as server:
+        for number, body in enumerate(bodies(valid, 500, seed=2)):
+            code, text = post(server, ("/hello", "/view", "/act")[number % 3], body)
+            assert code in (200, 400), (body[:80], code, text)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -67,7 +67,7 @@ def column(name: str, change: Callable[[np.ndarray], Any]) -> Change:
     return changed
 
 
-LIES: dict[str, tuple[Callable[[Pools], tuple[Request, Reply]], Change, str]] = {
+WRONG: dict[str, tuple[Callable[[Pools], tuple[Request, Reply]], Change, str]] = {
     "repeated report": (steps, lambda r, rows: (replace(r, sequence=6), rows), "reply to request 6 instead of 7"),
     "other stage": (steps, lambda r, rows: (replace(r, stage=0), rows), "report of stage 0 instead of 1"),
     "other message": (steps, lambda r, rows: (WorkerReady(), rows), "WorkerReady in response to EnvRequest"),
@@ -114,16 +114,16 @@ LIES: dict[str, tuple[Callable[[Pools], tuple[Request, Reply]], Change, str]] = 
 }
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", WRONG)
 def test_reply_that_does_not_match_its_request_is_refused(pools: Pools, name: str):
-    ask, change, said = LIES[name]
+    ask, change, said = WRONG[name]
     request, reply = ask(pools)
     rows = copy_out(pools, request)
     assert fault_of(pools, request, (reply,), rows, mirrored=True) == ""
     assert fault_of(pools, request, (reply, reply), rows, mirrored=True) == "2 messages instead of one"
-    lie, lied = change(reply, rows)
+    wrong, written = change(reply, rows)
     with pytest.raises(AssertionError, match=said):
-        assert fault_of(pools, request, (lie,), lied, mirrored=True) == ""
+        assert fault_of(pools, request, (wrong,), written, mirrored=True) == ""
 
 
 def test_worker_with_shared_memory_sends_no_records(pools: Pools):
@@ -132,6 +132,6 @@ def test_worker_with_shared_memory_sends_no_records(pools: Pools):
     assert "groups of records" in fault_of(pools, request, (reply,), copy_out(pools, request), mirrored=False)
 
 
-def test_error_of_a_worker_is_no_lie(pools: Pools):
+def test_reported_error_of_a_worker_is_accepted(pools: Pools):
     request, _ = steps(pools)
     assert fault_of(pools, request, (WorkerFailed(error="e", traceback="t"),), [], mirrored=True) == ""
