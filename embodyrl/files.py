@@ -54,7 +54,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Delete incomplete files of killed processes below a folder; call only if no process writes there."""
+    """Delete incomplete files of killed processes in a folder tree; call only if no process writes there."""
     for path in folder.rglob(f"{SCRATCH}*"):
         if path.is_file():
             path.unlink()
@@ -110,7 +110,7 @@ def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; a line longer than `LONGEST_LINE` is yielded in parts, without holes of the file."""
+    """Yield the lines of a file, lines longer than `LONGEST_LINE` in parts; holes of sparse files are skipped."""
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE):
             yield line

@@ -50,7 +50,7 @@ def make(
 
 
 def register() -> None:
-    """Register an id for each task of the simulators, and for each option of `env=` without a subfolder."""
+    """Register Gymnasium ids: one per simulator task, and one per option of `env=` that is not in a subfolder."""
     names: dict[str, Overrides] = {
         f"{option.title().replace('_', '')}-v0": (option,) for option in tree.options("env") if "/" not in option
     }

@@ -96,7 +96,7 @@ class CameraSpec:
     grey: bool = False
     """True if the three colour channels are equal."""
     rotation_deg: int = 0
-    """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's public datasets."""
+    """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's published datasets."""
     needed: bool = False
     """True if the state does not describe the scene without images."""
 
@@ -198,7 +198,7 @@ class BenchmarkSpec:
     """Number of held-out initial states for evaluation, the last states of each task, unless `state_ids` selects
     other states."""
     unnorm_key: str | None = None
-    """Key of the action statistics in the public `dataset_statistics.json`."""
+    """Key of the action statistics in the published `dataset_statistics.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Off-policy corrections: pure functions without gradient on units [B, ...].
+"""Off-policy corrections as pure functions of units [B, ...], without gradients.
 
 log w = log pi_proximal - log pi_behaviour, where pi_proximal is the policy at the start of the update and pi_behaviour
 the policy that acted. Removed units still count in the denominator of the loss.

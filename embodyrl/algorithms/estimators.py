@@ -1,4 +1,4 @@
-"""Advantage estimators (`adv_type`) by the outcomes of groups, or for each chunk or action; computed in float64."""
+"""Advantage estimators (`adv_type`), from group outcomes or for each chunk or action; computed in float64."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob
 
 
 def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return metrics of a batch before its update: fraction of groups without a nonzero advantage, and advantages.
+    """Return metrics of a batch before its update: advantage statistics, and the fraction of groups without gradient.
 
     `pairs` contains the episodes to train on with their credits.
     """

@@ -56,7 +56,7 @@ class Algorithm:
         """Look up the estimator and the loss.
 
         Args:
-            cfg: the keys below `algorithm`.
+            cfg: the keys under `algorithm`.
             longest_episode: number of chunks of an episode at its time limit; for `weights`.
             scored: number of log-probabilities per action (`PolicySpec.scored`); 0: one per token.
 
@@ -324,7 +324,7 @@ class Algorithm:
         return share * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Return the indices of unshaped episodes whose groups are within `filter_rewards` and `filter_returns`."""
+        """Return the indices of unshaped episodes in groups within the bounds `filter_rewards` and `filter_returns`."""
         cfg = self.settings
         if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))

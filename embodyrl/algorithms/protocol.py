@@ -116,7 +116,7 @@ class AdvantageEstimator:
     compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
     """Function that returns the credits of the episodes of one training step, in the same order."""
     settings: type[AlgorithmSettings] = AlgorithmSettings
-    """Settings class of the estimator's keys below `algorithm`; `compute` receives an instance."""
+    """Settings class of the estimator's keys under `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
     """Collect a fixed number of chunk steps per slot (episodes are cut and bootstrapped) instead of whole episodes."""
     needs_states: bool = False
@@ -181,11 +181,12 @@ class PolicyLoss:
     """Policy loss, selected by `loss_type`."""
 
     compute: Callable[[Units, Any], LossTerms]
-    """Function that returns the loss of each unit; for sequence-level methods, a sample is the sequence."""
+    """Function that returns the loss of each unit; sequence-level methods treat each sample as one sequence."""
     settings: type[Settings] = Settings
-    """Settings class of the loss's own keys, which are set below `algorithm`; `compute` receives an instance."""
+    """Settings class of the loss's own keys, which are set under `algorithm`; `compute` receives an instance."""
     needs_all_samples: bool = False
-    """Keep samples with advantage 0, for losses with a term without an advantage or with batch statistics."""
+    """Keep samples with advantage 0, for losses with batch statistics or with a term that does not depend on the
+    advantage."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(

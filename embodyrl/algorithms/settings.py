@@ -81,7 +81,7 @@ class AlgorithmSettings(ActingAlgorithm):
     reference_interval: Count | None = None
     """Training steps between copies of the policy's weights into the reference; null: never."""
     reference_path: Path | None = None
-    """Weights of the reference: a run, a checkpoint, or a folder in the public layout. A larger model with the same
+    """Weights of the reference: a run, a checkpoint, or a folder in the published layout. A larger model with the same
     tokens can be the teacher of a distillation. Default: the initial weights."""
     reference_url: _Address | None = None
     """Language models: URL (with /v1) of an OpenAI-style completions server for the reference, for example a

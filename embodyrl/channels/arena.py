@@ -61,16 +61,16 @@ def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHandle:
-    """Path of the owner's file descriptor below /proc."""
+    """Path of the owner's file descriptor in /proc."""
 
     path: str
-    """Path of the owner's file descriptor below /proc."""
+    """Path of the owner's file descriptor in /proc."""
     layout: RecordLayout
     capacity: int
 
 
 class ArenaFullError(EmbodyError):
-    """More records are in use than planned."""
+    """Raised if more records are in use than planned."""
 
 
 class Fields(Protocol):

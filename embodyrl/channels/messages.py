@@ -248,7 +248,7 @@ class ContinueRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest(Request):
-    """Write policy, optimizer and RNG state below `folder`."""
+    """Write policy, optimizer and RNG state in `folder`."""
 
     folder: str
 

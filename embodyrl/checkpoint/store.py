@@ -345,7 +345,7 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
 
 
 def size_bytes(folder: Path) -> int:
-    """Return the total size of all files below a folder."""
+    """Return the total size of all files in a folder tree."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 

@@ -41,7 +41,7 @@ class Command:
     """True: pass flags after the first argument to the program that the command starts."""
 
     def epilog(self) -> str:
-        """Return the text below the flags in `--help`."""
+        """Return the text after the flags in `--help`."""
         text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples) if self.examples else ""
         if self.long_help:
             text += "\n\n" + _groups_and_keys()
@@ -106,7 +106,7 @@ def _table(commands: Mapping[str, Command], width: int) -> str:
 
 
 def _columns() -> int:
-    """Return the width of help texts in characters: that of argparse, limited for readability."""
+    """Return the width of help texts in characters: argparse's width, with an upper limit for readability."""
     return min(120, shutil.get_terminal_size().columns - 2)
 
 

@@ -11,7 +11,7 @@ NEWEST = "newest"
 
 
 def run_folders(output_dir: Path) -> list[Path]:
-    """Return the runs below a folder, newest first."""
+    """Return the runs in a folder and its subfolders, newest first."""
     files = sorted(output_dir.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent for file in files]
 

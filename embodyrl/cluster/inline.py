@@ -24,7 +24,7 @@ _LAST_RESORT_S = 10
 
 
 class Abandoned(BaseException):
-    """The running request was interrupted. Not an `Exception`, because simulators catch those."""
+    """Raised to interrupt the running request. Not an `Exception`, because simulators may catch exceptions."""
 
 
 class Deadline:

@@ -123,7 +123,7 @@ class Launcher(Protocol):
     """Reason why workers cannot be started any more; empty: they can."""
 
     settings: ClassVar[type[LauncherSettings]]
-    """Settings class of the launcher's keys below `launcher`."""
+    """Settings class of the launcher's keys under `launcher`."""
     sections: ClassVar[Mapping[str, type[Settings]]]
     """Settings classes of the launcher's config sections, by name."""
     in_process: ClassVar[bool]
@@ -195,13 +195,13 @@ class Handle:
 
     log: Path
     since: float
-    """Time at which the time limit of the oldest open request started."""
+    """Time at which the time limit of the oldest pending request started."""
     limits: deque[float]
-    """Time limits in seconds of the open requests, oldest first."""
+    """Time limits in seconds of the pending requests, oldest first."""
 
     @property
     def due(self) -> float:
-        """Deadline of the oldest open request."""
+        """Deadline of the oldest pending request."""
         return self.since + self.limits[0] if self.limits else float("inf")
 
 
@@ -209,7 +209,7 @@ H = TypeVar("H", bound=Handle)
 
 
 class OpenRequests(Generic[H]):
-    """Open requests of a launcher's workers."""
+    """Pending requests of a launcher's workers."""
 
     settings = ProcessSettings
     in_process = False
@@ -232,7 +232,7 @@ class OpenRequests(Generic[H]):
         return ON_THIS_HOST
 
     def _ask(self, worker: str, timeout_s: float) -> H:
-        """Append an open request to the queue of a worker.
+        """Append a pending request to the queue of a worker.
 
         Raises:
             WorkerError: the worker is not running.
@@ -246,7 +246,7 @@ class OpenRequests(Generic[H]):
         return handle
 
     def _answered(self, handle: H) -> None:
-        """Remove the oldest open request, and start the time limit of the next."""
+        """Remove the oldest pending request, and start the time limit of the next."""
         handle.since = self._clock.now()
         if handle.limits:
             handle.limits.popleft()

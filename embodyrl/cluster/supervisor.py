@@ -132,7 +132,7 @@ class Supervisor:
         self.say = say
         self.observers = observers
         self._unanswered: dict[str, deque[tuple[Request, float]]] = defaultdict(deque)
-        """Open requests of each worker with their send times, oldest first."""
+        """Pending requests of each worker with their send times, oldest first."""
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self.starting: set[str] = set()

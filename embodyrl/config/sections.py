@@ -27,7 +27,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A config section of an extension: the keys below `<name>.`, where <name> is the name of the entry point.
+    """A config section of an extension: the keys under `<name>.`, where <name> is the name of the entry point.
 
     The module of a section is imported by every command: it defines settings and imports nothing heavy.
     """

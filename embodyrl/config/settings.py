@@ -351,7 +351,7 @@ def spell(value: object) -> str:
 
 
 def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (key, value, default), as on the command line, of each key of a saved config with another value."""
+    """Return (key, value, default) of each changed key of a saved config, spelled as on the command line."""
     return [
         (name, spell(value), spell(defaults[name]) if name in defaults else "")
         for name, value in flat(config).items()

@@ -69,7 +69,7 @@ def default_options(command: str) -> dict[str, str | None]:
 
 
 def follows(command: str, group: str) -> bool:
-    """Return whether the option of a group is derived from the options of other groups."""
+    """Return True if the option of a group is derived from the options of other groups."""
     return f"optional {group}" in _defaults(command)
 
 

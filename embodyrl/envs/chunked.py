@@ -70,7 +70,7 @@ class ChunkedEnv:
         self._begin(rows)
 
     def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
-        """Return those of the slots whose episode began with the goal already reached (see `ReportsSolvedStarts`)."""
+        """Return the slots whose episode began with the goal already reached (see `ReportsSolvedStarts`)."""
         return [slot for slot in slots if slot in self._sims.solved]
 
     def _begin(self, slots: IntArray) -> None:

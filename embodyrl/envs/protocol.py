@@ -96,7 +96,7 @@ class ReportsSolvedStarts(Env, Protocol):
     """Interface of environments that report episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the given slots, just reset, whose goal is reached before the first action."""
+        """Return the slots of a reset whose goal is already reached before the first action."""
         ...
 
 
@@ -142,7 +142,7 @@ class EnvContext:
     overlap: int | None = None
     """Number of actions at the end of a chunk that overlap with the next chunk; None: the largest delay."""
     observe_committed: bool = False
-    """True: append the actions of the previous chunk that are still to be executed to the state, as the policy
+    """True: append the actions of the previous chunk that were not executed yet to the state, as the policy
     requires."""
     suites: tuple[str, ...] = ()
     """Additional suites to evaluate, a subset of the factory's `suites`."""
@@ -152,7 +152,7 @@ class EnvFactory(Protocol):
     """Interface of registered environments: checks without a simulator, construction only in a worker."""
 
     settings: type[EnvSettings]
-    """Settings class of the keys below `env`. The methods receive an instance, with the splits of the command."""
+    """Settings class of the keys under `env`. The methods receive an instance, with the splits of the command."""
     reads_rows: bool
     """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by
     default."""

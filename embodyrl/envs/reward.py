@@ -57,7 +57,7 @@ class RewardStep:
     action: FloatArray
     """[A] executed action."""
     reward: float
-    """The simulator's own reward after the action, neither relative nor scaled."""
+    """The simulator's own reward after the action, before `use_rel_reward` and `reward_coef`."""
     success: bool
     """True if the goal is reached after the action."""
     terminated: bool

@@ -16,7 +16,7 @@ class SimStep:
     """Result of one executed action in one slot."""
 
     reward: float
-    """Reward of the simulator after this action, neither relative nor scaled."""
+    """Reward of the simulator after this action, before `use_rel_reward` and `reward_coef`."""
     terminated: bool
     """True if the task ended (goal reached or failed); never set by the time limit."""
     success: bool

@@ -102,7 +102,7 @@ class PolicyGradientLearner(Learner):
         return result | {"memory_gib": peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
-        """Save the reference policy below a checkpoint's folder if it changes during training."""
+        """Save the reference policy in a checkpoint's folder if it changes during training."""
         if self._reference is not None and self._rules.reference_interval:
             (folder / _REFERENCE).mkdir()
             self._reference.save(folder / _REFERENCE)

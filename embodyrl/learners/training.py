@@ -123,7 +123,7 @@ class Optimization:
         return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
-        """Write the policy and the training state below `folder`; all ranks call this method, the first rank writes.
+        """Write the policy and the training state into `folder`; all ranks call this method, the first rank writes.
 
         The files are independent of the number of ranks.
 
@@ -314,7 +314,7 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
 
 
 def order_by_prompt(prompts: ByteArray, cost: IntArray) -> IntArray:
-    """Return an order of samples in which equal prompts are adjacent, those with the longest sample first.
+    """Return sample indices grouped by prompt; the group with the longest sample is first.
 
     Args:
         prompts: [n, W] prompt of each sample, as in `Record.instruction`.

@@ -74,7 +74,7 @@ def load_saved_config(
 ) -> Any:
     """Load the `config.yaml` of a run (a folder or the file) and apply overrides.
 
-    Keys below `unread` are exempt from the check for untrusted code, because the caller does not use their values.
+    Keys under `unread` are exempt from the check for untrusted code, because the caller does not use their values.
 
     Raises:
         ConfigError: missing file, YAML tags (they could construct objects), group overrides, and all errors of
@@ -118,7 +118,7 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
 
 
 def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove options of groups whose settings class is fixed in this command; return these options."""
+    """Remove and return the options of groups in which this command allows no choice."""
     unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
     return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
@@ -134,7 +134,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     last = _last(settings)
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolved(last, command, problems)
-    # A typed empty mapping removes the values that files set below the key (names chosen by the user).
+    # A typed empty mapping removes the values that files set under the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     root, read, unread = keys.sort_values(command, values, last, emptied, problems)
     cfg = validated(root, read, problems, last)

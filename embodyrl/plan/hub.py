@@ -66,7 +66,7 @@ def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
 
 
 def located(key: str, value: Any) -> Any:
-    """Return the value of a key with names on the hub replaced by `owner/name@commit`, after the download."""
+    """Return the value of a key with hub names replaced by `owner/name@commit`, after the download."""
     if isinstance(value, list):
         return [located(key, item) for item in value]
     return fetched(key, value) if isinstance(value, str) else value

@@ -120,7 +120,7 @@ def sort_values(
         command: the command, which determines the keys together with the group choices.
         values: resolved values by dotted name.
         last: the setting of each value, with its source.
-        emptied: keys set to {} on the command line, which removes the values below them that files set.
+        emptied: keys set to {} on the command line, which removes the values under them that files set.
         problems: new errors are appended.
 
     Returns:
@@ -211,7 +211,7 @@ _RETIRED = frozenset(
 
 
 def is_known(name: str) -> bool:
-    """Return True if any command with any component has this key, or a key below or above it."""
+    """Return True if any command with any component has this key, one of its subkeys, or one of its parents."""
     known = keys_below(name.partition(".")[0])
     inner = any(key.startswith(f"{name}.") for key in known)
     above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))

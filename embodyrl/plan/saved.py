@@ -129,7 +129,7 @@ def _value_of(key: str, settings: Sequence[Setting]) -> Any:
 
 
 def lies_below(name: str, keys: Iterable[str]) -> bool:
-    """Return True if a key is one of the keys, or below one of them."""
+    """Return True if a key is one of the keys, or under one of them."""
     return any(f"{name}.".startswith(f"{key}.") for key in keys)
 
 

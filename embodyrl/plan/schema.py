@@ -135,7 +135,7 @@ class Config(Settings):
         return section in type(self).model_fields
 
     def typed(self, name: str) -> bool:
-        """Return whether this key, or a key below it, is set on the command line."""
+        """Return whether this key, or a key under it, is set on the command line."""
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 
 

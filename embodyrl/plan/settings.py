@@ -160,7 +160,7 @@ class ProtocolSettings(Settings):
     """A published evaluation protocol, as defined by the files of conf/eval."""
 
     name: Name | None = None
-    """Name of the protocol in results."""
+    """Name of the evaluation protocol in results."""
     settings: list[str] = []
     """Settings of the protocol as key=value; values from the command line override them, and the result lists the
     differences."""

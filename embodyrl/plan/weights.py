@@ -9,7 +9,7 @@ from embodyrl.errors import CheckpointError
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
-    """Return the policy folder of a run, a checkpoint, assets/<name>, or a folder in the public layout.
+    """Return the policy folder of a run, a checkpoint, assets/<name>, or a folder in the published layout.
 
     A checkpoint is first verified against its manifest.
 

@@ -54,7 +54,7 @@ def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) 
 
 @dataclass(frozen=True, slots=True)
 class InputProblem:
-    """Difference between the inputs of a policy's training and an environment."""
+    """Difference between the inputs that a policy was trained on and those of an environment."""
 
     difference: str
     fix: str
@@ -64,7 +64,7 @@ class InputProblem:
 
 
 def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None) -> list[InputProblem]:
-    """Compare the inputs of a policy's training with an environment.
+    """Return the differences between the inputs that a policy was trained on and those of an environment.
 
     Args:
         folder: folder of the weights; without the file there is no check.

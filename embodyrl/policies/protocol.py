@@ -92,7 +92,7 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and all files needed to load them in the public layout (safetensors, JSON)."""
+        """Write weights and all files needed to load them in the published layout (safetensors, JSON)."""
         ...
 
     def load_weights(self, folder: Path) -> None:
@@ -147,7 +147,7 @@ class PolicyFactory(Protocol):
     """Interface of registered policies."""
 
     settings: type[ModelSettings]
-    """Settings class of the keys below `model`; the methods get an instance."""
+    """Settings class of the keys under `model`; the methods get an instance."""
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config errors with fixes, one line each, without importing torch."""

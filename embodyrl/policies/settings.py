@@ -74,7 +74,7 @@ class WeightSettings(ModelSettings):
     """Config keys for a policy with weights."""
 
     path: Path | None = None
-    """Checkpoint in the model's public layout: a folder, or owner/name[@revision] on the hub."""
+    """Checkpoint in the model's published format: a folder, or owner/name[@revision] on the hub."""
     precision: Precision = Precision.bf16
     """Compute precision; master weights stay fp32 in training."""
 

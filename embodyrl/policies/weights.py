@@ -38,7 +38,7 @@ def check_weights(
         where: description of the checkpoint.
         may_lack: prefixes of parts that may be missing completely; a partial one is a damaged file.
         may_hold: prefixes of names that are ignored.
-        fix: sentence with the fix for other mismatches; default: a fix for public checkpoints.
+        fix: sentence with the fix for other mismatches; default: a fix for published checkpoints.
         fixes: fixes of shape mismatches by prefix.
         shown: function that returns the name in the checkpoint, and its file.
 

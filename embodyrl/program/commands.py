@@ -62,7 +62,7 @@ def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
 
 
 def run(command: str, cfg: Config, **more: Any) -> Any:
-    """Check a config, then call the function of the command with it and the additional arguments `more`."""
+    """Check a config, then call the command's function with the config and the additional arguments `more`."""
     # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values

@@ -47,7 +47,7 @@ class RolloutResult:
 
     episodes: list[Episode] = field(default_factory=list)
     tickets: dict[int, IntArray] = field(default_factory=dict)
-    """Tickets of each episode's records, by episode id; empty if records are not kept."""
+    """Tickets (handles of arena records) of each episode, by episode id; empty if records are not kept."""
     dropped: int = 0
     """Number of planned episodes that were dropped after repeated worker crashes."""
     filtered: list[Episode] = field(default_factory=list)

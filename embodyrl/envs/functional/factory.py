@@ -31,7 +31,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
     settings = FunctionalSettings
 
     def problems(self, cfg: FunctionalSettings) -> Iterator[str]:
-        """Yield errors for an unusable id, and for splits that continue after the end of an episode."""
+        """Yield errors for an unusable id, and for `ignore_terminations`, which is not supported."""
         if ":" not in (cfg.id or ""):
             yield f"env.id={cfg.id}: expected gymnax:NAME, brax:NAME, playground:NAME or package.module:attr."
         for split, values in cfg.splits.items():

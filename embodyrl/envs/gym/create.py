@@ -58,7 +58,7 @@ class VectorSupport(Protocol):
         ...
 
     def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
-        """Reset and step an instance of two environments; return the fields of a `Probe` that depend on episodes."""
+        """Reset and step a batch of two environments; return the `Probe` fields measured during an episode."""
         ...
 
     def simulators(

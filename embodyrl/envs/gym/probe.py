@@ -181,7 +181,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
 
 
 def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
-    """Reset and step the environment; return the fields of a `Probe` that depend on episodes."""
+    """Reset and step the environment; return the fields of a `Probe` that are measured during an episode."""
     env_id, keys = str(cfg.id), success_key(cfg)
     first, begun = begin_episode(env_id, env, 0)
     seen = [copied(env.observation_space, first)]

@@ -143,7 +143,7 @@ def suite_tasks(suite: str) -> list[Any]:
 def instructions(suite: str, *, tells_in_file: bool) -> tuple[str, ...]:
     """Return the instruction of each task: `language` (from the file name), or that in the task description.
 
-    For the five base suites, public checkpoints were trained on the file names, which differ from the descriptions.
+    For the five base suites, published checkpoints were trained on the file names, which differ from the descriptions.
     The LIBERO-PRO suites `_lan` and `_task` change instruction or goal in the description and keep the file name.
     """
     if not tells_in_file:

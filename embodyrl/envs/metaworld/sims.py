@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
 
 _GOAL = slice(36, 39)
 _CORNER2 = (0.75, 0.075, 0.7)
-"""Camera position of the public data sets and evaluations."""
+"""Camera position of published data sets and evaluations."""
 
 
 class MetaWorldSims(PerSlot):

@@ -1,4 +1,4 @@
-"""Tasks of robosuite 1.5, run as a script by a Python that has robosuite but not embodyrl.
+"""Server for tasks of robosuite 1.5: a script for a Python environment that has robosuite but not embodyrl.
 
 Requests are (name, arguments...). Arrays are sent as (dtype, shape, bytes), which does not depend on numpy's version.
 """

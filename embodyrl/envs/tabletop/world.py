@@ -30,7 +30,7 @@ PUSH_RADIUS = 0.042
 """Distance from the centre of a block within which a low, closed gripper pushes the block."""
 PUSH_HEIGHT = 0.04
 ON_PLATE = 0.05
-"""Maximum distance of the centres of a block and the plate below it."""
+"""Maximum distance between the centres of a block and the plate below it."""
 
 _LAYOUT_SEED = 20261
 _PLATE_COLUMNS = (-0.2, 0.0, 0.2)

@@ -33,7 +33,7 @@ _CHAT = "/v1/chat/completions"
 
 
 class ChatServer(LimitedServer):
-    """HTTP server: a thread per connection reads requests; one thread generates tokens for open requests in turn."""
+    """HTTP server: a thread per connection reads requests; one thread generates tokens for pending requests in turn."""
 
     daemon_threads = True
     request_queue_size = 64

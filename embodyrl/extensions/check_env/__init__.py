@@ -133,7 +133,7 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
 
 
 def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float) -> Finding | Violation:
-    """Return the next finding, or a violation with the reason for its absence."""
+    """Return the next finding, or a violation if the child process sent none."""
     if not ours.poll(timeout_s + grace_s):
         late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code"
         return Violation(name, "an answer", late)

@@ -1,4 +1,4 @@
-"""Export a checkpoint to a folder in the public model layout (merged adapters, model card), and upload to the hub."""
+"""Export a checkpoint to a folder in the model's published layout (adapters merged, model card); upload to the hub."""
 
 import os
 import re

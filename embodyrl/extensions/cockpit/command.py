@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WATCHED = ("video=all",)
 """Override that makes the environment render images."""
 _LONG = ("env.eval.max_episode_steps=100000",)
-"""Override of the time limit of an episode: the user ends the episode."""
+"""Override that removes the time limit of an episode, because the user ends the episode."""
 _FOR_EVER = ("env.eval.ignore_terminations=true",)
 """Override that continues an episode after success; not used for recorded episodes."""
 

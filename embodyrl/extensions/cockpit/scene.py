@@ -130,7 +130,7 @@ class Scene:
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute one env step: the action for a person's inputs (see `action_of`), or the policy's if None.
+        """Execute one env step with the action of a person's inputs (see `action_of`); None: the policy's action.
 
         The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
         infers a new chunk from the current observation.

@@ -31,7 +31,7 @@ class Plan:
     """True if neither the settings nor the source contain the frame rate."""
 
     def columns_of(self, target: str) -> list[str]:
-        """Return the source columns with the name `target` in the result, in order."""
+        """Return the source columns that are converted to the column `target`, in order."""
         return [column for column, name in self.keys.items() if name == target]
 
     def facts(self, source: Path, out: Path) -> list[tuple[str, str]]:
@@ -92,7 +92,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
 
 
 def _columns(described: Description, data: ConversionSettings) -> dict[str, str]:
-    """Return the name in the result of each column to convert, by source column."""
+    """Return the target column name of each source column to convert."""
     usual = {name: target for name, target in described.conventions.keys.items() if name in described.columns}
     keys = data.keys or usual
     for name, target in keys.items():

@@ -96,7 +96,7 @@ LIBERO_TARGETS = ("agentview", "robot0_eye_in_hand")
 
 
 def libero_keys(front: str, wrist: str, states: Sequence[str], action: str, **more: str) -> Mapping[str, str]:
-    """Return the names in the result by column of a LIBERO data set; cameras are named as in the env `libero`."""
+    """Return the target column of each column of a LIBERO data set; cameras are named as in `env=libero`."""
     cameras = {column: f"{CAMERA}{name}" for column, name in zip((front, wrist), LIBERO_TARGETS, strict=True)}
     named = {column: str(Target[target]) for target, column in more.items()}
     return {**cameras, **dict.fromkeys(states, str(Target.state)), action: str(Target.action), **named}

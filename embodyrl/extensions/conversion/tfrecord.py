@@ -168,7 +168,7 @@ def _integers(content: bytes) -> npt.NDArray[np.int64]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and content of the fields of a protobuf message; the content of a number is its raw bytes."""
+    """Yield number and content of each field of a protobuf message; fields of numbers yield raw bytes."""
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)

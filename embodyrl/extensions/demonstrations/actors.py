@@ -35,7 +35,7 @@ class SupervisedActors(Started):
     loop: EventLoop
 
     def save(self, folder: Path) -> None:
-        """Write policy and training state below `folder`."""
+        """Write policy and training state in `folder`."""
         self.loop.call(SaveRequest(folder=str(folder)))
 
     @contextmanager

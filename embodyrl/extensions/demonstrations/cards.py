@@ -1,4 +1,4 @@
-"""Environment spec of a data set, from meta/embodyrl.json (the card), or from the metadata of another program."""
+"""Environment spec of a data set, from meta/embodyrl.json (the card) or, for third-party data, from its metadata."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
 _FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
-"""Config keys that only apply to data sets recorded by other programs."""
+"""Config keys that apply only to third-party data sets."""
 _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -110,7 +110,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
 
 
 def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
-    """Build the card of a data set of another program, from its metadata and the settings."""
+    """Build the card of a third-party data set from its metadata and the settings."""
     features: dict[str, dict[str, Any]] = info["features"]
     columns = _camera_columns(root, features, data)
     kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}

@@ -88,7 +88,7 @@ def set_differences(
 
 
 def _number_names(root: Path, key: str) -> list[str]:
-    """Return the names of the numbers in a column, if meta/info.json has them as a list or as lists by kind."""
+    """Return the names of a column's dimensions, if meta/info.json contains them as a list or as lists by kind."""
     feature = read_json(root / layout.INFO_PATH)["features"].get(key) or {}
     names = feature.get("names") or ()
     parts = names.values() if isinstance(names, dict) else [names]

@@ -213,7 +213,7 @@ def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
-    """Return the observations [B] twice in sequence, with the instructions [2B], or [B] repeated."""
+    """Repeat the observations [B] to [2B], with the given instructions [2B], or with the instructions [B] repeated."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
 

@@ -46,7 +46,7 @@ STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.rewa
 ACTOR = "embodyrl.actor"
 """Column of the data files with the author of each action, a value of `Actor`."""
 UNDESCRIBED = "undescribed"
-"""Key in `Card.collected` of a copy of data of other programs, whose gripper convention and rotation are unknown."""
+"""Key in `Card.collected` that marks a copy of third-party data with unknown gripper convention and image rotation."""
 OWN = "embodyrl/"
 """Prefix of the columns in meta/episodes that only embodyrl writes, such as the fields of `Source`."""
 
@@ -55,7 +55,7 @@ class Actor(IntEnum):
     """Author of a recorded action."""
 
     unknown = -1
-    """Not recorded: data of other programs or older versions."""
+    """Not recorded: third-party data, or data of older versions."""
     policy = 0
     expert = 1
     """The scripted expert, including labels for states that another policy visited."""

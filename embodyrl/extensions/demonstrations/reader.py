@@ -58,7 +58,7 @@ class Demonstrations:
     actor: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[N] author of each action, as a value of `Actor`; empty for text."""
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[E] reset id (initial state) of each episode; -1 for data sets of other programs; empty for text."""
+    """[E] reset id (initial state) of each episode; -1 for third-party data sets; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Indices of the skipped episodes with non-finite numbers."""
     doubts: tuple[str, ...] = ()
@@ -219,7 +219,7 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
 
 
 def count_doubts(root: Path, episodes: int) -> list[str]:
-    """Return a warning if a data set of another program declares another number of episodes than it has."""
+    """Return a warning if a third-party data set declares a number of episodes that differs from its content."""
     declared = read_info(root).get("total_episodes", episodes)
     if declared == episodes:
         return []
@@ -228,7 +228,7 @@ def count_doubts(root: Path, episodes: int) -> list[str]:
 
 
 def check_gripper(where: str, gripper: GripperConvention | None, action: FloatArray) -> None:
-    """Check that the gripper actions of data of other programs follow the gripper convention.
+    """Check that the gripper actions of third-party data follow the gripper convention.
 
     Raises:
         ConfigError: an action violates the convention.
@@ -273,7 +273,7 @@ def _read_frames(
     *,
     whole: bool,
 ) -> ByteArray:
-    """Decode the frames of the rows in `keep`, in that order; `whole`: require that video files end with them."""
+    """Decode the frames of the rows in `keep`, in order; `whole`: require that video files have no later frames."""
     shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decoded into their place: a list of frames that is stacked later takes the memory twice.

@@ -38,8 +38,8 @@ class DemonstrationSettings(DataSettings):
     skip_nonfinite: bool = False
     """Skip episodes with NaN or infinite numbers; false: report an error."""
     actors: list[Literal["policy", "expert", "person", "unknown"]] = []
-    """Train only on chunks whose actions are all by these actors; default: all actions.
-    unknown: data of other programs or without recorded actors."""
+    """Train only on chunks whose actions are all by these actors; default: all actions. unknown: third-party data or
+    data without recorded actors."""
     needs = {"gripper": "gripper_index"}
 
     image_aug: bool = True

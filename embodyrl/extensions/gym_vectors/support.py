@@ -97,7 +97,7 @@ class GymVectors:
     def simulators(
         self, cfg: GymSettings, spec: EnvSpec, found: Any, create: Callable[[int], Any], num_slots: int
     ) -> Simulators:
-        """Return simulators of all slots of one batch."""
+        """Return simulators whose slots are the environments of one vector environment."""
         return VectorSims(cfg, spec, found, create, num_slots)
 
 

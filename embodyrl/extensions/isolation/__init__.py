@@ -57,7 +57,7 @@ class Ended:
     timeout_s: float
     output: str
     log: str
-    """Last part of the process's standard error."""
+    """Tail of the process's standard error."""
 
     @property
     def reason(self) -> str:

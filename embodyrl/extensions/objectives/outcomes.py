@@ -1,4 +1,4 @@
-"""Outcome advantages in addition to GRPO; see `algorithms/estimators.py` for the notation."""
+"""Outcome-based advantage estimators in addition to GRPO; see `algorithms/estimators.py` for the notation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Return R1 - R2 (best minus second best) for the best episode of a group, 0 for the others; arXiv 2503.19595.
+    """Return R1 - R2 (best minus second best) for the best episode of a group, else 0 (arXiv 2503.19595).
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """

@@ -121,8 +121,8 @@ def load_policy(
     """Load a policy into this process.
 
     Args:
-        run_or_folder: a run, its name in ./runs, one of its checkpoints, or a model in its public layout: a folder, or
-            `owner/name[@revision]` of the hub.
+        run_or_folder: a run, its name in ./runs, one of its checkpoints, or a model in its published layout: a folder,
+            or `owner/name[@revision]` of the hub.
         words: overrides as for `embodyrl eval`; a folder that is not a run needs `env=` and `model=`.
         trainable: keep trainable weights in fp32.
         device: "cpu", "cuda", ...; None: a GPU if available.

@@ -1,4 +1,4 @@
-"""Speed estimate of a training run on GPUs and its bottleneck, computed before it starts."""
+"""Estimate of the speed of a training run on GPUs and of its bottleneck, computed before the run starts."""
 
 import re
 from collections.abc import Mapping

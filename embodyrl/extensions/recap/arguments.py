@@ -20,13 +20,13 @@ _OF_STAGES = {
     **{key: {"eval"} for key in ("eval", "video", "video_cfg")},
     "collect": {"collect"},
 }
-"""Stages that use the config keys below each name; keys below other names apply to all stages."""
+"""Stages that use the config keys under each name; keys under other names apply to all stages."""
 _SPLITS = {
     **{f"runner.{key}": {"sft"} for key in ("max_steps", "max_epochs", "save_interval", "val_check_interval")},
     "env.train.": {"collect"},
     "env.eval.": {"eval"},
 }
-"""Exceptions from `_OF_STAGES`: stages that use single keys, and keys below a name that ends in a dot."""
+"""Exceptions from `_OF_STAGES`: the stages of single keys, and of all keys under a prefix that ends in a dot."""
 _SET = {
     "ckpt": "each round trains from model.path=FOLDER; an exported run is such a folder",
     "collect.out": "episodes are in recap.out",
@@ -47,7 +47,7 @@ _SET = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of `embodyrl recap`, by the stage that uses them."""
+    """Arguments of `embodyrl recap`: those that select the model, and all others by stage."""
 
     cfg: RecapSettings
     seed: int

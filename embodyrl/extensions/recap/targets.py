@@ -51,7 +51,7 @@ class Outcomes:
 
     @property
     def task_of_frame(self) -> IntArray:
-        """[N] task of each counted frame; -1 after the first success."""
+        """[N] task of each frame up to the first success; -1 for later frames."""
         found = np.full(self.frames, -1, np.int64)
         for start, end, task in zip(self.start, self.end, self.task, strict=True):
             found[start:end] = task
@@ -90,7 +90,7 @@ def advantages(outcomes: Outcomes, g: DoubleArray, value: DoubleArray, steps: in
 
 
 def thresholds(outcomes: Outcomes, advantage: DoubleArray, positive_share: float) -> dict[int, float]:
-    """Return the advantage threshold of each task: the quantile 1 - `positive_share` over its counted frames."""
+    """Return the advantage threshold of each task: quantile 1 - `positive_share` of frames up to the first success."""
     task = outcomes.task_of_frame
     found = np.unique(outcomes.task).tolist()
     return {one: float(np.quantile(advantage[task == one], 1.0 - positive_share)) for one in found}

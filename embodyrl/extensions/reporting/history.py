@@ -200,7 +200,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
 def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
     """Return the config differences of two runs that change the meaning of state ids, as text; None: no difference.
 
-    `keys`: keys to compare, including all keys below them.
+    `keys`: keys to compare, including all keys under them.
     """
     one, other = (
         {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}

@@ -45,7 +45,7 @@ class HostedMonitor(Monitor, ABC):
 
 
 class WandbMonitor(HostedMonitor):
-    """Weights & Biases, with recordings; offline mode (also WANDB_MODE=offline) writes below the run folder."""
+    """Weights & Biases, with recordings; offline mode (also WANDB_MODE=offline) writes into the run folder."""
 
     requires = "wandb"
 
@@ -68,7 +68,7 @@ class WandbMonitor(HostedMonitor):
 
 
 class SwanlabMonitor(HostedMonitor):
-    """SwanLab; offline mode writes below the run folder."""
+    """SwanLab; offline mode writes into the run folder."""
 
     requires = "swanlab"
 

@@ -17,8 +17,8 @@ class TextRow:
     rejected: str | None = None
     """The rejected answer of a preference pair; `reference` is the chosen answer."""
     pictures: tuple[Any, ...] = ()
-    """One image for each <image> in the messages; without <image>, the images precede the user's first message.
-    Each image is a file, its bytes or pixels [H, W, 3]; rows that were read contain `Picture`."""
+    """One image for each <image> in the messages; without <image>, the images precede the user's first message. Each
+    image is a file, its bytes or pixels [H, W, 3]; after reading, each image is a `Picture`."""
     group: str | None = None
     """Name of a group; consecutive rows of one group are all training rows or all validation rows."""
 

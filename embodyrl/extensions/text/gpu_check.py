@@ -36,7 +36,7 @@ _SIZES = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-"""Layer sizes of a public model with 0.5B parameters."""
+"""Layer sizes of a published model with 0.5B parameters."""
 _TEXTS = ("What is 3 plus 4?", "Name a colour.")
 _REPLY = 32
 

@@ -61,8 +61,8 @@ class RowSettings(DataSettings):
     system_prompt: str | None = None
     """System message before each prompt."""
     image_key: str | None = None
-    """Column of images for model=vision_lm: one or several files below the data folder, or bytes; `<image>` in the
-    prompt marks the position of an image; without it, images come first."""
+    """Column of images for model=vision_lm: one image or a list, as files in the data folder or as bytes. `<image>`
+    marks the position of an image in the prompt; without a mark, images come first."""
     max_image_edge: Count | None = None
     """Maximum length of the longer image edge in pixels; larger images are scaled down. Memory for the largest image is
     reserved in each sample."""

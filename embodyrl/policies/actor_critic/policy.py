@@ -155,7 +155,7 @@ _LOG_ROOT = 0.5 * math.log(2 * math.pi)
 
 
 def _span(low: float | None, high: float | None) -> tuple[float, float]:
-    """Return centre and half width of the actions that -1..1 spans; a missing bound is 2 from the other bound."""
+    """Return centre and half width of the action range of -1..1; a missing bound is 2 away from the other bound."""
     if low is None and high is None:
         return 0.0, 1.0
     if low is None or high is None:  # around 0, all samples could be outside

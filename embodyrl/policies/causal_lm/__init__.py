@@ -157,7 +157,7 @@ class CausalLMFactory:
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
-    """Return the number of parameters of embeddings and output matrix that are fully trained next to adapters."""
+    """Return the number of embedding and output parameters that are fully trained in addition to adapters."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 

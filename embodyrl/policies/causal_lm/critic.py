@@ -58,7 +58,7 @@ class WithCritic:
         return replace(self._policy.score(obs, tokens), value=self._critic.score(obs, tokens).value)
 
     def save(self, folder: Path) -> None:
-        """Write the policy's layout, and the critic's layout below `critic/`."""
+        """Save the policy, and the critic in the subfolder `critic/`."""
         self._policy.save(folder)
         (folder / CRITIC_FOLDER).mkdir()
         self._critic.save(folder / CRITIC_FOLDER)

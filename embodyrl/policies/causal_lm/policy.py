@@ -365,7 +365,7 @@ class CausalLMPolicy:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write the public layout: model and tokenizer, or the adapters in `adapter/`; and the value head."""
+        """Write the Hugging Face layout: model and tokenizer, or the adapters in `adapter/`; and the value head."""
         self.processor.save_pretrained(folder)
         with without_bars():
             self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)

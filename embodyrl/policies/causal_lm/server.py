@@ -59,7 +59,7 @@ class _Server:
         self._base = self._model = model or served[0]
 
     def _complete(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the only completion of a question."""
+        """Return the only completion for a request."""
         return self._parse("completions", lambda said: dict(said["choices"][0]), question)
 
     def _complete_all(self, questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ class _Server:
             return list(pool.map(self._complete, questions))
 
     def _parse(self, path: str, find: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """Return what `find` finds in the JSON of a reply."""
+        """Return the result of `find` for the JSON of a reply."""
         text = self._ask(path, body)
         try:
             return find(json.loads(text))
@@ -118,7 +118,7 @@ class ServerEngine(_Server):
     def sync(
         self, module: object, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Upload the adapters if their version is new, then compare a log-probability after `probe` with the module.
+        """Upload new adapters, then compare the log-probability of a token after `probe` between server and module.
 
         Raises:
             EmbodyError: the log-probabilities differ: other weights, or another tokenizer.

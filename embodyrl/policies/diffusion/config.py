@@ -8,7 +8,7 @@ from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
 
 KIND = "diffusion"
 FINAL_GROUPS = 8
-"""Groups of the last group norm; the original does not use `n_groups` there."""
+"""Number of groups of the last group norm, which ignores `n_groups` as in the original implementation."""
 
 
 class DiffusionConfig(LeRobotConfig):

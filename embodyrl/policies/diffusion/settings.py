@@ -33,7 +33,7 @@ class DiffusionSettings(LeRobotSettings):
     sampler: Sampler | None = None
     """Denoising steps: DDPM or DDIM; default: that of the checkpoint (noise_scheduler_type)."""
     num_inference_steps: Count | None = None
-    """Denoising steps of a chunk; default: the number of the checkpoint."""
+    """Denoising steps of a chunk; default: the checkpoint's value."""
     greedy_start: GreedyStart = GreedyStart.random
     """Noise of greedy actions: initial noise and sampler noise are functions of the observation (random), or both are
     zero (zero)."""

@@ -2,7 +2,7 @@
 
 Attention is split along the masks: the prefix does not attend to the suffix, so its keys and values are computed once
 (`Decoder.remember`), and later tokens attend to them and to each other (`View.memory`). The result equals one attention
-over the concatenated tokens, as in the public code.
+over the concatenated tokens, as in the published code.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from embodyrl.policies.openvla_oft.llama import Rope, rope_tables
 ROPE_THETA = 10000.0
 UNSEEN = -2.3819763e38
 """Score added to masked keys; finite in bfloat16 too, so that a fully masked query averages all values, as in
-the public code."""
+openpi."""
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys (rotated) and values of one layer, each [B, kv_heads, T, head_dim]."""

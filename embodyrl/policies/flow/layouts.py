@@ -1,4 +1,4 @@
-"""Mapping between the weight names of public checkpoints and the names in embodyrl; unknown names are errors."""
+"""Mapping between the weight names of published checkpoints and the names in embodyrl; unknown names are errors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Naming scheme of the weights of a public checkpoint format."""
+    """Naming scheme of the weights of a published checkpoint format."""
 
     name: str
     renames: tuple[tuple[str, str], ...]
-    """(prefix in embodyrl, public prefix) pairs; the first match is used."""
+    """(prefix in embodyrl, published prefix) pairs; the first match is used."""
     tied: str | None = None
     """Name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()
-    """(public name, stack) of unused matrices [vocab, width of that stack] required by the public loader."""
+    """(published name, stack) of unused matrices [vocab, width of that stack] required by the published loader."""
 
     def likeness(self, keys: Iterable[str]) -> int:
         """Return the number of characteristic prefixes of this layout that occur among the keys."""

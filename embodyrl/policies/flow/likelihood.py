@@ -108,7 +108,7 @@ class ChainLikelihood(GaussianChain):
 
 
 MAX_LOSS_CHANGE = 3.0
-"""Maximum change of one pair's loss since sampling, applied before exp, as in the public code."""
+"""Maximum change of one pair's loss since sampling, applied before exp, as in the published code."""
 
 
 class FpoLikelihood:

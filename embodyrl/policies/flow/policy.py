@@ -70,7 +70,7 @@ class NoiseHead(nn.Module):
     """Head that predicts the noise's standard deviation for each element of a chunk from the expert's hidden states.
 
     The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
-    the layers are those of piRL's public code. A new head returns the geometric mean of the range everywhere.
+    the layers are those of piRL's published code. A new head returns the geometric mean of the range everywhere.
     """
 
     def __init__(self, width: int, action_width: int, low: float, high: float) -> None:

@@ -96,7 +96,7 @@ class FlowPrompts:
     def batch(
         self, tasks: Sequence[str], states: FloatArray | None = None, *, full: bool = False
     ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Return ids [B, W] padded on the right with zeros, and their mask without padding.
+        """Return ids [B, W] padded on the right with zeros, and a mask that is False for padding.
 
         W is the width of the known tasks; a longer row widens the batch to a multiple of 16. `full`: W is the limit
         (for values that average over all text tokens including padding).

@@ -50,8 +50,8 @@ class FlowSettings(ResidualSettings):
     num_steps: Count = 10
     """Number of Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
-    """Initial noise of greedy actions: zero, or a random function of the observation's bytes (as in published
-    evaluations, but reproducible)."""
+    """Initial noise of greedy actions: zero; or random, with a seed from the observation's bytes (random as in
+    published evaluations, but reproducible)."""
     likelihood: Likelihood = Likelihood.flow_sde
     """Source of log-probabilities for RL: stochastic steps with a noise level (flow_sde, flow_cps) or learned noise
     (flow_noise), or differences of the flow-matching loss (fpo); greedy actions follow the ODE. With a frozen flow and

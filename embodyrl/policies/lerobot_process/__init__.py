@@ -24,7 +24,7 @@ class LeRobotProcessFactory:
     """Builds policies of an installed LeRobot; implementation of `PolicyFactory`."""
 
     settings: type[LeRobotProcessSettings] = LeRobotProcessSettings
-    """Settings class of the keys below `model`."""
+    """Settings class of the keys under `model`."""
 
     def validate(self, cfg: LeRobotProcessSettings) -> list[str]:
         """Return config errors with fixes, one line each."""

@@ -33,7 +33,7 @@ class LeRobotPolicy(OnlyActs):
         """Start the process and load the weights.
 
         Args:
-            cfg: keys below `model`.
+            cfg: keys under `model`.
             spec: policy spec.
             request: environment, device and seed.
             folder: LeRobot's folder.

@@ -1,4 +1,4 @@
-"""Policy server of LeRobot, run as a script by a Python that has LeRobot but not necessarily embodyrl."""
+"""Policy server of LeRobot: a script for a Python environment that has LeRobot, but not necessarily embodyrl."""
 
 import sys
 from collections.abc import Mapping

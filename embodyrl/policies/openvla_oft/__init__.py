@@ -27,7 +27,7 @@ from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, P
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
     "a local folder, or owner/name on the hub, "
-    "in the public OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
+    "in the published OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
     "dataset_statistics.json, model*.safetensors)"
 )
 NO_PATH = (
@@ -44,7 +44,7 @@ class OpenVlaOftFactory:
     """Builds policies of any size; implementation of `PolicyFactory`."""
 
     settings: type[OpenVlaSettings] = OftSettings
-    """Settings class of the keys below `model`."""
+    """Settings class of the keys under `model`."""
     autoregressive: bool = False
     """True for OpenVLA: one action per inference, token by token; False for OpenVLA-OFT: a whole chunk in parallel."""
 

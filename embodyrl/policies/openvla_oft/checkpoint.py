@@ -1,4 +1,4 @@
-"""Weights in the public layout: strictly checked safetensors shards; no code is executed."""
+"""Weights in the layout of published checkpoints: strictly checked safetensors shards; no code is executed."""
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +59,7 @@ def side_components(keys: Iterable[str]) -> list[str]:
 
 
 def find_component(folder: Path, name: str) -> Path | None:
-    """Return `<name>.safetensors` (format of embodyrl), or the only public `<name>--<step>_checkpoint.pt`.
+    """Return `<name>.safetensors` (format of embodyrl), or the only `<name>--<step>_checkpoint.pt` (published format).
 
     Raises:
         CheckpointError: several public files match.
@@ -77,7 +77,7 @@ def find_component(folder: Path, name: str) -> Path | None:
 
 
 def read_pt(path: Path, name: str) -> dict[str, Tensor]:
-    """Read a public `.pt` state dict (tensors only, no code is executed) under the model's keys.
+    """Read a published `.pt` state dict (tensors only, no code is executed) under the model's keys.
 
     Raises:
         CheckpointError: the file is truncated, or contains objects other than tensors.
@@ -204,7 +204,7 @@ def load_components(module: nn.Module, folder: Path) -> None:
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict under the public names, without injected adapters."""
+    """Return the state dict under the published names, without injected adapters."""
     return {
         key.replace(".base_layer.", "."): tensor for key, tensor in module.state_dict().items() if ".lora_" not in key
     }

@@ -1,4 +1,4 @@
-"""JSON files of a public OpenVLA-OFT checkpoint: sizes, statistics and action tokens. Does not import torch."""
+"""JSON files of a published OpenVLA-OFT checkpoint: sizes, statistics and action tokens. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -86,7 +86,7 @@ class Statistics:
 def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
     """Map values [..., D] from -1..1 to the units of the training data; masked dimensions are unchanged."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
-    # 1e-8 as in the public code, for identical bits, although there is no division here.
+    # 1e-8 as in the published code, for identical bits, although there is no division here.
     scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
     return np.where(bounds.mask, scaled, normalised).astype(np.float32)
 
@@ -303,8 +303,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing. The folder is not a checkpoint in the public OpenVLA-OFT layout, or its download is "
-            f"incomplete; download the whole repository again."
+            f"{path} is missing. The folder is not a checkpoint in the published OpenVLA-OFT layout, or its download "
+            f"is incomplete; download the whole repository again."
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
@@ -360,7 +360,7 @@ def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
 
 
 def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
-    """Return the pixel statistics, preferably `tvf_normalize_params`, which the public processor uses."""
+    """Return the pixel statistics, preferably `tvf_normalize_params`, which the published processor uses."""
     where = folder / PREPROCESSOR_FILE
     data = _read_json(where)
     params = data.get("tvf_normalize_params")

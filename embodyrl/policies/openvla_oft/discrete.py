@@ -25,7 +25,7 @@ def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: Mode
 
 
 class DiscreteTokens:
-    """Head whose tokens are vocabulary ids, as in the public code; temperature divides the logits.
+    """Head whose tokens are vocabulary ids, as in the published code; temperature divides the logits.
 
     The continuous heads have the same interface (`L1Gaussian`, `Diffusion`).
     """

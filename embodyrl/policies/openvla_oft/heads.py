@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TRAIN_STEPS = 50
-"""Number of diffusion steps in the public training recipe."""
+"""Number of diffusion steps in the published training recipe."""
 RESIDUAL_BLOCKS = 2
 
 
@@ -79,7 +79,7 @@ class DiffusionHead(nn.Module):
 def time_embedding(step: Tensor, width: int) -> Tensor:
     """Return a sinusoidal embedding [B, D] of diffusion steps [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
     half = width // 2
-    # Multiply before dividing, as the public code does: denoising can amplify a difference in the last bit.
+    # Multiply before dividing, as the published code does: denoising can amplify a difference in the last bit.
     frequency = torch.exp(torch.arange(half, device=step.device) * -math.log(10000.0) / (half - 1))
     angle = step[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=1)
@@ -103,7 +103,7 @@ def ddim_steps(count: int) -> list[int]:
 def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor, eta: float) -> tuple[Tensor, Tensor]:
     """Return one DDIM step (arXiv 2010.02502, equations 12 and 16): clip the clean estimate to -1..1, reduce the noise.
 
-    The noise is not recomputed from the clipped estimate, and the last level is noise-free, as in the public code.
+    The noise is not recomputed from the clipped estimate, and the last level is noise-free, as in the published code.
 
     Args:
         x: [B, K, A] noisy chunks.

@@ -82,7 +82,7 @@ class GuidedInputs(ModelInputs):
 
 
 class OpenVlaOft(nn.Module):
-    """One model class for all sizes and heads, with the parameter names of the public checkpoints."""
+    """One model class for all sizes and heads, with the parameter names of the published checkpoints."""
 
     def __init__(self, config: OftConfig, options: OftOptions) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ class OpenVlaOftPolicy:
             return self._head.imitate(self._inputs(obs), normalise(actions, self._bounds))
 
     def save(self, folder: Path) -> None:
-        """Write the weights in the public layout, in their dtype (fp32 in training).
+        """Write the weights in the published layout, in their dtype (fp32 in training).
 
         With adapters, only the adapters (`lora_adapter/`) and the fully trained modules are written.
         """

@@ -17,7 +17,7 @@ LARGE = {
     "pad_token_id": 32000,
     "text_config": {"model_type": "llama", "vocab_size": 32064},
 }
-"""Layer sizes of the public 7B model."""
+"""Layer sizes of the published 7B model."""
 ENV = EnvSpec(
     name="synthetic",
     action=ActionSpec(dim=7),

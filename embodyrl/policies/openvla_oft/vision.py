@@ -1,4 +1,4 @@
-"""The two vision towers and the projector: plain PyTorch with the parameter names of the public checkpoints."""
+"""The two vision towers and the projector: plain PyTorch with the parameter names of the published checkpoints."""
 
 import torch
 import torch.nn.functional as F
@@ -202,7 +202,7 @@ class VisionBackbone(nn.Module):
         """Map [B, 6*images, S, S] (per image: DINOv2 rgb, SigLIP rgb) to [B, images*patches, width of both]."""
         batch, channels, height, width = pixels.shape
         if language is not None and channels > 6:
-            # Image by image, as in the public code: the L1 head's tolerance is tight.
+            # Image by image, as in the published code: the L1 head's tolerance is tight.
             return torch.cat([self(pixels[:, i : i + 6], language) for i in range(0, channels, 6)], dim=1)
         single = pixels.reshape(batch * channels // 6, 6, height, width)
         dino, siglip = self.featurizer(single[:, :3], language), self.fused_featurizer(single[:, 3:], language)

@@ -19,7 +19,7 @@ class RemoteFactory:
     """Builds clients of policy servers; implementation of `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
-    """Settings class of the keys below `model`."""
+    """Settings class of the keys under `model`."""
 
     def validate(self, cfg: RemoteSettings) -> list[str]:
         """Return config errors with fixes, one line each."""

@@ -44,7 +44,7 @@ class AdapterSpec:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """Return `folder` or its subfolder if it contains an adapter."""
+    """Return the folder of the adapter, which is `folder` or a subfolder; None: there is no adapter."""
     return next((f for f in (folder, folder / ADAPTER_FOLDER) if (f / ADAPTER_CONFIG).exists()), None)
 
 

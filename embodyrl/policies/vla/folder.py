@@ -15,7 +15,7 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 STATISTICS_FILE = "dataset_statistics.json"
-"""Statistics of the training data, as in the public OpenVLA-OFT layout; written by `embodyrl sft`."""
+"""Statistics of the training data, as in the published OpenVLA-OFT layout; written by `embodyrl sft`."""
 RANDOM_INIT_KEY = "embodyrl_init"
 """config.json of a folder without weights contains {"embodyrl_init": "random"}."""
 
@@ -116,6 +116,6 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     for name, spread in spreads.items():
         if (spread < 0).any():
             place = int(np.flatnonzero(spread < 0)[0])
-            raise CheckpointError(f"{where}: the spread of dimension {place} is negative ({name}). {cure}")
+            raise CheckpointError(f"{where}: dimension {place} has a negative range or deviation ({name}). {cure}")
         if varies and len(spread) and not spread.any():
             raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {cure}")

@@ -81,9 +81,9 @@ def test_no_noops_suffix_is_optional(known: str, wanted: str) -> None:
     ("change", "said"),
     [
         ({"mean": [0.0, float("nan"), 0.0, 0.0, 0.0, 0.0, 0.0]}, r"mean\[1\] is nan, which is not finite"),
-        ({"std": [0.5, 0.5, -0.5, 0.5, 0.5, 0.5, 0.5]}, "the spread of dimension 2 is negative"),
+        ({"std": [0.5, 0.5, -0.5, 0.5, 0.5, 0.5, 0.5]}, "dimension 2 has a negative range or deviation"),
         ({"std": [0.0] * 7}, "degenerate: no dimension varies"),
-        ({"q01": [2.0] * 7}, "the spread of dimension 0 is negative"),
+        ({"q01": [2.0] * 7}, "dimension 0 has a negative range or deviation"),
         ({"q01": [1.1] * 7}, "degenerate: no dimension varies"),
         ({"std": [0.5] * 6}, "different length"),
         (

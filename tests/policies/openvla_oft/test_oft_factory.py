@@ -173,7 +173,7 @@ def test_statistics_key_defaults_to_the_environment_key(checkpoint):
     [
         ("q01", [float("nan")] * 7, "q01.* is nan"),
         ("q99", [float("inf")] * 7, "q99.* is inf"),
-        ("q01", [9.0] * 7, "spread of dimension 0 is negative"),
+        ("q01", [9.0] * 7, "dimension 0 has a negative range or deviation"),
         ("q01", None, "degenerate: no dimension varies"),
     ],
 )

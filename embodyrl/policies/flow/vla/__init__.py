@@ -155,7 +155,7 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
     where = (
-        ", which public checkpoints do not contain; copy that of the language model there (pi0, pi0.5: PaliGemma's; "
+        ", which published checkpoints do not contain; copy that of the language model there (pi0, pi0.5: PaliGemma's; "
         "SmolVLA: SmolVLM2's)."
     )
     return [

@@ -1,6 +1,6 @@
 """Construction of pi0, pi0.5 and SmolVLA: built on the meta device, loaded from a folder, partly frozen.
 
-Weights are safetensors in any public layout, strictly checked; no code is executed. Adapters and other files are in
+Weights are safetensors in any published layout, strictly checked; no code is executed. Adapters and other files are in
 the same folder.
 """
 
@@ -112,7 +112,7 @@ BESIDE_FILE = "beside.safetensors"
 
 
 class VlaFiles:
-    """Weights in public layouts, or adapters with fully trained weights. Implementation of `WeightFiles`."""
+    """Weights in published layouts, or adapters with fully trained weights. Implementation of `WeightFiles`."""
 
     def __init__(self, base: Path, network: VlaNetwork, adapter: AdapterSpec | None) -> None:
         """Read the small files of a checkpoint.
@@ -144,7 +144,7 @@ class VlaFiles:
             (folder / name).write_bytes(content)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read a public checkpoint, a checkpoint of embodyrl, or adapters, which are merged if no adapters are trained.
+        """Read a published checkpoint, one of embodyrl, or adapters, which are merged if no adapters are trained.
 
         Raises:
             CheckpointError: a weight is missing, unexpected, damaged or of another shape.
@@ -205,7 +205,7 @@ def build_policy(
         model = Pi0(sizes) if isinstance(sizes, Pi0Spec) else SmolVla(sizes)
     adapted = cfg.is_lora and request.trainable
     if cfg.precision is Precision.bf16:
-        # Frozen weights, including those below adapters, are stored in half precision.
+        # Frozen weights, including those adapted ones, are stored in half precision.
         parts = ("expert", *BACKBONE) if adapted else BACKBONE if cfg.train_expert_only else ()
         for part in parts if request.trainable else ("",):
             model.get_submodule(part).to(torch.bfloat16)

@@ -174,7 +174,7 @@ def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
     """Read the statistics of a folder for the config, cut to the environment's dimensions.
 
-    Sources are `dataset_statistics.json` (ours), or openpi's `norm_stats.json` (also below `assets`), or
+    Sources are `dataset_statistics.json` (ours), or openpi's `norm_stats.json` (also in `assets`), or
     LeRobot's preprocessor or older weights. A folder without weights may lack statistics: values are then unchanged.
 
     Raises:
@@ -186,7 +186,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         if starts_random(folder):
             return Units(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
         raise CheckpointError(
-            f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also below assets/) "
+            f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also in assets/) "
             f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Download them with the weights; without them actions "
             f"cannot be unnormalised."
         )

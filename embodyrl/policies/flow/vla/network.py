@@ -122,7 +122,7 @@ class SmolVla(FlowModel):
         return Memory(views=tuple(views), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return action tokens that contain the time; its angles are computed in float64, as in the public code."""
+        """Return action tokens that contain the time; its angles are computed in float64, as in the published code."""
         when = time_embedding(time, self.spec.expert.width, double=True)
         return self._mix_time(self.action_in_proj(x), when), None
 

@@ -17,8 +17,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Config keys for pi0 and SmolVLA, whose state is a token."""
 
     greedy_start: GreedyStart = GreedyStart.random
-    """Initial noise of greedy actions: a random function of the observation's bytes (as in published evaluations, but
-    reproducible), or zero."""
+    """Initial noise of greedy actions: random, with a seed from the observation's bytes (random as in published
+    evaluations, but reproducible); or zero."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of camera images per inference, in the order of the checkpoint; other cameras of the checkpoint are
     masked."""
