@@ -51,6 +51,6 @@ def test_openvla_oft_trains_resumes_exports_and_evaluates(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["smolvla", "pi05"])
-def test_flow_models_are_evaluated_from_their_public_layout(tmp_path: Path, model: str) -> None:
+def test_flow_models_are_evaluated_from_their_published_layout(tmp_path: Path, model: str) -> None:
     pytest.importorskip("libero")
     assert list(run(tmp_path, "--model", model, "--chunks", "1")) == ["write", "plan", "eval"]

@@ -289,7 +289,7 @@ def test_last_observation_of_an_environment_that_resets_at_once_is_kept(name):
 
 @pytest.mark.needs("check_env")
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal"])
-def test_further_names_of_success_give_a_warning(name):
+def test_success_keys_that_are_not_read_give_a_warning(name):
     from embodyrl.extensions.check_env.said import success_doubts
 
     (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)

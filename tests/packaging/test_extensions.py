@@ -28,7 +28,7 @@ def test_every_listed_path_exists():
         assert {*extension.imports} <= {*extensions()}, name
 
 
-def test_every_folder_below_extensions_has_a_manifest():
+def test_every_extension_folder_has_a_manifest():
     folders = {path.name for path in (ROOT / "embodyrl" / "extensions").iterdir() if any(path.glob("*.py"))}
     assert folders <= {*extensions()}
 

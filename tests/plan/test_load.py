@@ -155,7 +155,7 @@ def test_simplevla_preset_sets_its_horizon(suite: str) -> None:
     assert (env.train.max_episode_steps, env.eval.max_episode_steps) == (512, 512)
 
 
-def test_every_yaml_below_conf_belongs_to_a_group() -> None:
+def test_every_yaml_in_conf_belongs_to_a_group() -> None:
     grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
     commands = ("train", "collect", "sft", "serve", "dagger", "check-env")
     roots = {tree.conf_dir() / f"{command}.yaml" for command in commands}

@@ -378,7 +378,7 @@ def test_correlated_noise_log_probs_match_samples():
 
 @pytest.mark.needs("soft_actor")
 @pytest.mark.parametrize("squashed", [False, True])
-def test_actions_start_inside_of_the_only_bound(squashed):
+def test_initial_actions_respect_a_single_bound(squashed):
     """Otherwise, with a bound at 5, the environment clips every sample around 0 to the same action."""
     from embodyrl.policies.soft_actor.head import SquashedHead
 

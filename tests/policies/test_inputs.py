@@ -110,7 +110,7 @@ def test_error_names_the_damaged_inputs_file(tmp_path: Path) -> None:
         (("PICK", "PLACE"), [0, 1], False, False),
     ],
 )
-def test_instructions_that_training_lacks_give_a_warning(tmp_path: Path, tasks, chosen, instructed, warned) -> None:
+def test_instructions_missing_from_training_give_a_warning(tmp_path: Path, tasks, chosen, instructed, warned) -> None:
     reads = replace(POLICY, inputs=replace(POLICY.inputs, instructions=True))
     write_inputs(tmp_path, reads, replace(ENV, tasks=("sweep", "open the door"), states_per_task=(1, 1)))
     env = replace(ENV, tasks=tasks, states_per_task=(1, 1), text=replace(ENV.text, instructed=instructed))

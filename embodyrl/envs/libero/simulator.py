@@ -141,7 +141,7 @@ class TaskSimulator:
         if init_state.shape != expected:
             raise EnvError(
                 f"LIBERO task '{self.instruction}': initial state has shape {init_state.shape}, the "
-                f"model expects {expected}. The package's states and scenes have different versions."
+                f"model expects {expected}. The package's states and scenes have different versions. Reinstall LIBERO."
             )
         self._model.site_rgba[:] = self._new_sites
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)

@@ -112,7 +112,8 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
             raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Fix: {VULKAN_FIX}") from error
         raise ConfigError(
             f"env.id={cfg.id} cannot be built with sim_backend={cfg.sim_backend.value}, obs_mode={obs_mode.value}, "
-            f"control_mode={cfg.control_mode}, reward_mode={cfg.reward_mode}, kwargs={dict(cfg.kwargs)}: {text}."
+            f"control_mode={cfg.control_mode}, reward_mode={cfg.reward_mode}, kwargs={dict(cfg.kwargs)}: {text}. "
+            "Correct these keys."
         ) from error
 
 

@@ -76,7 +76,9 @@ class TextWorldGame:
             try:
                 self._env, self._open = self._textworld.start(str(file), infos), file
             except Exception as error:  # any error of the interpreter
-                raise ConfigError(f"env.id: {file} is not a TextWorld game ({error}).") from error
+                raise ConfigError(
+                    f"env.id: {file} is not a TextWorld game ({error}). Create games with tw-make."
+                ) from error
         state = self._env.reset()
         self._score = 0.0
         return self._tell(state, f"{state['objective']}\n{state['description']}")

@@ -70,7 +70,8 @@ class Completion:
         if context is not None and limit > room:
             raise ApiError(
                 400,
-                f"max_tokens={limit} and {len(prompt)} tokens of the messages exceed the context of {context} tokens.",
+                f"max_tokens={limit} and {len(prompt)} tokens of the messages exceed the context of {context} tokens. "
+                "Lower max_tokens, or shorten the messages.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -90,7 +90,9 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
     finally:
         writer.close()
     if not writer.episodes:
-        raise EmbodyError("The source has no episodes, or every episode contains a non-finite number.")
+        raise EmbodyError(
+            "The source has no episodes, or every episode contains a non-finite number. Correct the data."
+        )
     done = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
     write_file(partial / CARD_PATH, done.to_json().encode())
     os.replace(partial, out)
@@ -193,7 +195,9 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
     joined = np.concatenate(parts, axis=1) if parts else np.zeros((length, 0), np.float32)
     expected = {Target.action: plan.card.env.action.dim, Target.state: plan.card.env.state_dim}.get(target)
     if expected is not None and joined.shape[1] != expected:
-        raise EmbodyError(f"{raw.where}: {target} has {joined.shape[1]} numbers, expected {expected}.")
+        raise EmbodyError(
+            f"{raw.where}: {target} has {joined.shape[1]} numbers, expected {expected}. Correct the file."
+        )
     return joined
 
 

@@ -124,7 +124,9 @@ def _gripper(known: Conventions, data: ConversionSettings, dim: int) -> GripperC
     if ends is None:
         return None
     if not -dim <= data.gripper_index < dim:
-        raise ConfigError(f"data.gripper_index={data.gripper_index}: the actions have {dim} numbers.")
+        raise ConfigError(
+            f"data.gripper_index={data.gripper_index}: the actions have {dim} numbers. Set an index of the action."
+        )
     return GripperConvention(open=ends[0], closed=ends[1], index=data.gripper_index)
 
 

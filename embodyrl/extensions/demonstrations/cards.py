@@ -52,7 +52,10 @@ def _checked_gripper(root: Path, data: DemonstrationSettings, width: int) -> Gri
     if data.gripper is None:
         return None
     if not -width <= data.gripper_index < width:
-        raise ConfigError(f"data.gripper_index={data.gripper_index}: the actions of {root} have {width} numbers.")
+        raise ConfigError(
+            f"data.gripper_index={data.gripper_index}: the actions of {root} have {width} numbers. "
+            "Set an index of the action."
+        )
     return GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
 
 
@@ -145,7 +148,7 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     )
     fps = info.get("fps")
     if not isinstance(fps, int | float) or not 0 < fps < math.inf:
-        raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number.")
+        raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number. Correct the file.")
     without = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
     return Card(env=env, fps=float(fps), video=kind == "video", without=without)
 
@@ -180,7 +183,8 @@ def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int
     ends = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
     if not ends:
         raise ConfigError(
-            f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels."
+            f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels. "
+            "Leave the camera out with data.cameras."
         )
     first = len(ends) == 2 and names[:1] and names[0].startswith("c")
     size = shape[1:] if first or ends[0] == 0 else shape[:2]
@@ -195,12 +199,16 @@ def _is_number(feature: Mapping[str, Any] | None) -> bool:
 def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
     shape = _shape(root, key, feature)
     if len(shape) != 1:
-        raise ConfigError(f"data.path={root}: '{key}' has the shape {list(shape)}, expected one vector per step.")
+        raise ConfigError(
+            f"data.path={root}: '{key}' has the shape {list(shape)}, expected one vector per step. Correct {INFO_PATH}."
+        )
     return int(shape[0])
 
 
 def _shape(root: Path, key: str, feature: Mapping[str, Any]) -> list[int]:
     shape = feature.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise EmbodyError(f"{root / INFO_PATH}: the shape of '{key}' is {shape!r}, expected a list of numbers.")
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the shape of '{key}' is {shape!r}, expected a list of numbers. Correct the file."
+        )
     return shape

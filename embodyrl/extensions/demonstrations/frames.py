@@ -98,7 +98,10 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
             "same frame. Encode the video with the frame rate of meta/info.json."
         )
     if (height, width) != size:
-        raise EmbodyError(f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}.")
+        raise EmbodyError(
+            f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}. "
+            "Correct the shape in meta/info.json, or encode the video again."
+        )
     return expected if abs(found - expected) < 0.01 else found
 
 
@@ -120,7 +123,8 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
             while done < len(outs) and numbers[done] == count:
                 if frame.shape != outs[done].shape:
                     raise EmbodyError(
-                        f"{path} has frames of {frame.shape}, but the data set declares {outs[done].shape}."
+                        f"{path} has frames of {frame.shape}, but the data set declares {outs[done].shape}. "
+                        "Encode the video again."
                     )
                 outs[done][...] = frame
                 done += 1

@@ -179,7 +179,7 @@ class EpisodeReader:
         numbered = self._numbered
         kept = self.episodes if only is None else [numbered[n] for n in sorted(only) if n in numbered]
         if not kept:
-            raise EmbodyError(f"{self._root}: every episode contains a non-finite number.")
+            raise EmbodyError(f"{self._root}: every episode contains a non-finite number. Correct the data.")
         whole = layout.is_ours(self._root) and only is None
         keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
         images = _read_frames(self._root, self.card, self._data, rows, kept, keep, whole=whole)

@@ -62,7 +62,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         if length != row["length"]:
             raise EmbodyError(
                 f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
-                f"{row['length']} in the table of episodes."
+                f"{row['length']} in the table of episodes. Download the data set again."
             )
     counters = {
         name: np.concatenate([_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
@@ -84,7 +84,10 @@ def _counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
     column = table[name].combine_chunks()
     column = column.flatten() if _is_list(column.type) else column
     if len(column) != len(table) or not _is_number(column.type):
-        raise EmbodyError(f"{path}: '{name}' has the type {table[name].type}, expected one number per row.")
+        raise EmbodyError(
+            f"{path}: '{name}' has the type {table[name].type}, expected one number per row. "
+            "Download the data set again."
+        )
     return column.to_numpy(zero_copy_only=False)
 
 
@@ -108,7 +111,8 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
         present = pq.read_schema(path).names
         if lacking := [name for name in columns if name not in present]:
             raise EmbodyError(
-                f"{path} has no column '{lacking[0]}', which the data set declares. Columns: {', '.join(present)}."
+                f"{path} has no column '{lacking[0]}', which the data set declares. Columns: {', '.join(present)}. "
+                "Download the data set again."
             )
         return pq.read_table(path, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
@@ -139,17 +143,20 @@ def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = No
         wrong = np.flatnonzero((lengths != width) & (lengths >= 0))
         if len(wrong) == len(lengths) and len(wrong):
             raise EmbodyError(
-                f"{path}: '{key}' has vectors of {lengths[0]} numbers, but the data set declares {width}."
+                f"{path}: '{key}' has vectors of {lengths[0]} numbers, but the data set declares {width}. "
+                "Correct meta/info.json."
             )
         if len(wrong):
             row = np.flatnonzero(inside & (rows.place == wrong[0]))[0]
             raise EmbodyError(
                 f"{path}: episode {rows.counters['episode_index'][row]}, frame {rows.counters['frame_index'][row]}: "
-                f"'{key}' has {lengths[wrong[0]]} numbers, but the data set declares {width}."
+                f"'{key}' has {lengths[wrong[0]]} numbers, but the data set declares {width}. Correct the file."
             )
         found = _matrix(column, width)
         if found is None:
-            raise EmbodyError(f"{path}: '{key}' has the type {column.type}, expected vectors of numbers.")
+            raise EmbodyError(
+                f"{path}: '{key}' has the type {column.type}, expected vectors of numbers. Download the data set again."
+            )
         lossy |= _lossy(found)
         values[inside] = _as_float32(found)[rows.place[inside]]
     if lossy and doubts is not None:

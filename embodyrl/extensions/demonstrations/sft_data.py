@@ -66,7 +66,8 @@ def _checked(cfg: Config, training: Samples) -> Samples:
     """
     if cfg.data.actors and not len(training):
         raise ConfigError(
-            f"data.actors={list(cfg.data.actors)}: no action chunk of data.path comes only from these actors."
+            f"data.actors={list(cfg.data.actors)}: no action chunk of data.path comes only from these actors. "
+            "Add actors, or remove data.actors."
         )
     return training
 

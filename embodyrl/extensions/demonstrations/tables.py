@@ -153,7 +153,10 @@ def read_tasks(root: Path) -> dict[int, str]:
         raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
     text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
-        raise EmbodyError(f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task.")
+        raise EmbodyError(
+            f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task. "
+            "Download the data set again."
+        )
     return _numbered(path, list(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)))
 
 
@@ -209,7 +212,9 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
         wrong = [n for n, spec, how in fields if n not in values or how or not _NUMBER_FORMAT.fullmatch(spec or "")]
         path = PurePosixPath("" if wrong else template.format(**values))
     except (ValueError, TypeError) as error:
-        raise EmbodyError(f"{root / INFO_PATH}: the path {template!r} is not a template ({error}).") from None
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the path {template!r} is not a template ({error}). Download the file again."
+        ) from None
     if wrong:
         raise EmbodyError(
             f"{root / INFO_PATH}: the path {template!r} has the field {{{wrong[0]}}}, expected {', '.join(values)}."

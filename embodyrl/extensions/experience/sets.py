@@ -160,7 +160,9 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             lacks = (", ".join(card.without) or "none" for card in (other.card, first))
             differs = "unknown columns ({} and {})".format(*lacks)
         if differs:
-            raise ConfigError(f"{other.root} differs from {sources[0].root} in {differs}.")
+            raise ConfigError(
+                f"{other.root} differs from {sources[0].root} in {differs}. Merge data sets of one environment."
+            )
     chosen = [(s, row["episode_index"]) for s in sources for row in s.rows if selection.chooses(s, row)]
     if not chosen:
         raise ConfigError(f"No episode of {', '.join(str(s.root) for s in sources)} satisfies the conditions.")

@@ -39,7 +39,9 @@ class ForeignScript:
                     env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
                 )
         except OSError as error:
-            raise MissingDependencyError(f"{key}={python} cannot be started: {error.strerror}.") from error
+            raise MissingDependencyError(
+                f"{key}={python} cannot be started: {error.strerror}. Set the path of a Python interpreter."
+            ) from error
         finally:
             theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)

@@ -32,7 +32,9 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
         )
     commit = Path(folder).name
     if not _COMMIT.fullmatch(commit):
-        raise ConfigError(f"{key}={path}: the hub names '{commit}' as the commit, which is not a Git commit id.")
+        raise ConfigError(
+            f"{key}={path}: the hub names '{commit}' as the commit, which is not a Git commit id. Check HF_ENDPOINT."
+        )
     return f"{repo}@{commit}"
 
 

@@ -36,7 +36,9 @@ class IqlLearner(Learner):
         self._trainer, self._policy, self._seed = context.trainer, context.trainer.policy, context.seed
         self._rules, self._batch_size = rules, context.actor.global_batch_size
         if not isinstance(self._policy, HasFeatures):
-            raise ConfigError(f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics.")
+            raise ConfigError(
+                f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics. Choose another model."
+            )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
         parts = [load_shown([folder], spec) for folder in rules.demonstrations]

@@ -109,7 +109,9 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, ConfigError) or not cfg.kwargs:
             raise
-        raise ConfigError(f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}.") from error
+        raise ConfigError(
+            f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
+        ) from error
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens = np.arange(rows.total), 0
     controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
@@ -182,7 +184,9 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
         try:
             return SOURCES.get(path)(**cfg.kwargs)
         except TypeError as error:
-            raise ConfigError(f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}.") from error
+            raise ConfigError(
+                f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
+            ) from error
     found = resolve_asset(path) / (cfg.subset or "")
     files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
     if not files or not files[0].is_file():
@@ -208,7 +212,7 @@ def _read_file(file: Path) -> list[Any]:
         try:
             return _read_packed(parquet.ParquetFile(file), file)
         except (ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{file} is not a readable Parquet file: {error}.") from error
+            raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
     rows = []
     # Not `splitlines`: a text may contain U+2028 and other line separators.
     # Some editors begin a file with a mark of its encoding.
@@ -216,7 +220,9 @@ def _read_file(file: Path) -> list[Any]:
         if not line.strip():
             continue
         if len(line) == LONGEST_LINE:
-            raise ConfigError(f"{file}, line {number}: longer than {LONGEST_LINE >> 20} MiB.")
+            raise ConfigError(
+                f"{file}, line {number}: longer than {LONGEST_LINE >> 20} MiB. Shorten or remove the row."
+            )
         try:
             rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
         except (ValueError, RecursionError) as error:

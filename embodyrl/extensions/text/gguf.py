@@ -80,7 +80,10 @@ def converted(file: Path) -> Path:
     try:
         done = subprocess.run(command, stdout=sys.stderr, stderr=shown, text=True, timeout=_CONVERSION_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s.") from error
+        raise CheckpointError(
+            f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s. "
+            "Use a smaller model, or a Hugging Face folder."
+        ) from error
     if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
         reason = (done.stderr or "see above").strip().splitlines()[-1:]
         raise CheckpointError(f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}")

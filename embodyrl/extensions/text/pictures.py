@@ -71,7 +71,9 @@ class Picture:
             with Image.open(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
                 yield image
         except (OSError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"{self.where}: its image cannot be read: {error}.") from error
+            raise ConfigError(
+                f"{self.where}: its image cannot be read: {error}. Replace the image, or remove the row."
+            ) from error
 
 
 def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None) -> tuple[Picture, ...]:

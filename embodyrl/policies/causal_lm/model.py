@@ -111,7 +111,9 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, pa
         folder = resolve_asset(path)
         for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
             if not (folder / name).is_file():  # otherwise the library would query the hub, or load a pickle
-                raise CheckpointError(f"{folder}: {name} is missing; the adapter folder is incomplete.")
+                raise CheckpointError(
+                    f"{folder}: {name} is missing; the adapter folder is incomplete. Download the folder again."
+                )
         with _without_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
             return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]

@@ -55,7 +55,9 @@ class _Server:
         if not served:
             raise EmbodyError(f"The server at {self.key}={url} serves no model. Start it with a model.")
         if model is not None and model not in served:
-            raise EmbodyError(f"{self.key}={url} serves {', '.join(served)}, but no model {model}.")
+            raise EmbodyError(
+                f"{self.key}={url} serves {', '.join(served)}, but no model {model}. Correct the model name."
+            )
         self._base = self._model = model or served[0]
 
     def _complete(self, question: dict[str, Any]) -> dict[str, Any]:

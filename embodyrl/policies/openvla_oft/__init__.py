@@ -104,7 +104,10 @@ class OpenVlaOftFactory:
         cfg, saved = as_oft(cfg), read_config(folder)
         mine = read_config(_folder(cfg))
         if (saved.towers, saved.llama) != (mine.towers, mine.llama):
-            raise CheckpointError(f"{folder} and model.path={cfg.path} contain models of different sizes.")
+            raise CheckpointError(
+                f"{folder} and model.path={cfg.path} contain models of different sizes. "
+                "Set model.path to the base model of this run."
+            )
         if not cfg.use_proprio and any(folder.glob("*proprio_projector*")):
             raise CheckpointError(
                 f"{folder} was trained with proprioception (it has a proprio_projector). Fix: set "

@@ -76,7 +76,9 @@ class Statistics:
                 f"or check model.action_normalization and model.use_proprio."
             ) from error
         if not len(low) == len(high) == len(mask):
-            raise CheckpointError(f"{where} has {part} {low_name}, {high_name} and mask of different lengths.")
+            raise CheckpointError(
+                f"{where} has {part} {low_name}, {high_name} and mask of different lengths. Download the file again."
+            )
         ends = {name: entry[name] for name in ("min", "max") if len(entry.get(name, ())) == len(mask)}
         used = {name: np.compress(mask, row) for name, row in (ends | {low_name: low, high_name: high}).items()}
         check_statistics(used, f"{where}: {part}", varies=part == "action")

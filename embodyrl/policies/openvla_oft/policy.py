@@ -111,7 +111,10 @@ class OpenVlaOftPolicy:
             ConfigError: the model predicts actions one after the other.
         """
         if self._model.options.autoregressive:
-            raise ConfigError(f"model '{self.spec.name}' decodes autoregressively and computes no features of a chunk.")
+            raise ConfigError(
+                f"model '{self.spec.name}' decodes autoregressively and computes no features of a chunk. "
+                "Use OpenVLA-OFT."
+            )
         with self._autocast:
             hidden, proposed = self._head.propose(self._inputs(obs))
         return torch.cat([hidden.float().mean(1), proposed.to(hidden.device).float().flatten(1)], 1)

@@ -150,7 +150,7 @@ def test_random_delays_execute_each_env_step_once(observed):
 
 
 @pytest.mark.parametrize(("overlap", "delay"), [(4, 5), (2, 3), (8, 0), (5, 4)])
-def test_chunks_shorter_than_the_delay_allows_are_refused(overlap, delay):
+def test_chunks_too_short_for_the_delay_are_refused(overlap, delay):
     sims, env = make(low=delay, high=delay, overlap=overlap)
     env.reset([0], [start()])
     with pytest.raises(EnvError, match="too short"):

@@ -57,7 +57,7 @@ def two(tmp_path: Path) -> tuple[Path, Path, list[Demonstration]]:
     return tmp_path / "own", tmp_path / "shown", own + shown
 
 
-def test_merged_set_contains_all_episodes_of_both(two, tmp_path: Path, capsys) -> None:
+def test_merged_set_contains_all_episodes_of_both_sets(two, tmp_path: Path, capsys) -> None:
     own, shown, written = two
     assert run("merge", tmp_path / "both", own, shown) == 0
     found = json.loads(capsys.readouterr().out)
@@ -116,7 +116,7 @@ def test_unknown_outcomes_are_reported_as_unknown(tmp_path: Path, capsys) -> Non
         run("merge", tmp_path / "both", tmp_path / "own", tmp_path / "plain")
 
 
-def test_outcomes_of_other_programs_are_read(tmp_path: Path, capsys) -> None:
+def test_outcomes_of_third_party_sets_are_read(tmp_path: Path, capsys) -> None:
     columns = {"action": numbers(3), "next.success": won, "next.reward": lambda e, t: [0.5]}
     write_set(tmp_path / "known", columns=columns)
     write_v2_set(tmp_path / "older", columns=columns)
@@ -216,7 +216,7 @@ def test_episode_with_two_instructions_is_not_copied(tmp_path: Path) -> None:
     assert not (tmp_path / "both").exists()
 
 
-def test_copies_of_foreign_sets_need_no_new_source_for_their_conventions(tmp_path: Path) -> None:
+def test_copied_third_party_set_is_read_without_convention_keys(tmp_path: Path) -> None:
     """A copy of a copy, too; the action of the data is checked against the convention."""
     opens = {"observation.state": numbers(4), "action": lambda e, t: [0.5, float(t % 2)]}
     for name in ("one", "other"):
@@ -258,7 +258,7 @@ def test_datasets_with_differently_ordered_features_are_not_joined(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("rates", "said"), [((30, 29.97), ""), ((10, 20), r"fps \(20 and 10\)")])
-def test_sets_of_other_frame_rates_are_not_joined(tmp_path: Path, rates, said) -> None:
+def test_datasets_with_different_frame_rates_are_not_joined(tmp_path: Path, rates, said) -> None:
     for name, fps in zip(("one", "other"), rates, strict=True):
         write_set(tmp_path / name, fps=fps)
     words = ("merge", tmp_path / "both", tmp_path / "one", tmp_path / "other")

@@ -174,7 +174,7 @@ def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_
     assert plans == [5 + 7, 5 + 3 * 7 + 2 * 1024 // 4]
 
 
-def test_equal_prompts_are_stored_once_where_that_halves_the_tokens():
+def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
     assert size.per_token(half=False, adapters=True) == 512
     assert size.per_token(half=False, adapters=False) == 576, "inputs of trained norms"

@@ -140,7 +140,7 @@ def test_steps_after_the_first_success_do_not_count():
     assert not ranked_labels(outcomes, np.ones(6), {0: 0.5})[4:].any()
 
 
-def test_demonstrations_of_other_programs_count_as_successful():
+def test_third_party_demonstrations_count_as_successful():
     found = demos((5, 4), (False, True))
     unknown = replace(found, actor=np.where(np.arange(9) < 5, Actor.unknown, Actor.policy))
     assert Outcomes.of(unknown).success.tolist() == [True, True]

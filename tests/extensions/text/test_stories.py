@@ -20,7 +20,7 @@ def numbers(rows: list[TextRow]) -> set[str]:
     return {number for text in asked(rows) for number in re.findall(r"[0-9]+", text)}
 
 
-def test_numbers_of_validation_do_not_occur_in_training():
+def test_validation_numbers_do_not_occur_in_training():
     training, validation = stories(), held_out_stories()
     assert len(training) >= 500
     assert len(validation) >= 500

@@ -11,7 +11,7 @@ def states(rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 6)
 
 
-def test_contents_equal_those_of_the_growing_cache_after_rows_are_selected():
+def test_reserved_cache_matches_a_growing_cache_after_row_selection():
     torch.manual_seed(0)
     layers = ReservedLayer(60), DynamicLayer()
     for step, tokens in enumerate([5, 1, 1, 2, *[1] * 70]):

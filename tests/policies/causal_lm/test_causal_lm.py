@@ -230,7 +230,7 @@ def test_top_k_top_p_and_penalties_match_reference():
     np.testing.assert_allclose(np.bincount(drawn.numpy()) / 10001, (logits[0] / 2.0).softmax(-1).numpy(), atol=2e-4)
 
 
-def test_public_layout_round_trips(tmp_path: Path, policy: CausalLMPolicy, capfd: pytest.CaptureFixture[str]):
+def test_published_layout_round_trips(tmp_path: Path, policy: CausalLMPolicy, capfd: pytest.CaptureFixture[str]):
     policy.save(tmp_path)
     assert capfd.readouterr() == ("", ""), "no bar of the library's in the lines of a run"
     wanted = policy.act(observe(*PROMPTS), noise=noise(5))

@@ -27,7 +27,7 @@ def test_server_without_models_is_refused():
 
 
 @pytest.mark.parametrize("logprobs", [None, {}, {"top_logprobs": None}, {"top_logprobs": [["a"]]}])
-def test_missing_most_probable_tokens_are_refused(logprobs):
+def test_reply_without_top_tokens_is_refused(logprobs):
     """A reply without tokens may have no log-probabilities either."""
     with pytest.raises(EmbodyError, match=r"does not return the 2 most probable tokens.*Set rollout\.logprobs=0"):
         server._most_probable({"token_ids": [], "logprobs": logprobs}, 2)

@@ -173,7 +173,7 @@ def test_pixels_reach_the_tower_with_gradients_and_adapters():
         assert sum(float(p.grad.abs().sum()) for p in seeing if p.grad is not None) > 0
 
 
-def test_saved_vision_folder_has_the_public_layout(tmp_path: Path):
+def test_saved_vision_folder_has_the_published_layout(tmp_path: Path):
     policy, obs = build(), observe()
     with torch.no_grad():
         for parameter in policy.module.parameters():

@@ -51,7 +51,7 @@ def read(tmp_path):
     return reader
 
 
-def test_public_configs_are_read(read):
+def test_published_configs_are_read(read):
     assert read(OPENPI) == read(LEROBOT) == PI0
     assert read(OPENPI, adaptive=True) == read(LEROBOT | {"type": "pi05"}) == PI05
     assert read(OPENPI | {"action_horizon": 10}, adaptive=True) == replace(PI05, horizon=10)

@@ -70,7 +70,7 @@ def errors(golden: dict[str, Tensor], facts: dict[str, str]) -> dict[str, float]
     return {name: float((found[name] - golden[name]).abs().max()) for name in found.keys() & golden.keys()}
 
 
-def test_denoising_steps_match_the_public_code(golden, facts):
+def test_denoising_steps_match_the_published_code(golden, facts):
     assert max(errors(golden, facts).values()) < 2e-5
 
 

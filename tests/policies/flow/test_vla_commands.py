@@ -168,7 +168,7 @@ def test_vla_two_ranks_match_one(form, more, tmp_path):
             torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_public_folder_loads_from_python(tmp_path):
+def test_published_folder_loads_from_python(tmp_path):
     folder = write_checkpoint(tmp_path / "smolvla", "smolvla", state_dim=4, action_dim=7, lerobot_statistics=True)
     words = [word for word in model_words("smolvla", folder) if not word.startswith("model.path")]
     policy = load_policy(folder, "env=tabletop", "env.init_params.camera_names=[front]", *words)

@@ -122,7 +122,7 @@ def test_constant_dimensions_have_no_logprob(form, way, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_greedy_chunks_match_public_preprocessing_and_euler_steps(form, tmp_path):
+def test_greedy_chunks_match_published_preprocessing_and_euler_steps(form, tmp_path):
     """Rotated, padded images with a black, masked third camera; statistics; prompt; Euler steps."""
     policy, obs = build(form, folder_of(form, tmp_path)), observe(3)
     fit = pad_left_top if form == "smolvla" else pad_centred
@@ -241,7 +241,7 @@ def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_public_checkpoint_folders_round_trip(form, layout, tmp_path):
+def test_published_checkpoint_folders_round_trip(form, layout, tmp_path):
     """Read, saved and read again: the same names, weights, side files and actions."""
     lerobot = layout in (LEROBOT, SMOLVLA_LEROBOT)
     path = folder_of(form, tmp_path, layout=layout, lerobot_statistics=lerobot)

@@ -34,7 +34,7 @@ def take_a_step(policy, obs, tokens):
     optimizer.step()
 
 
-def test_exported_adapter_run_has_the_public_layout(checkpoint, make_policy, env_spec, golden, adapter, tmp_path):
+def test_exported_adapter_run_has_the_published_layout(checkpoint, make_policy, env_spec, golden, adapter, tmp_path):
     config = {"is_lora": True, "lora": LoraSettings(path=str(adapter)), "precision": Precision.bf16}
     make_policy(checkpoint, value_dim=1, **config).save(tmp_path / "saved")
     export_policy(model_of(path=str(checkpoint), **config), env_spec, tmp_path / "saved", tmp_path / "public")
@@ -50,7 +50,7 @@ def test_exported_adapter_run_has_the_public_layout(checkpoint, make_policy, env
     assert (logits - want).abs().mean() < 0.05 * (base - want).abs().mean()
 
 
-def test_all_linear_selects_the_modules_of_the_public_adapter(checkpoint, make_policy, adapter):
+def test_all_linear_selects_the_modules_of_the_published_adapter(checkpoint, make_policy, adapter):
     policy = make_policy(checkpoint, is_lora=True, value_dim=1, lora=LoraSettings(r=4, lora_alpha=4))
     injected = {name.partition(".lora_A.")[0] for name in policy.module.state_dict() if ".lora_A." in name}
     assert injected == set(read_adapter(adapter).factors)

@@ -96,7 +96,9 @@ class RewardModel:
             kind, self._head = AutoModelForCausalLM, load_file(self.folder / VALUE_FILE)
         model: Any = kind.from_pretrained(self.folder, use_safetensors=True, dtype=torch.float32, **options)
         if self._head is None and model.config.num_labels != 1:
-            raise CheckpointError(f"{self.folder}: a reward model must have 1 output, not {model.config.num_labels}.")
+            raise CheckpointError(
+                f"{self.folder}: a reward model must have 1 output, not {model.config.num_labels}. Use another model."
+            )
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:

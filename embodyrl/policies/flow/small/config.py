@@ -105,5 +105,8 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
     ends = {name: entry[part][name] for name in ("min", "max") if name in entry[part]}
     check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
     if low.shape != (size,):
-        raise CheckpointError(f"{path}: {part} has {len(low)} numbers, but the environment has {size}.")
+        raise CheckpointError(
+            f"{path}: {part} has {len(low)} numbers, but the environment has {size}. "
+            "Use the environment of the training."
+        )
     return low, high

@@ -199,7 +199,9 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
     units: dict[str, Affine] = {}
     for part, size in sizes.items():
         if part not in found:
-            raise CheckpointError(f"{folder} has no statistics of {part}; its data set lacks them.")
+            raise CheckpointError(
+                f"{folder} has no statistics of {part}; its data set lacks them. Use another checkpoint."
+            )
         statistics = found[part]
         quantiles = cfg.normalization is Normalization.quantiles
         affine = statistics.quantiles(eps) if quantiles else statistics.mean_std(eps)
