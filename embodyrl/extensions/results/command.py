@@ -1,4 +1,4 @@
-"""The command `results`: show the table, rerun recipes, compare, accept and import result cards, write the page."""
+"""The command `results`: show the table, rerun recipes, compare, accept, import and export results, write the page."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from embodyrl.extensions.results.table import (
     read_card,
     score_text,
 )
+from embodyrl.extensions.results.vla_eval import vla_eval_result
 from embodyrl.files import json_text, write_atomically
 from embodyrl.registry import closest
 
@@ -35,11 +36,13 @@ from embodyrl.registry import closest
 def results(args: argparse.Namespace) -> int:
     """Run `embodyrl results`."""
     action, *names = args.words or ["show"]
-    if action not in _ACTIONS:
-        raise ConfigError(f"unknown action '{action}'.{closest(action, _ACTIONS)} Actions: {', '.join(_ACTIONS)}.")
-    table = open_table(args.table)
+    if action not in (known := [*_ACTIONS, "export"]):
+        raise ConfigError(f"unknown action '{action}'.{closest(action, known)} Actions: {', '.join(known)}.")
     args.out = Path(args.out)
     try:
+        if action == "export":
+            return _export(args, names)
+        table = open_table(args.table)
         return _ACTIONS[action](args, table, names)
     except OSError as error:
         raise EmbodyError(
@@ -116,6 +119,16 @@ def _import(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     target.parent.mkdir(exist_ok=True)
     write_atomically(target, json_text(read_foreign(path, args.protocol)))
     return _write_page(args, table, [f"card  {target}"])
+
+
+def _export(args: argparse.Namespace, names: list[str]) -> int:
+    if len(names) < 2:
+        raise ConfigError("embodyrl results export takes a file name and one or more run folders.")
+    target, found = Path(names[0]), vla_eval_result([Path(name) for name in names[1:]])
+    write_atomically(target, json_text(found))
+    count = sum(task["num_episodes"] for task in found["tasks"])
+    show_result(args, {"file": target, "episodes": count}, [f"{count} episodes in the layout of vla-eval: {target}"])
+    return 0
 
 
 def _page(args: argparse.Namespace, table: Table, names: list[str]) -> int:
