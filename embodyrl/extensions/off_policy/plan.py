@@ -34,10 +34,10 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
             "model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
         )
-    if cfg.algorithm.imitates and policy.steering:
+    if cfg.algorithm.imitates and policy.steering and not policy.steering.corrects:
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, but {policy.steering.key} freezes it. Remove "
-            "model.likelihood, or use algorithm=sac."
+            f"adv_type '{cfg.algorithm.adv_type}' trains on actions, but {policy.steering.key} selects noise. Set "
+            "model.likelihood=residual, or use algorithm=sac."
         )
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []

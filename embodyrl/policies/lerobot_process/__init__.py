@@ -64,12 +64,12 @@ class LeRobotProcessFactory:
             gripper=env.action.gripper,
             takes_noise=False,
             untrainable="its weights are in a process of LeRobot, which returns actions without probabilities "
-            "(model.likelihood=residual trains a correction)",
-            value_dim=value_dim if cfg.corrects else 0,
+            "(model.likelihood=dsrl or residual trains an actor)",
+            value_dim=value_dim if cfg.steers else 0,
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts,
         )
-        if not cfg.corrects:
+        if not cfg.steers:
             return spec
         shape, chunk = (
             steering_shape(cfg, saved),
@@ -81,8 +81,8 @@ class LeRobotProcessFactory:
         return steered(spec, shape, cfg.likelihood)
 
     def costs(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Return the costs of the residual actor; the weights of LeRobot are in another process."""
-        if not cfg.corrects:
+        """Return the costs of the actor; the weights of LeRobot are in another process."""
+        if not cfg.steers:
             return PolicyCosts()
         return steering_costs(PolicyCosts(), steering_shape(cfg, read_checkpoint(_folder(cfg))))
 
@@ -93,7 +93,7 @@ class LeRobotProcessFactory:
                 f"{folder / CONFIG_FILE} is of another policy than model.path={cfg.path}. Use the model.path of its "
                 "training."
             )
-        if cfg.corrects:
+        if cfg.steers:
             steering_shape(cfg, read_checkpoint(_folder(cfg))).check(folder)
 
     def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
@@ -104,22 +104,32 @@ class LeRobotProcessFactory:
             EmbodyError: LeRobot is missing, or cannot load the policy.
         """
         from embodyrl.policies.lerobot_process.policy import LeRobotPolicy
-        from embodyrl.policies.lerobot_process.residual import CorrectedLeRobot
+        from embodyrl.policies.lerobot_process.steering import CorrectedLeRobot, NoisedLeRobot
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
         if request.trainable and spec.untrainable:
             raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
         saved = read_checkpoint(folder)
         seen = views(cfg, saved, request.env)
-        if cfg.corrects:
-            return CorrectedLeRobot(cfg, spec, request, folder, saved, seen, steering_shape(cfg, saved))
+        if cfg.steers:
+            kind = CorrectedLeRobot if cfg.corrects else NoisedLeRobot
+            return kind(cfg, spec, request, folder, saved, seen, steering_shape(cfg, saved))
         return LeRobotPolicy(cfg, spec, request, folder, saved, seen)
 
 
 def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringShape:
     """Return the sizes of the actor, which reads states, means of images of the newest step, and proposed actions."""
     hidden = saved.n_obs_steps * saved.state_dim + len(saved.cameras) * 3 * GRID * GRID
-    return SteeringShape.correcting(cfg, hidden, saved.action_dim)
+    if cfg.corrects:
+        return SteeringShape.correcting(cfg, hidden, saved.action_dim)
+    return SteeringShape(
+        features=hidden,
+        rows=1,
+        numbers=saved.noise_dim * (1 if cfg.noise_repeated else saved.horizon_length),
+        actions=cfg.num_action_chunks,
+        bound=cfg.noise_bound,
+        proposes=False,
+    )
 
 
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:

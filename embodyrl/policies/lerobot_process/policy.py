@@ -50,6 +50,7 @@ class LeRobotPolicy(OnlyActs):
         # Policies have no `close`: the process ends with the object or with this process.
         self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
         asked = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
+        asked["steered"] = cfg.steers and not cfg.corrects
         self._ask(asked, cfg.load_timeout_s, "model.load_timeout_s")
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -60,13 +61,26 @@ class LeRobotPolicy(OnlyActs):
         """
         return self.output(self._requested(obs)["chunk"])
 
-    def _requested(self, obs: Observation, seeds: list[int] | None = None) -> dict[str, FloatArray]:
+    def _requested(
+        self,
+        obs: Observation,
+        *,
+        actions: int | None = None,
+        seeds: list[int] | None = None,
+        noise: FloatArray | None = None,
+    ) -> dict[str, FloatArray]:
         """Request actions `chunk` [B, K, A] and preprocessed states `state` [B, S].
 
-        `seeds`: for reproducible noise, one seed per observation.
+        Args:
+            obs: observations.
+            actions: K; default: `model.num_action_chunks`.
+            seeds: for reproducible noise, one seed per observation.
+            noise: initial noise [B, H, N] of the policy.
         """
-        asked = {"tasks": list(obs.instructions), "actions": self.spec.num_action_chunks, "steps": self._steps(obs)}
-        asked |= {"states": [name for name, _ in self._saved.states], "seeds": seeds}
+        count = self.spec.num_action_chunks if actions is None else actions
+        asked = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs), "seeds": seeds}
+        asked |= {"states": [name for name, _ in self._saved.states]}
+        asked |= worker.encoded({"noise": noise})
         reply = self._ask(asked, self._limit_s, "model.answer_timeout_s")
         return {name: np.asarray(reply[name], np.float32) for name in ("chunk", "state")}
 

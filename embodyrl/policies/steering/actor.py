@@ -17,6 +17,8 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
+WITHIN = 1.0 - 1e-3
+"""Largest imitated correction, relative to its bound."""
 VALUE_WIDTHS = (256, 128)
 """Hidden layers of a value head."""
 
@@ -141,6 +143,7 @@ class Steered(ABC):
     """A policy with a frozen model and a trained actor; implementation of `SoftActor`."""
 
     spec: PolicySpec
+    module: nn.Module
     encoder: Sequence[nn.Parameter] = ()
     frozen = True
     _device: torch.device
@@ -237,9 +240,23 @@ class Steered(ABC):
         return critics.to(self._device)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Raise an error: no trained part can imitate demonstrations.
+        """Return the negative log-likelihood of the corrections for actions [B, K, A] (see `Policy.imitate`).
+
+        Corrections beyond the bound are moved inside. If one correction applies to the whole chunk, the target is the
+        mean.
 
         Raises:
-            ConfigError: always.
+            ConfigError: the noise for given actions is unknown.
         """
-        raise ConfigError(f"{self._key} trains only the actor, with a frozen base model. Fix: remove model.likelihood.")
+        shape, head = self._actor.shape, self._actor.head
+        if not shape.proposes:
+            raise ConfigError(f"{self._key} selects noise, not actions. Use model.likelihood=residual.")
+        self.module.eval()  # dropout would change the proposal
+        features = self.features(obs)
+        away = self._normalised(actions[:, : shape.actions], obs) - proposal(features, shape)
+        target = (away / shape.bound).clamp(-WITHIN, WITHIN)
+        target = target.mean(1, keepdim=True) if shape.rows == 1 else target
+        outputs = self._actor(features)
+        logprob, _ = head.score(outputs, target.atanh(), 1.0)
+        error = (head.spread(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
+        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)

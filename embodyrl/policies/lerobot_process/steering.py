@@ -1,4 +1,8 @@
-"""Residual policy on a frozen policy of LeRobot (arXiv 2407.16677, 2412.13630)."""
+"""Actors on a frozen policy of LeRobot.
+
+One corrects its actions (residual policy, arXiv 2407.16677, 2412.13630), the other selects its initial noise (DSRL,
+arXiv 2506.15799).
+"""
 
 import os
 import shutil
@@ -25,12 +29,8 @@ HEADS_FILE = "embodyrl_heads.safetensors"
 """File of the actor and the value head, which LeRobot does not read."""
 
 
-class CorrectedLeRobot(Steered, LeRobotPolicy):
-    """A frozen policy of LeRobot with an actor that corrects its actions; implementation of `SoftActor`.
-
-    Corrections are relative to the environment's action bounds, which are -1..1 for unbounded dimensions. The actor
-    reads the states of LeRobot's preprocessor, means of the newest images, and the proposed actions.
-    """
+class SteeredLeRobot(Steered, LeRobotPolicy):
+    """A frozen policy of LeRobot with a trained actor; implementation of `SoftActor`."""
 
     def __init__(
         self,
@@ -46,10 +46,6 @@ class CorrectedLeRobot(Steered, LeRobotPolicy):
         super().__init__(cfg, spec, request, folder, saved, views)
         self._folder, self._device = folder, torch.device(request.device)
         self._temperature = request.temperature
-        low, high = np.asarray(request.env.action.bounds, np.float64)
-        bounded = np.isfinite(low) & np.isfinite(high) & (high > low)
-        self._middle = np.where(bounded, (low + high) / 2, 0.0)
-        self._half = np.where(bounded, (high - low) / 2, 1.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(request.seed)
             self._module = HeadedModule(nn.Identity())
@@ -82,13 +78,21 @@ class CorrectedLeRobot(Steered, LeRobotPolicy):
             fix = "Use the model settings of the training."
             fill_weights(self._module.state_dict(), path, optional=("value_head.",), fix=fix)
 
-    def _see(self, obs: Observation) -> Seen:
-        found = self._requested(obs, seeds_of_observations(obs).tolist())
-        proposed = self._normalised(found["chunk"], obs).flatten(1)
-        features = torch.cat([on_device(found["state"], self._device), self._means(obs), proposed], 1)
+    def _seen(self, *parts: Tensor) -> Seen:
+        features = torch.cat(parts, 1)
         head = self._module.value_head
-        value = features.new_zeros(len(features), 0) if head is None else head(features)
-        return Seen(features, value, None)
+        return Seen(features, features.new_zeros(len(features), 0) if head is None else head(features), None)
+
+    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+        middle, half = self._range
+        return on_device(((actions - middle) / half).astype(np.float32), self._device)
+
+    @property
+    def _range(self) -> tuple[FloatArray, FloatArray]:
+        """Return the middle and half the width of the action range, [A] each."""
+        low, high = np.asarray(self._env.action.bounds, np.float64)
+        bounded = np.isfinite(low) & np.isfinite(high) & (high > low)
+        return np.where(bounded, (low + high) / 2, 0.0), np.where(bounded, (high - low) / 2, 1.0)
 
     def _means(self, obs: Observation) -> Tensor:
         """Return means of the pixels in -1..1, [B, views x 3 x rows x columns], of the newest images."""
@@ -100,14 +104,43 @@ class CorrectedLeRobot(Steered, LeRobotPolicy):
         means = F.adaptive_avg_pool2d(pixels.float() / 127.5 - 1, GRID)
         return means.unflatten(0, (len(obs), -1)).flatten(1)
 
-    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
-        return on_device(((actions - self._middle) / self._half).astype(np.float32), self._device)
+
+class CorrectedLeRobot(SteeredLeRobot):
+    """An actor corrects the actions of the frozen policy.
+
+    Corrections are relative to the environment's action bounds, which are -1..1 for unbounded dimensions. The actor
+    reads the states of LeRobot's preprocessor, means of the newest images, and the proposed actions.
+    """
+
+    def _see(self, obs: Observation) -> Seen:
+        found = self._requested(obs, seeds=seeds_of_observations(obs).tolist())
+        proposed = self._normalised(found["chunk"], obs).flatten(1)
+        return self._seen(on_device(found["state"], self._device), self._means(obs), proposed)
 
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
         rows = executed(seen.features, choice.tanh().flatten(1), self._actor.shape).cpu().numpy()
-        return (rows * self._half + self._middle).astype(np.float32)
+        middle, half = self._range
+        return (rows * half + middle).astype(np.float32)
+
+
+class NoisedLeRobot(SteeredLeRobot):
+    """DSRL: the actor's output, scaled to `noise_bound`, is the initial noise of the frozen policy.
+
+    The actor reads the states of LeRobot's preprocessor and means of the newest images. Noise that LeRobot samples in
+    addition is a function of the observation.
+    """
+
+    def _see(self, obs: Observation) -> Seen:
+        return self._seen(on_device(self._requested(obs, actions=0)["state"], self._device), self._means(obs))
+
+    def _execute(
+        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+    ) -> FloatArray:
+        rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._saved.noise_dim))[:, 0]
+        noise = rows.expand(-1, self._saved.horizon_length, -1).cpu().numpy()
+        return self._requested(obs, seeds=seeds_of_observations(obs).tolist(), noise=noise)["chunk"]
 
 
 def _duplicate(source: Path, target: Path) -> None:

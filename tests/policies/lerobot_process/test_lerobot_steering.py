@@ -1,4 +1,4 @@
-"""A residual policy on a frozen policy in a LeRobot process.
+"""Residual policies, DSRL and filtered behaviour cloning on a frozen policy in a LeRobot process.
 
 `SMALL_LEROBOT` has the functions of LeRobot that the process calls, and a policy with and without noise; with
 EMBODYRL_TEST_LEROBOT the training also runs on ACT and Diffusion policies of LeRobot itself.
@@ -19,7 +19,7 @@ from test_lerobot_process import LEROBOT, made_by_lerobot, real_lerobot
 
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.train import train
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.policies.lerobot_process import FACTORY
@@ -48,16 +48,25 @@ class Policy:
         return self
     def reset(self):
         self.queue = deque()
-    def select_action(self, batch):
+    def select_action(self, batch, noise=None):
         if not self.queue:
             k, a = self.config.n_action_steps, self.config.output_features["action"]["shape"][0]
             whole = batch["observation.state"].sum(1)[:, None, None].expand(-1, k, a) * torch.arange(1, a + 1) / 50
+            if noise is not None:
+                assert noise.shape == (len(whole), 6, 3)
+                whole = whole + noise[:, :k, :a]
             if self.config.noise:
                 whole = whole + torch.randn(whole.shape) / 10
             self.queue.extend(whole.unbind(1))
         return self.queue.popleft()
+class Fixed(Policy):
+    def select_action(self, batch):
+        return super().select_action(batch)
+class Ignoring(Policy):
+    def select_action(self, batch, noise=None):
+        return super().select_action(batch)
 def get_policy_class(kind):
-    return Policy
+    return {"fixed": Fixed, "ignoring": Ignoring}.get(kind, Policy)
 def scaled(batch):
     return batch | {"observation.state": batch["observation.state"] / 2}
 def make_pre_post_processors(config, path, preprocessor_overrides):
@@ -82,12 +91,14 @@ def python(tmp_path_factory):
     return str(script)
 
 
-def write_policy(folder: Path, *, noise: bool, state: int = 4, action: int = 2, cameras: int = 0) -> Path:
+def write_policy(
+    folder: Path, *, noise: bool, state: int = 4, action: int = 2, cameras: int = 0, kind: str = "small"
+) -> Path:
     folder.mkdir()
     images = {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 32, 32]} for i in range(cameras)}
     inputs = images | {"observation.state": {"type": "STATE", "shape": [state]}}
     outputs = {"action": {"type": "ACTION", "shape": [action]}}
-    config = {"type": "small", "n_action_steps": 4, "noise": noise}
+    config = {"type": kind, "n_action_steps": 4, "chunk_size": 6, "max_action_dim": 3, "noise": noise}
     (folder / "config.json").write_text(json.dumps(config | {"input_features": inputs, "output_features": outputs}))
     (folder / "model.safetensors").write_bytes(b"weights")
     return folder
@@ -175,17 +186,88 @@ def test_lerobot_residual_is_saved_with_the_files_of_its_base(python, tmp_path):
         build(python, other)
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("noise", [False, True])
+def test_dsrl_selects_the_initial_noise_of_a_lerobot_policy(python, tmp_path, noise, repeated):
+    folder, obs = write_policy(tmp_path / "base", noise=noise, cameras=1), observe(3)
+    keys = {"likelihood": "dsrl", "noise_bound": 0.5, "noise_repeated": repeated}
+    policy = build(python, folder, trainable=True, **keys)
+    torch.nn.init.normal_(policy.module.noise_actor.layers[-1].weight, std=3.0)
+    features = policy.features(obs)
+    assert features.shape == (3, 4 + 3 * 64)
+    with torch.no_grad():
+        rows = policy.module.noise_actor.greedy(features).tanh().view(3, -1, 3).expand(-1, 6, -1)
+    chosen = 0.5 * rows.numpy()
+    assert 0.3 < np.abs(chosen).max() <= 0.5
+    assert bool(np.ptp(chosen, axis=1).any()) is not repeated
+    base = obs.state.sum(1)[:, None, None] / 2 * np.arange(1, 3) / 50
+    actions = policy.act(obs, noise=None).actions
+    drawn = actions / 2 - base - chosen[:, :4, :2]
+    assert np.abs(drawn).max() > 0.01 if noise else np.abs(drawn).max() < 1e-5
+    alone = policy.act(part(obs, slice(2, None)), noise=None).actions
+    np.testing.assert_allclose(alone, actions[2:], atol=1e-5)
+    out = policy.act(obs, noise=noise_for(policy, 3))
+    with torch.no_grad():
+        assert np.abs(policy.score(obs, out.tokens).logprob.numpy() - out.logprob).max() < 1e-4
+    assert FACTORY.costs(policy._cfg, table(), 0).num_trained == sum(p.numel() for p in policy.module.parameters())
+
+
+def test_dsrl_is_refused_for_a_lerobot_policy_without_initial_noise(python, tmp_path):
+    folder = write_policy(tmp_path / "base", noise=False, kind="fixed")
+    assert build(python, folder, likelihood="residual").act(observe(1), noise=None).actions.shape == (1, 4, 2)
+    with pytest.raises(EmbodyError, match=r"'fixed' has no argument noise.*model\.likelihood=residual"):
+        build(python, folder, likelihood="dsrl")
+    folder = write_policy(tmp_path / "other", noise=True, kind="ignoring")
+    with pytest.raises(EmbodyError, match=r"ignores its argument noise; set model\.likelihood=residual"):
+        build(python, folder, likelihood="dsrl").act(observe(2), noise=None)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_residual_imitates_actions_within_its_bound(python, tmp_path, repeated):
+    folder, obs = write_policy(tmp_path / "base", noise=False), observe(3)
+    keys = {"likelihood": "residual", "residual_scale": 0.5, "residual_repeated": repeated}
+    policy = build(python, folder, trainable=True, **keys)
+    proposed = policy.act(obs, noise=None).actions
+    half = np.asarray([1.0, 5.0], np.float32)
+    correction = np.asarray([0.25, -0.1], np.float32)
+    first = policy.imitate(obs, proposed + half * correction)
+    assert first.error is not None
+    np.testing.assert_allclose(first.error.numpy(), 0.175, atol=1e-4)
+    mean = policy.module.residual_actor.greedy(policy.features(obs)).detach()
+    unit = torch.distributions.TransformedDistribution(
+        torch.distributions.Normal(mean, 1.0), [torch.distributions.transforms.TanhTransform()]
+    )
+    density = unit.log_prob(torch.tensor(correction / 0.5).expand_as(mean)).flatten(1).mean(1)
+    np.testing.assert_allclose(first.loss.detach().numpy(), -density.numpy(), atol=1e-3)
+    optimizer = torch.optim.Adam(policy.module.parameters(), 3e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        policy.imitate(obs, proposed + half * correction).loss.sum().backward()
+        optimizer.step()
+    moved = (policy.act(obs, noise=None).actions - proposed) / half
+    np.testing.assert_allclose(moved, np.broadcast_to(correction, moved.shape), atol=0.1)
+    beyond = policy.imitate(obs, proposed + 10 * half)
+    assert torch.isfinite(beyond.loss).all()
+    with pytest.raises(ConfigError, match="selects noise"):
+        build(python, folder, likelihood="dsrl").imitate(obs, proposed)
+
+
 SAME = (
-    *("env=gym", "env.id=Pendulum-v1", "model=lerobot", "model.likelihood=residual", "model.num_action_chunks=4"),
+    *("env=gym", "env.id=Pendulum-v1", "model=lerobot", "model.num_action_chunks=4"),
     *("launcher=inline", "runner.deterministic=true", "runner.logger.backends=[jsonl]", "video=none"),
     *("env.eval.total_num_envs=2", "env.eval.max_episode_steps=24", "eval.episodes=3"),
 )
 SHORT = (
-    *("algorithm=sac", "env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=24"),
-    *("actor.global_batch_size=8", "algorithm.learning_starts=8", "algorithm.updates_per_sample=0.5"),
+    *("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=24", "actor.global_batch_size=8"),
     *("runner.max_steps=4", "runner.save_interval=2", "runner.val_check_interval=4", "checkpoint.keep=9"),
     *("env.train.continue_episodes=false", "actor.optim.lr=3e-3", "env.train.max_episode_steps=24"),
 )
+BUFFER = ("algorithm.learning_starts=8", "algorithm.updates_per_sample=0.5")
+LEARNERS = {
+    "residual": ("algorithm=sac", *BUFFER),
+    "dsrl": ("algorithm=sac", *BUFFER),
+    "filtered_bc": ("algorithm=filtered_bc", "algorithm.imitate_above=-1000", *BUFFER),
+}
 
 
 def played(folder: Path) -> list[tuple[float, int]]:
@@ -193,10 +275,11 @@ def played(folder: Path) -> list[tuple[float, int]]:
     return [(row["return"], row["steps"]) for row in sorted(rows, key=lambda row: row["episode"])]
 
 
-def check_runs(python: str, base: Path, tmp_path: Path) -> None:
-    """Train with SAC, and compare evaluation of the checkpoint, of its export, and of a resumed run."""
-    same = (*SAME, f"model.python={python}", f"runner.output_dir={tmp_path}")
-    start = (*same, *SHORT, f"model.path={base}")
+def check_runs(python: str, base: Path, tmp_path: Path, learner: str) -> None:
+    """Train, and compare evaluation of the checkpoint, of its export, and of a resumed run."""
+    likelihood = "model.likelihood=" + ("dsrl" if learner == "dsrl" else "residual")
+    same = (*SAME, likelihood, f"model.python={python}", f"runner.output_dir={tmp_path}")
+    start = (*same, *SHORT, *LEARNERS[learner], f"model.path={base}")
     whole = train(load_config("train", [*start, "runner.experiment_name=whole"])).run
     at_first, validated = (played(whole / "eval" / f"step_00000{step}") for step in (0, 4))
     assert at_first != validated, "it learned nothing that changes an action"
@@ -211,8 +294,9 @@ def check_runs(python: str, base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("off_policy", "checkpoints")
-def test_lerobot_residual_run_trains_resumes_and_exports(python, tmp_path):
-    check_runs(python, write_policy(tmp_path / "base", noise=True, state=3, action=1), tmp_path)
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_run_on_a_frozen_lerobot_policy_trains_resumes_and_exports(python, tmp_path, learner):
+    check_runs(python, write_policy(tmp_path / "base", noise=True, state=3, action=1), tmp_path, learner)
 
 
 PENDULUM = {
@@ -224,7 +308,18 @@ PENDULUM = {
 @real_lerobot
 @pytest.mark.timeout(900)
 @pytest.mark.needs("off_policy", "checkpoints")
-@pytest.mark.parametrize("kind", PENDULUM)
-def test_residual_on_policies_of_lerobot_trains_resumes_and_exports(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "learner"), [("act", "residual"), ("diffusion", "residual"), ("diffusion", "dsrl"), ("act", "filtered_bc")]
+)
+def test_run_on_a_policy_of_lerobot_trains_resumes_and_exports(kind, learner, tmp_path):
     assert LEROBOT
-    check_runs(LEROBOT, made_by_lerobot(tmp_path / "base", kind, PENDULUM[kind], "environment"), tmp_path)
+    check_runs(LEROBOT, made_by_lerobot(tmp_path / "base", kind, PENDULUM[kind], "environment"), tmp_path, learner)
+
+
+@real_lerobot
+@pytest.mark.timeout(300)
+def test_dsrl_on_act_of_lerobot_is_refused(tmp_path):
+    base = made_by_lerobot(tmp_path / "base", "act", PENDULUM["act"], "environment")
+    overrides = [*SAME, "model.likelihood=dsrl", f"model.python={LEROBOT}", f"model.path={base}", *LEARNERS["dsrl"]]
+    with pytest.raises(EmbodyError, match="'act' has no argument noise"):
+        train(load_config("train", [*overrides, *SHORT, f"runner.output_dir={tmp_path}"]))
