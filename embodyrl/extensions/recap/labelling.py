@@ -17,6 +17,7 @@ import numpy as np
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.demonstrations.checks import set_differences
 from embodyrl.extensions.demonstrations.labels import Labels, places
 from embodyrl.extensions.demonstrations.layout import write_file
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
@@ -116,8 +117,17 @@ def _label_and_report(stage: Stage, parent: Connection) -> None:
 
 
 def label(stage: Stage) -> None:
-    """Train value models on all data, and write the labels of all frames."""
-    demos = join_demonstrations([load_demonstrations(resolve_asset(folder)) for folder in stage.folders])
+    """Train value models on all data, and write the labels of all frames.
+
+    Raises:
+        ConfigError: a data set has other cameras, states or actions than `data.path`.
+    """
+    roots = [resolve_asset(folder) for folder in stage.folders]
+    first, *others = [(root, read_card(root)) for root in roots]
+    for other in others:
+        if differs := set_differences(other, first):
+            raise ConfigError(f"{other[0]} and {first[0]} differ in {differs}. Collect data.path with equal settings.")
+    demos = join_demonstrations([load_demonstrations(root) for root in roots])
     outcomes, cfg = Outcomes.of(demos), stage.cfg
     g = normalised_returns(outcomes, cfg.failure_penalty)
     value = cross_fitted(demos, outcomes, g, stage)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,9 @@ from toy_runs import TOY
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.errors import ConfigError, Interrupted
+from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.checkpoints.export import export
+from embodyrl.extensions.demonstrations.cards import CARD_PATH, read_card
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.recap.arguments import read_arguments
@@ -118,6 +121,17 @@ def _check_export(learned: Path, tmp_path: Path) -> None:
         )
     ]
     assert [r.to_json() | {"seconds": 0} for r in rows[0]] == [r.to_json() | {"seconds": 0} for r in rows[1]]
+
+
+@pytest.mark.integration
+def test_rounds_refuse_data_with_other_cameras(start: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(start / "demos", other)
+    card = read_card(other)
+    cameras = replace(card.env.cameras, names=("wrist",))
+    (other / CARD_PATH).write_text(replace(card, env=replace(card.env, cameras=cameras)).to_json())
+    with pytest.raises(EmbodyError, match=r"episodes_1 and .*other differ in cameras .*'front'.*'wrist'.*data\.path"):
+        run(words(start, tmp_path / "out", f"data.path={other}"))
 
 
 def _refused(*more: str) -> Callable[[], object]:
