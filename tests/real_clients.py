@@ -2,9 +2,11 @@
 
 python real_clients.py openpi|vla_eval URL
 python real_clients.py serve whole|single
+python real_clients.py infer URL    (observations and chunks as pickles through standard input and output)
 """
 
 import json
+import pickle
 import sys
 import time
 
@@ -36,6 +38,18 @@ def openpi(url):
         "error": error,
         "again": bool(np.array_equal(np.stack(single), chunk)),
     }
+
+
+def infer(url):
+    from openpi_client.websocket_client_policy import WebsocketClientPolicy
+
+    policy = WebsocketClientPolicy(url)
+    while (message := pickle.load(sys.stdin.buffer)) is not None:
+        arrays = {name: np.array(value, np.uint8 if "image" in name else np.float32) for name, value in message[0]}
+        chunk = policy.infer(arrays | {"prompt": message[1]})["actions"]
+        sys.stdout.buffer.write(pickle.dumps(chunk.tolist()))
+        sys.stdout.flush()
+    return {}
 
 
 def vla_eval(url):
@@ -102,5 +116,5 @@ if "vla_eval" in sys.argv or __name__ == "real_clients":
 
 
 if __name__ == "__main__":
-    answer = {"openpi": openpi, "vla_eval": vla_eval, "serve": serve}[sys.argv[1]](sys.argv[2])
+    answer = {"openpi": openpi, "vla_eval": vla_eval, "serve": serve, "infer": infer}[sys.argv[1]](sys.argv[2])
     sys.stdout.write(json.dumps(answer) + "\n")
