@@ -10,10 +10,24 @@ import pytest
 from chaos import Chaos, Injection
 
 pytestmark = [
-    pytest.mark.needs("demonstrations", "text"),
+    pytest.mark.needs("demonstrations", "text", "iql", "recap"),
     pytest.mark.integration,
 ]
-KINDS = ("inline", "local", "ranks", "apart", "async", "code", "judge", "sft", "eval")
+KINDS = (
+    "inline",
+    "local",
+    "ranks",
+    "apart",
+    "async",
+    "code",
+    "judge",
+    "sft",
+    "eval",
+    "iql",
+    "dagger",
+    "recap",
+    "sweep",
+)
 
 
 @pytest.fixture
