@@ -29,7 +29,7 @@ from embodyrl.extensions.ray_cluster import nodes as ray_nodes
 from embodyrl.extensions.ray_cluster.answers import fault_of
 from embodyrl.extensions.ray_cluster.nodes import Node, ray
 from embodyrl.extensions.ray_cluster.placement import parse_placement
-from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_in, copy_out, paste
+from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_in, copy_out, mark, paste
 from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
 
@@ -92,6 +92,7 @@ class RemoteWorker:
         assert self._worker is not None and self._pools is not None, "not started"
         if not self._beside_driver:
             paste(self._pools, rows)
+            mark(self._pools, request)
         try:
             replies = tuple(self._worker.handle(request))
         except Exception as error:

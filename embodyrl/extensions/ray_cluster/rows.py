@@ -7,8 +7,12 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.layout import BUCKET, SEQUENCE, STATE
-from embodyrl.channels.messages import Request, Use
+from embodyrl.channels.messages import Request, ScoreRequest, Use, ValueRequest
 
+DIVIDED = (ValueRequest, ScoreRequest)
+"""Requests whose records the ranks divide among themselves; each rank writes a part."""
+_UNWRITTEN = 0xFF
+"""Byte of fields that are not written yet: as float32, a NaN that no computation returns."""
 HEADER = (SEQUENCE, STATE)
 """Fields with the state of a record, which are sent with every record."""
 Pools = tuple[Arena, ...]
@@ -35,12 +39,31 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
     """Return the record fields that a worker wrote while executing a request.
 
     The result contains only complete records: all ranks receive the request to publish weights, but only one writes.
+    Of a request in `DIVIDED`, the result contains only the records that this rank wrote since `mark`.
     """
     rows = []
     for use in request.writes():
-        records = records_of(use.tickets)
-        rows.append(_copy(pools[use.pool], use, records[pools[use.pool][STATE][records] == RecordState.READY]))
+        records, arena = records_of(use.tickets), pools[use.pool]
+        written = arena[STATE][records] == RecordState.READY
+        if isinstance(request, DIVIDED):
+            written &= ~np.logical_and.reduce([_bytes(arena[name][records]) == _UNWRITTEN for name in use.fields or ()])
+        rows.append(_copy(arena, use, records[written]))
     return rows
+
+
+def mark(pools: Pools, request: Request) -> None:
+    """Fill the fields that a request in `DIVIDED` writes, so that `copy_out` finds the records that this rank wrote."""
+    if isinstance(request, DIVIDED):
+        for use in request.writes():
+            for name in use.fields or ():
+                values = pools[use.pool][name]
+                values[records_of(use.tickets)] = np.full(values.itemsize, _UNWRITTEN, np.uint8).view(values.dtype)[0]
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    """Return the smallest byte of each record of an array [n, ...]: `_UNWRITTEN` if all its bytes are."""
+    flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+    return flat.min(axis=1, initial=_UNWRITTEN)
 
 
 def paste(pools: Pools, rows: Sequence[Rows]) -> None:

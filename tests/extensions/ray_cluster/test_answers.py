@@ -22,11 +22,12 @@ from embodyrl.channels.messages import (
     Recording,
     Reply,
     Request,
+    ValueRequest,
     WorkerFailed,
     WorkerReady,
 )
 from embodyrl.extensions.ray_cluster.answers import fault_of
-from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_out
+from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_out, mark, paste
 from embodyrl.plan.run_plan import build_run_plan
 
 Change = Callable[[Any, list[Rows]], tuple[Any, list[Rows]]]
@@ -130,6 +131,27 @@ def test_worker_with_shared_memory_sends_no_records(pools: Pools):
     request, reply = steps(pools)
     assert fault_of(pools, request, (reply,), [], mirrored=False) == ""
     assert "groups of records" in fault_of(pools, request, (reply,), copy_out(pools, request), mirrored=False)
+
+
+def test_ranks_send_only_the_values_that_they_computed(tmp_path: Path):
+    layout = build_run_plan(toy_config(tmp_path, "algorithm=ppo"), training=True).layout
+    driver, first, second = both = [(Arena.create(layout, 4),) for _ in range(3)]
+    tickets = driver[0].allocate_all(4)
+    request = ValueRequest(tickets=tickets)
+    for pools in both:
+        pools[0][STATE][:] = RecordState.READY
+        mark(pools, request)
+    records = records_of(tickets)
+    for (arena,), own, value in ((first, records[:3], 0.0), (second, records[3:], np.nan)):
+        arena[Record.value][own] = value
+    # The second rank replies last: its other records must not replace those of the first.
+    for pools in (first, second):
+        rows = copy_out(pools, request)
+        assert fault_of(driver, request, (Done(sequence=0, seconds=0.0, metrics={}),), rows, mirrored=True) == ""
+        paste(driver, rows)
+    np.testing.assert_array_equal(driver[0][Record.value][records].ravel(), [0.0, 0.0, 0.0, np.nan])
+    for (arena,) in both:
+        arena.close()
 
 
 def test_reported_error_of_a_worker_is_accepted(pools: Pools):

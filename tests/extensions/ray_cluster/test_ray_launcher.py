@@ -59,8 +59,9 @@ def test_two_ray_nodes_match_one_process(tmp_path, two_nodes):
     }
 
 
-def test_actor_ranks_on_two_nodes_match_one_rank(tmp_path, two_nodes):
-    words = (*WORDS, "runner.max_steps=1", "env.train.total_num_envs=8")
+@pytest.mark.parametrize("algorithm", ["algorithm=grpo", "algorithm=ppo"])
+def test_actor_ranks_on_two_nodes_match_one_rank(tmp_path, two_nodes, algorithm):
+    words = (*WORDS, algorithm, "algorithm.group_size=2", "runner.max_steps=1", "env.train.total_num_envs=8")
     spread = ("launcher.name=ray", "cluster.num_nodes=2", "actor.fsdp.size=2", "launcher.env_workers=1")
     alone, apart = (train_toy(tmp_path, *words, *more, name=f"run{len(more)}") for more in ((), spread))
     one, two = rows(alone)[0], rows(apart)[0]
