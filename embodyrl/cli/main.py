@@ -88,9 +88,9 @@ def _run(arguments: list[str]) -> int:
         first, *more = str(error).splitlines() or [type(error).__name__]
         _report([first, *(mark + line for line in more)], arguments)
         return error.exit_code
-    except Exception as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        _report([f"unexpected {type(error).__name__}: {reason}. Report the output with --traceback."], arguments)
+    except (Exception, SystemExit) as error:  # a component may call sys.exit
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+        _report([f"unexpected {reason}. Report the output with --traceback."], arguments)
         return 1
     return code
 

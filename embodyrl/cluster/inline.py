@@ -124,7 +124,7 @@ class InlineLauncher:
         try:
             with self._deadline.limit(timeout_s, stoppable=spec.simulates), self._owning(spec.simulates):
                 worker = spec.build()
-        except (Exception, Abandoned) as error:
+        except (Exception, SystemExit, Abandoned) as error:
             self._died(spec.name, error)
             return
         self._workers[spec.name] = worker
@@ -153,7 +153,7 @@ class InlineLauncher:
         try:
             with self._deadline.limit(timeout_s, stoppable=simulates), self._owning(simulates):
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
-        except (Exception, Abandoned) as error:
+        except (Exception, SystemExit, Abandoned) as error:
             del self._workers[name]
             # The restarted worker must not get requests of the dead one.
             self._requests = deque(waiting for waiting in self._requests if waiting[0] != name)

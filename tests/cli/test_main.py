@@ -310,6 +310,8 @@ def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.Cap
         ("errors.EmbodyError('first\\n  File x')", 1, "embodyrl: error: first\n  File x"),
         ("errors.ConfigError(['a', 'b'])", 2, "embodyrl: error: a\nembodyrl: error: b"),
         ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Report the output with --traceback"),
+        ("SystemExit(0)", 1, "embodyrl: error: unexpected SystemExit: 0. Report the output with --traceback"),
+        ("SystemExit", 1, "embodyrl: error: unexpected SystemExit. Report the output with --traceback"),
     ],
 )
 def test_each_error_class_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: str, code: int, said: str) -> None:

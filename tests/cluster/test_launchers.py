@@ -31,6 +31,8 @@ class EchoWorker:
     def handle(self, request: str) -> Iterator[str]:
         if request == "raise":
             raise EnvError("slot 3 returned NaN")
+        if request == "sys.exit":
+            raise SystemExit
         if request == "exit":
             os._exit(7)
         if request == "hang":
@@ -93,6 +95,17 @@ def test_worker_exception_keeps_text_and_traceback(launcher):
     assert isinstance(died, WorkerDied)
     assert "slot 3 returned NaN" in died.reason
     assert "in handle" in died.traceback
+
+
+def test_sys_exit_in_a_worker_is_reported_as_a_worker_death(launcher):
+    """In the driver's process it would end the run with exit code 0."""
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "sys.exit", timeout_s=10)
+    died = next_event(launcher).message
+    assert isinstance(died, WorkerDied)
+    assert "SystemExit" in died.reason
+    assert died.exit_code == 1
 
 
 def test_long_request_and_long_reply_do_not_deadlock(launcher):
