@@ -389,6 +389,7 @@ def test_initial_actions_respect_a_single_bound(squashed):
     np.testing.assert_allclose(head.from_actions(head.to_actions(edges[1:2])), edges[1:2], atol=1e-6)
 
 
+@pytest.mark.needs("soft_actor")
 def test_squashed_actions_without_bounds_give_a_warning():
     said = {squashed: build("mlp", "open", squashed=squashed).spec.doubts for squashed in (True, False)}
     assert "actions [0, 1] have no bounds on both sides" in said[True][0]
