@@ -9,3 +9,8 @@ def moody(prompt: str, response: str, reference: str) -> float:
 
 def broken(prompt: str, response: str, reference: str) -> float:
     raise RuntimeError("no reward today")
+
+
+def letters(prompt: str, response: str, reference: str) -> float:
+    """Return the share of the letter e, which varies among the replies of an untrained model."""
+    return response.count("e") / (1 + len(response))

@@ -153,7 +153,13 @@ class CausalLMFactory:
     def _folder(self, cfg: CausalLMSettings) -> Path:
         path = cfg.path or self.start
         assert path is not None, "`validate` refuses it"
-        return language_model_folder(path)
+        folder = language_model_folder(path)
+        if (folder / "adapter").is_dir() and not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{path} contains only adapters. Merge them with their base model: `embodyrl ckpt export RUN FOLDER`, "
+                "then use this folder."
+            )
+        return folder
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
