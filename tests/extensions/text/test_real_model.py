@@ -158,8 +158,9 @@ def test_credit_per_turn_of_tool_dialogues_matches_a_hand_made_table(whole: Path
 def test_greedy_replies_of_the_initial_model_match_transformers(whole: Path, tmp_path: Path):
     words = ("experiment=smollm2_arithmetic", *QUIET, "runner.only_eval=true", f"runner.output_dir={tmp_path}")
     words += ("eval.episodes=4", "env.eval.total_num_envs=4", f"algorithm.sampling_params.max_new_tokens={TOKENS}")
-    run = train(load_config("train", [*words, "runner.experiment_name=start"])).run
-    talks = [json.loads(line)["conversation"] for line in next(run.rglob("episodes.jsonl")).read_text().splitlines()]
+    found = evaluate(load_config("train", [*words, "runner.experiment_name=start"])).folder / "episodes.jsonl"
+    talks = [json.loads(line)["conversation"] for line in found.read_text().splitlines()]
+    assert len(talks) == 4
     assert [generated(whole, talk[0][1]) for talk in talks] == [talk[-1][1] for talk in talks]
 
 
