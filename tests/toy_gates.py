@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ from embodyrl.types import Episode
 
 GATE = "TOY_GATE"
 """Environment variable with the gate of updates (`GATED_GRPO`) and checkpoints (`GATED_CNN`)."""
+OPEN_CALLS = "TOY_GATE_OPEN_CALLS"
+"""Environment variable with the number of first updates or checkpoints that do not wait; 0 by default."""
+_calls = count()
+
+
+def _wait() -> None:
+    if next(_calls) >= int(os.environ.get(OPEN_CALLS, "0")):
+        wait_at_gate(Path(os.environ[GATE]))
 
 
 def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
-    wait_at_gate(Path(os.environ[GATE]))
+    _wait()
     return GRPO.compute(episodes, scores, cfg)
 
 
@@ -60,7 +69,7 @@ class _GatedFactory:
         save = policy.save
 
         def gated(folder: Path) -> None:
-            wait_at_gate(Path(os.environ[GATE]))
+            _wait()
             save(folder)
 
         policy.save = gated
