@@ -11,19 +11,20 @@ from outcomes import Outcome
 
 
 @pytest.fixture(scope="session")
-def started_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def bare_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts, maybe with Ray nodes of earlier tests."""
     with three_hosts(tmp_path_factory.mktemp("hosts")) as made:
         yield made
 
 
 @pytest.fixture
-def lab(started_lab: Lab) -> Lab:
+def lab(bare_lab: Lab) -> Lab:
     """Three hosts with a fast network, all in the cluster."""
-    started_lab.switch.restore()
-    for path in started_lab.gate.parent.glob("gate*"):
+    bare_lab.switch.restore()
+    for path in bare_lab.gate.parent.glob("gate*"):
         path.unlink()
-    started_lab.start_ray()
-    return started_lab
+    bare_lab.start_ray()
+    return bare_lab
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -17,8 +17,10 @@ from processes import Command, command_environment, wait_until
 
 PORT = 6379
 COUNT = 3
+SPACE = "96m"
+"""Size of the temporary folder of a host."""
 _AS_HOST = 'hostname "$0" && { [ "$SPACE" = 0 ] || mount -t tmpfs -o size="$SPACE" tmpfs "$RAY_TMPDIR"; } && exec "$@"'
-"""Shell program: a command with a host's name and, unless SPACE is 0, its own temporary folder of that size."""
+"""Shell program: run a command with a host's name and, unless SPACE is 0, a temporary folder of that size."""
 _RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
 _COUNTER = """
 import sys, time, ray
@@ -45,9 +47,9 @@ class Lab:
         self._alive = folder / "alive.txt"
         self._counter: subprocess.Popen[bytes] | None = None
 
-    def environment(self, space: str = "0") -> dict[str, str]:
-        """Return the environment variables of a host whose temporary folder has its own size, or 0."""
-        temporary = self._temporary.name
+    def environment(self, host: int) -> dict[str, str]:
+        """Return the environment variables of a host; all but the driver's have their own temporary folder."""
+        temporary, space = self._temporary.name, SPACE if host else "0"
         return {
             **command_environment(
                 self._folder, {"TOY_GATE": str(self.gate), "TOY_GATE_OPEN_CALLS": "1", "SPACE": space}
@@ -57,43 +59,46 @@ class Lab:
             "RAY_TMPDIR": temporary,
             "RAY_ADDRESS": f"{self._network.addresses[0]}:{PORT}",
             "RAY_USAGE_STATS_ENABLED": "0",
-            **({} if space == "0" else {"TMPDIR": temporary}),
+            **({"TMPDIR": temporary} if host else {}),
         }
 
+    def on(self, host: int, *command: str) -> list[str]:
+        """Return the arguments that run a command on a host."""
+        place = ["ip", "netns", "exec", self._network.names[host], "unshare", "--uts", "--mount"]
+        return [*place, "sh", "-c", _AS_HOST, f"host{host}", *command]
+
     def start_on(
-        self, host: int, command: list[str], out: IO[bytes], err: IO[bytes], *, space: str = "0", **more: str
+        self, host: int, command: Sequence[str], out: IO[bytes], err: IO[bytes], **more: str
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host, with more environment variables."""
-        place = ["ip", "netns", "exec", self._network.names[host], "unshare", "--uts", "--mount"]
         started = subprocess.Popen(
-            [*place, "sh", "-c", _AS_HOST, f"host{host}", *command],
+            self.on(host, *command),
             stdout=out,
             stderr=err,
             cwd=self._folder,
-            env={**self.environment(space), **more},
+            env={**self.environment(host), **more},
             start_new_session=True,
         )
         self._started.append(started)
         return started
 
-    def start_ray(self, space: str = "96m") -> None:
+    def start_ray(self) -> None:
         """Start the nodes that do not run: all, or those that return after an outage."""
-        begun = False
-        for host in range(COUNT):
-            if host in self._nodes and self._nodes[host].poll() is None:
-                continue
-            begun = True
+        running = [host for host, node in self._nodes.items() if node.poll() is None]
+        if running and not wait_until(lambda: len(self.alive()) == len(running), 20):  # a test has failed
+            self.lose_all()
+            running = []
+        for host in set(range(COUNT)) - {*running}:
             place = ["--head", f"--port={PORT}", "--include-dashboard=false"]
             place = [f"--address={self._network.addresses[0]}:{PORT}"] if host else place
             words = ["start", *place, f"--node-ip-address={self._network.addresses[host]}", "--num-cpus=4", "--block"]
             command = [sys.executable, "-c", _RAY, *words, "--object-store-memory=100000000", "--disable-usage-stats"]
             with open(self._folder / f"ray_{host}.log", "wb") as log:
-                self._nodes[host] = self.start_on(host, command, log, log, space=space if host else "0")
+                self._nodes[host] = self.start_on(host, command, log, log)
             if not host:
                 self._stop_counter()
                 self.wait_for_nodes(1)
-        if begun:
-            self.wait_for_nodes(COUNT)
+        self.wait_for_nodes(COUNT)
 
     def alive(self) -> list[str]:
         """Return the addresses of the hosts that are in the cluster."""
@@ -136,7 +141,8 @@ class Lab:
         """Kill all processes of a host."""
         for pid in self._network.processes(host):
             _signal(pid, signal.SIGKILL)
-        self._nodes[host].wait()
+        if host in self._nodes:
+            self._nodes.pop(host).wait()
 
     def lose(self, host: int) -> None:
         """Kill all processes of a host, and wait until the cluster has noticed."""
@@ -171,9 +177,7 @@ class Lab:
 
     def stop(self) -> None:
         """Kill all processes of all hosts."""
-        for host in range(COUNT):
-            for pid in self._network.processes(host):
-                _signal(pid, signal.SIGKILL)
+        self.lose_all()
         for process in self._started:
             process.wait()
         self._temporary.cleanup()
@@ -192,12 +196,11 @@ def _title(pid: int) -> bytes:
 
 @contextmanager
 def three_hosts(folder: Path) -> Iterator[Lab]:
-    """Create the hosts with a Ray node each; remove them at the end."""
+    """Create the hosts; remove them at the end."""
     network = Network(COUNT)
     try:
         lab = Lab(folder, network)
         try:
-            lab.start_ray()
             yield lab
         finally:
             lab.stop()

@@ -69,7 +69,7 @@ class Switch(threading.Thread):
 
 
 class Network:
-    """Namespaces with addresses 10.77.0.1, 10.77.0.2, ... and names host0, host1, ..."""
+    """Namespaces with addresses 10.77.0.1, ... and names host0, ... (as Kubernetes names pods: train-0.train, ...)."""
 
     def __init__(self, count: int) -> None:
         self.names = [f"embodyrl-{os.getpid()}-{number}" for number in range(count)]
@@ -82,7 +82,7 @@ class Network:
         _ip("netns", "add", name)
         table = Path("/etc/netns", name, "hosts")  # `ip netns exec` mounts it over /etc/hosts
         table.parent.mkdir(parents=True)
-        lines = (f"{own} host{number}" for number, own in enumerate(self.addresses))
+        lines = (f"{own} host{number} train-{number}.train" for number, own in enumerate(self.addresses))
         table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         device = _device(name)
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")

@@ -133,6 +133,7 @@ class RayLauncher(OpenRequests[_Handle]):
         super().__init__(log_dir)
         cluster = cluster or ClusterSettings()
         self._ours = ray_nodes.connect()
+        self._messages = ray_nodes.Messages(log_dir / "ray.log")
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._living = ray_nodes.living()
         self._nodes = self._choose(cluster.num_nodes)
@@ -370,6 +371,7 @@ class RayLauncher(OpenRequests[_Handle]):
 
         with suppress(TimeoutError):  # without its head Ray may wait for a minute
             ray_nodes.in_thread(end).result(_STOP_S) if self.lost else end()
+        self._messages.close()
 
 
 def _append(log: Path, text: bytes) -> None:

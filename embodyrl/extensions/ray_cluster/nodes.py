@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar, cast
 
 from embodyrl.errors import ConfigError, WorkerError, one_line
 
@@ -81,7 +82,7 @@ def connect() -> bool:
     if ray.is_initialized():
         return False
     address = _address()
-    options = {"include_dashboard": False} if address == _OWN else {}
+    options: dict[str, Any] = {"include_dashboard": False} if address == _OWN else {}
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -127,6 +128,29 @@ def left_of(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
 def describe(nodes: Iterable[Node]) -> str:
     """Return a line with the cluster and the number of each node."""
     return f"Ray cluster at {head()}: " + ", ".join(f"node {number} {node}" for number, node in enumerate(nodes))
+
+
+class Messages:
+    """Standard output from which the messages of Ray's own threads go to a file: pages of text for each lost node."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._stream = file, sys.stdout
+        sys.stdout = cast("TextIO", self)
+
+    def write(self, text: str) -> int:
+        """Write to the file in a thread of Ray, otherwise to standard output."""
+        if not threading.current_thread().name.startswith("ray_"):
+            return self._stream.write(text)
+        with open(self._file, "a", encoding="utf-8") as file:
+            return file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None:
+        """Restore standard output."""
+        if sys.stdout is self:
+            sys.stdout = self._stream
 
 
 class NodeWatch:
