@@ -41,7 +41,7 @@ UPDATE = Phase("update", RANKS, "{env:2,rollout:0-1,actor:0-1}", 1)
 RANKED = Phase("rollout, two ranks", RANKS, UPDATE.placement, 1, ROLLOUT.gate)
 PUBLISH = Phase("publish", APART, "{env:0,rollout:2,actor:0}", 2, survives=True)
 SAVE = Phase("save", RANKS, "{env:2,rollout:0-1,actor:0-1}", 1, "model.model_type=toy_gates:GATED_CNN")
-SPREAD = Phase("all", (*APART, *RANKS, "launcher.env_workers=2"), "{env:1-2,rollout:2,actor:0-1}", 2)
+SPREAD = Phase("all", (*APART, *RANKS, "launcher.env_workers=2"), "{env:1-2,rollout:host2,actor:0-1}", 2)
 
 
 def words(folder: Path, phase: Phase, *more: str) -> list[str]:

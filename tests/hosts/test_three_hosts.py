@@ -22,9 +22,13 @@ pytestmark = [
 
 def test_three_hosts_match_one_host(lab, tmp_path, outcome):
     expected = on_one_host(tmp_path, SPREAD)
+    hosts = ", ".join(f"node {n} host{n} (10.77.0.{n + 1})" for n in range(3))
+    preview = start(lab, tmp_path, SPREAD, "--dry-run")
+    assert preview.wait(100) == 0, preview.printed
+    assert hosts in preview.printed
     command = start(lab, tmp_path, SPREAD)
     assert command.wait(300) == 0, command.printed
-    assert all(f"node {n} host{n} (10.77.0.{n + 1})" in command.printed for n in range(3)), command.printed
+    assert hosts in command.printed
     assert result(tmp_path / "run") == expected
     outcome.check_leftovers()
 

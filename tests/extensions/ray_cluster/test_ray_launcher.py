@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -149,6 +150,20 @@ def test_worker_that_repeats_a_report_is_refused(tmp_path, two_nodes):
     launcher.stop()
     arena.close()
     assert seen[0].startswith("sent the reply to request 3 instead of 4 from ")
+
+
+def test_messages_of_ray_go_to_a_log(tmp_path, capsys):
+    from embodyrl.extensions.ray_cluster.nodes import Messages
+
+    messages = Messages(tmp_path / "ray.log")
+    for name in ("ray_listen_error_messages", "other"):
+        thread = threading.Thread(target=print, args=(f"from {name}",), name=name)
+        thread.start()
+        thread.join()
+    messages.close()
+    sys.stdout.write("after\n")
+    assert capsys.readouterr().out == "from other\nafter\n"
+    assert (tmp_path / "ray.log").read_text() == "from ray_listen_error_messages\n"
 
 
 def test_run_starts_a_local_cluster_and_tolerates_a_head_failure(tmp_path):
