@@ -27,7 +27,8 @@ pytestmark = [
         os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="network namespaces need root and /dev/net/tun"
     ),
 ]
-HELD = ("algorithm.adv_type=toy_gates:GATED_GRPO", "launcher.env_workers=2")
+SPREAD = ("launcher.env_workers=2", "runner.max_steps=3")
+HELD = (*SPREAD, "algorithm.adv_type=toy_gates:GATED_GRPO")
 SRUN = """#!{python}
 import signal, subprocess, sys
 hosts, words = {hosts}, sys.argv[1:]
@@ -93,13 +94,14 @@ def test_documented_cluster_start(empty, tmp_path):
     assert shell(empty, 0, command, tmp_path).wait(300) == 0, printed(tmp_path)
     assert result(tmp_path / "run") == expected
     (tmp_path / ".ray" / "auth_token").unlink()
-    assert shell(empty, 0, command, tmp_path).wait(120) != 0, "without the token"
+    assert shell(empty, 0, f"{command} runner.experiment_name=no_token", tmp_path).wait(120) != 0, printed(tmp_path)
+    assert not (tmp_path / "no_token" / "metrics.jsonl").exists()
     empty.lose_all()
 
 
 def stopped_and_resumed(empty: Lab, tmp_path: Path, job: Callable[[], subprocess.Popen[bytes]]) -> None:
     """Start a job, send SIGTERM in its second update, and submit it once more."""
-    expected = on_one_host(tmp_path, ROLLOUT, "launcher.env_workers=2")
+    expected = on_one_host(tmp_path, ROLLOUT, *SPREAD)
     first = job()
     waits = lambda: empty.gate.exists() or first.poll() is not None  # noqa: E731
     assert wait_until(waits, 300), printed(tmp_path)
