@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError, WorkerError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import set_differences
 from embodyrl.extensions.demonstrations.labels import Labels, places
@@ -96,7 +96,10 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
             try:
                 reason = here.recv()
             except EOFError:
-                reason = f"it exited with code {process.exitcode}"
+                raise WorkerError(
+                    f"The worker of the value stage for {stage.labels} exited with code {process.exitcode}; to resume, run "
+                    "the same command again."
+                ) from None
             raise EmbodyError(f"The value stage for {stage.labels} failed: {reason}")
     found, wanted = read_json(stage.summary), stage.settings
     written = found.get("settings", {})
