@@ -97,8 +97,8 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
                 reason = here.recv()
             except EOFError:
                 raise WorkerError(
-                    f"The worker of the value stage for {stage.labels} exited with code {process.exitcode}; to resume, run "
-                    "the same command again."
+                    f"The worker of the value stage for {stage.labels} exited with code {process.exitcode}; to resume, "
+                    "run the same command again."
                 ) from None
             raise EmbodyError(f"The value stage for {stage.labels} failed: {reason}")
     found, wanted = read_json(stage.summary), stage.settings
