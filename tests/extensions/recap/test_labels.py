@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import wait_until
+from settings import model_of
 from test_conditioning import policy
 
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.extensions.demonstrations.labels import Labels, places, read_positive
+from embodyrl.extensions.recap.labelling import Stage, label_in_process
+from embodyrl.extensions.recap.settings import RecapSettings
 from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, tagged
 from embodyrl.types import FloatArray, Observation
 
@@ -76,3 +82,21 @@ def test_labels_of_other_data_are_refused(tmp_path: Path):
         read_positive(path, demos((5, 5), (True, False)))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_positive(tmp_path / "missing.parquet", found)
+
+
+def test_killed_value_stage_is_a_worker_error(tmp_path: Path):
+    files = {"labels": tmp_path / "labels.parquet", "summary": tmp_path / "summary.json"}
+    stage = Stage(
+        folders=(), cfg=RecapSettings(out=str(tmp_path)), model=model_of(model_type="flow_small"), seed=0, **files
+    )
+
+    def kill() -> None:
+        assert wait_until(multiprocessing.active_children, 60)
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(WorkerError, match=r"value stage .* exited with code -9; to resume, run"):
+        label_in_process(stage)
+    killer.join()
