@@ -184,6 +184,16 @@ class Stamp(Plain):
         return np.array([2**30 + self.steps, int(100 * abs(self.place))], np.int64)
 
 
+class IgnoresSeed(Plain):
+    """Environment whose initial state depends on the number of resets instead of the seed."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.resets = getattr(self, "resets", 0) + 1
+        self.place = self.resets / 10
+        return self.look(), {}
+
+
 class FarAway(Plain):
     def __init__(self) -> None:
         super().__init__()

@@ -91,6 +91,7 @@ def test_nested_success_key_is_read():
         ("GreyStack", ""),
         ("Stamp", "1073741824, and observations are float32"),
         ("FarAway", "float32"),
+        ("IgnoresSeed", "two resets with the same seed return different observations"),
         ("Depth", "uint16 image"),
         ("TupleObs", ""),
         ("make_suites", "of which near/0 is used; fix: env.suite=NAME"),

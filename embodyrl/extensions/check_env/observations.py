@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import FrameStackObservation
 
-from embodyrl.envs.gym.spaces import frames_of, is_text, leaves, member, spell
+from embodyrl.envs.gym.api import begin_episode
+from embodyrl.envs.gym.spaces import copied, frames_of, is_text, leaves, member, spell
 
 _EXACT = 2**24
 """Largest integer that float32 represents exactly."""
@@ -38,6 +40,30 @@ def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
         yield from _outside(name, leaf, values[0])
         yield from _rounded(name, values)
         yield from _pictures(name, leaf, values, stacked)
+    yield from _unseeded(space, seen[0], env)
+
+
+def _unseeded(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
+    """Warn if a second reset with the seed of the first reset returns another observation."""
+    if isinstance(env, VectorEnv):
+        return
+    try:
+        again = copied(space, begin_episode("", env, 0)[0])
+        same = all(_nearly(*(np.asarray(member(one, path)) for one in (first, again))) for path, _ in leaves(space, ()))
+    except Exception:
+        return  # reported when episodes run
+    if not same:
+        yield (
+            "two resets with the same seed return different observations, so episodes of a group differ in their "
+            "initial state, and runs cannot be repeated; fix: sample from self.np_random after super().reset(seed=seed)"
+        )
+
+
+def _nearly(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two arrays are equal except for rounding."""
+    if one.dtype.kind not in "fiub":
+        return np.array_equal(one, other)
+    return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True))
 
 
 def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:

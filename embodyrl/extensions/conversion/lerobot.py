@@ -10,7 +10,7 @@ import numpy as np
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversion.settings import CAMERA, ConversionSettings, Target
 from embodyrl.extensions.conversion.source import Column, Conventions, Description, Kind, RawEpisode, plain_shape
-from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
+from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH, number_names
 from embodyrl.extensions.demonstrations.reader import EpisodeReader
 from embodyrl.extensions.demonstrations.rows import find_rows, read_vectors
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
@@ -36,7 +36,9 @@ class LerobotSource:
             )
         features = info["features"]
         columns: dict[str, Column] = {
-            name: Column(Kind.image if feature["dtype"] in ("image", "video") else Kind.numbers, plain_shape(shape))
+            name: Column(Kind.image, plain_shape(shape))
+            if feature["dtype"] in ("image", "video")
+            else Column(Kind.numbers, plain_shape(shape), tuple(number_names(feature)))
             for name, feature in features.items()
             if (shape := feature.get("shape")) and feature["dtype"] != "string"
         }

@@ -80,6 +80,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         fps=data.fps or described.fps or _FPS,
         video=data.images is FrameFormat.mp4 and bool(env.cameras.names),
         without=tuple(str(target) for target, missing in without.items() if missing),
+        names=_names(described, keys),
         collected=collected | {"skip_nonfinite": data.skip_nonfinite},
     )
     return Plan(
@@ -89,6 +90,16 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         kind=described.kind,
         assumes_fps=not (data.fps or described.fps),
     )
+
+
+def _names(described: Description, keys: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of the numbers of state and action, if all their columns have names."""
+    found: dict[str, list[str]] = {}
+    for target in (Target.state, Target.action):
+        columns = [described.columns[name] for name, wanted in keys.items() if wanted == target]
+        if columns and all(len(column.names) == column.size for column in columns):
+            found[str(target)] = [name for column in columns for name in column.names]
+    return found
 
 
 def _columns(described: Description, data: ConversionSettings) -> dict[str, str]:

@@ -28,6 +28,8 @@ class Column:
     kind: Kind
     shape: tuple[int, ...] = ()
     """Shape of one value: (H, W, C) for an image, () for a scalar or a text."""
+    names: tuple[str, ...] = ()
+    """Names of the numbers of one value; empty if the source has no names."""
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from embodyrl.envs.history.observed import with_history
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations.layout import (
+    ACTION,
     CARD_PATH,
     INFO_PATH,
     REWARD,
@@ -22,6 +23,7 @@ from embodyrl.extensions.demonstrations.layout import (
     UNDESCRIBED,
     Card,
     image_key,
+    number_names,
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_info, read_tasks
@@ -150,7 +152,10 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     if not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number. Correct the file.")
     without = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
-    return Card(env=env, fps=float(fps), video=kind == "video", without=without)
+    sizes = {STATE: (data.state_key, env.state_dim), ACTION: (data.action_key, env.action.dim)}
+    named = {name: number_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
+    names = {name: row for name, row in named.items() if len(row) == sizes[name][1] > 0}
+    return Card(env=env, fps=float(fps), video=kind == "video", without=without, names=names)
 
 
 def _camera_columns(

@@ -81,18 +81,11 @@ def set_differences(
     if not differs and not math.isclose(*rates, rel_tol=_SAME_RATE):
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if differs else (data.action_key, data.state_key):
-        names = [_number_names(root, key) for root, _ in (one, other)]
+        features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (one, other)]
+        names = [layout.number_names(feature) for feature in features]
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
     return differs
-
-
-def _number_names(root: Path, key: str) -> list[str]:
-    """Return the names of a column's dimensions, if meta/info.json contains them as a list or as lists by kind."""
-    feature = read_json(root / layout.INFO_PATH)["features"].get(key) or {}
-    names = feature.get("names") or ()
-    parts = names.values() if isinstance(names, dict) else [names]
-    return [str(name) for part in parts if isinstance(part, list | tuple) for name in part]
 
 
 def _task_names(rows: _Episodes) -> list[str]:
@@ -130,7 +123,7 @@ def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     ours = layout.is_ours(root)
-    if problems := [*_table_problems(rows), *(_file_problems(root, card, rows) if ours else ())]:
+    if problems := [*_table_problems(rows, exact=ours), *(_file_problems(root, card, rows) if ours else ())]:
         yield from problems
         return
     found, total = find_rows(root, rows), rows[-1]["dataset_to_index"] if rows else 0
@@ -146,15 +139,18 @@ def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
         yield from _row_problems(found, row, card, names, exact=ours)
 
 
-def _table_problems(rows: _Episodes) -> Iterator[str]:
-    start = 0
-    for number, row in enumerate(rows):
-        if row["episode_index"] != number or row["dataset_from_index"] != start:
+def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
+    """Yield errors of the table of episodes; `exact`: numbers must have no gaps, as of deleted episodes."""
+    start, last = 0, -1
+    for place, row in enumerate(rows):
+        number = row["episode_index"]
+        if number <= last or (exact and number != place) or row["dataset_from_index"] != start:
             yield (
-                f"meta/episodes: row {number} is episode {row['episode_index']} from {row['dataset_from_index']}, "
-                f"expected episode {number} from {start}; number the episodes and rows from 0 without gaps."
+                f"meta/episodes: row {place} is episode {number} from {row['dataset_from_index']}, "
+                f"expected episode {last + 1} from {start}; number the episodes and rows from 0 without gaps."
             )
             return
+        last = number
         start = row["dataset_to_index"]
         if start - row["dataset_from_index"] != row["length"] or row["length"] < 1:
             yield f"meta/episodes: episode {number} has length {row['length']}, which does not match its indices."

@@ -1,6 +1,7 @@
 """Encoding and decoding of frames: lossless PNG, or MP4."""
 
 import io
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from embodyrl.types import ByteArray, IntArray
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 """Image formats that Pillow reads without other programs."""
+_LISTING_S = 120.0
+"""Deadline for listing the frame times of a video, seconds."""
+_SHIFT = 0.4
+"""Maximum distance of a frame from equal spacing, in frames."""
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
 
@@ -102,7 +107,35 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
             f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}. "
             "Correct the shape in meta/info.json, or encode the video again."
         )
+    _require_constant_rate(path, imageio_ffmpeg.get_ffmpeg_exe())
     return expected if abs(found - expected) < 0.01 else found
+
+
+def _require_constant_rate(path: Path, program: str) -> None:
+    """Check that the frames of a file are equally spaced; the times are read without decoding.
+
+    Raises:
+        EmbodyError: the frame rate is variable, so that times of steps do not give indices of frames.
+    """
+    command = [program, "-v", "error", "-i", str(path), "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
+    try:
+        listed = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EmbodyError(
+            f"{path}: its frame times cannot be read: {error}. Download or collect the data set again."
+        ) from error
+    lines = [line.split(",") for line in listed.stdout.decode(errors="replace").splitlines() if line[:1] != "#"]
+    times = np.sort(np.array([line[2] for line in lines if len(line) > 2]).astype(np.float64))
+    if len(times) < 3:
+        return
+    even = np.linspace(times[0], times[-1], len(times))
+    step = even[1] - even[0]
+    wrong = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
+    if len(wrong):
+        raise EmbodyError(
+            f"{path} has a variable frame rate: frame {wrong[0]} is {(times - even)[wrong[0]] / step:+.1f} frames away "
+            "from its place. Encode the video with the frame rate of meta/info.json."
+        )
 
 
 def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exact: bool) -> None:

@@ -7,7 +7,7 @@ The layout is that of the `lerobot` package (`codebase_version` v3.0): files con
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from operator import attrgetter
@@ -88,14 +88,17 @@ class Card:
     """True if the data files have the column `ACTOR`."""
     without: tuple[str, ...] = ()
     """`REWARD` and `SUCCESS` if the data files have no such column, because the source of the episodes has none."""
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the numbers of `STATE` and `ACTION`, if the source of the episodes has names."""
     collected: Mapping[str, Any] = field(default_factory=dict)
     """Settings that determine the episodes; a collection resumes only with equal settings."""
 
     def to_json(self) -> str:
         """Return the text of `meta/embodyrl.json`."""
         raw = {**asdict(self), "env": _env_to_json(self.env)}
-        if not self.without:  # as in the files of version 0.1
-            del raw["without"]
+        for field_ in ("without", "names"):
+            if not raw[field_]:  # as in the files of version 0.1
+                del raw[field_]
         return json.dumps(raw, indent=2) + "\n"
 
     @classmethod
@@ -178,8 +181,8 @@ def features_of(card: Card) -> dict[str, dict[str, Any]]:
         image |= {"dtype": "video", "info": {**size, **codec}}
     features: dict[str, dict[str, Any]] = {image_key(camera): dict(image) for camera in env.cameras.names}
     if env.state_dim:
-        features[STATE] = {"dtype": "float32", "shape": [env.state_dim], "names": None}
-    features[ACTION] = {"dtype": "float32", "shape": [env.action.dim], "names": None}
+        features[STATE] = {"dtype": "float32", "shape": [env.state_dim], "names": card.names.get(STATE)}
+    features[ACTION] = {"dtype": "float32", "shape": [env.action.dim], "names": card.names.get(ACTION)}
     scalars = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in _SCALARS.items()}
     scalars = {key: feature for key, feature in scalars.items() if key not in card.without}
     actor = {ACTOR: {"dtype": "int64", "shape": [1], "names": None}} if card.actors else {}
@@ -235,6 +238,13 @@ def tasks_table(tasks: list[str]) -> pa.Table:
     pandas = {"index_columns": ["task"], "column_indexes": [], "columns": described, "pandas_version": "2.2.0"}
     schema = pa.schema([("task_index", pa.int64()), ("task", pa.string())], metadata={"pandas": json.dumps(pandas)})
     return pa.table({"task_index": list(range(len(tasks))), "task": tasks}, schema=schema)
+
+
+def number_names(feature: Mapping[str, Any]) -> list[str]:
+    """Return the names of a column's dimensions, if its feature contains them as a list or as lists by kind."""
+    names = feature.get("names") or ()
+    parts = names.values() if isinstance(names, dict) else [names]
+    return [str(name) for part in parts if isinstance(part, list | tuple) for name in part]
 
 
 def file_place(number: int) -> dict[str, int]:

@@ -71,6 +71,8 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     file = np.repeat(np.arange(len(files)), lengths)
     order = np.lexsort((counters["frame_index"], file)) if apart else np.argsort(counters["index"], kind="stable")
     found = {name: values[order] for name, values in counters.items()}
+    # Data of other programs may lack deleted episodes; a repeated index stays, and is reported.
+    apart = apart or (not is_ours(root) and bool((np.diff(found["index"]) > 0).all()))
     return Rows(
         files=files,
         file=file[order],
@@ -244,6 +246,6 @@ def non_finite(
     for name, values in columns.items():
         for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
             index = int(rows.counters["episode_index"][row])
-            start = episodes[index]["dataset_from_index"]
+            start = next(e["dataset_from_index"] for e in episodes if e["episode_index"] == index)
             place = int(np.flatnonzero(~np.isfinite(values[row]))[0])
             yield index, row - start, f"{name}[{place}] is {values[row, place]}"

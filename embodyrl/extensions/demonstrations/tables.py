@@ -5,6 +5,7 @@ The tables are parquet files in v3.0, and JSON lines in v2.0 and v2.1, where eac
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import string
@@ -87,7 +88,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
     info = read_info(root)
     if info["codebase_version"] in ONE_FILE_PER_EPISODE:
         return _episodes_of_lines(root, info)
-    rows, template = _stored_episodes(root), info.get("video_path") or VIDEO_PATH
+    rows, template = _without_gaps(_stored_episodes(root)), info.get("video_path") or VIDEO_PATH
     for row in rows:
         for column in [name for name in row if name.startswith("videos/") and name.endswith("/chunk_index")]:
             key = column.removeprefix("videos/").removesuffix("/chunk_index")
@@ -105,6 +106,24 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
         except (OSError, pa.ArrowException) as error:
             raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
     return sorted(rows, key=lambda row: row["episode_index"])
+
+
+def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number the steps of data of other programs from 0 without gaps, as `find_rows` does.
+
+    Overlapping or inconsistent episodes stay unchanged, and are reported by the checks.
+    """
+    names = ("dataset_from_index", "dataset_to_index", "length")
+    ends: list[list[Any]] = [[row.get(name) for name in names] for row in rows]
+    if any(None in end or end[1] - end[0] != end[2] for end in ends):
+        return rows
+    if any(one[1] > other[0] for one, other in itertools.pairwise(ends)):
+        return rows
+    start = 0
+    for row in rows:
+        row |= {"dataset_from_index": start, "dataset_to_index": start + row["length"]}
+        start += row["length"]
+    return rows
 
 
 def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:

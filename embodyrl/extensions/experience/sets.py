@@ -163,14 +163,14 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             raise ConfigError(
                 f"{other.root} differs from {sources[0].root} in {differs}. Merge data sets of one environment."
             )
-    chosen = [(s, row["episode_index"]) for s in sources for row in s.rows if selection.chooses(s, row)]
+    chosen = [(s, place) for s in sources for place, row in enumerate(s.rows) if selection.chooses(s, row)]
     if not chosen:
         raise ConfigError(f"No episode of {', '.join(str(s.root) for s in sources)} satisfies the conditions.")
     for source, index in chosen:
-        if len(tasks := source.instructions_of(source.rows[index])) > 1:
+        if len(tasks := source.instructions_of(row := source.rows[index])) > 1:
             raise ConfigError(
-                f"{source.root}: episode {index} has {len(tasks)} instructions ({', '.join(tasks)}), but a copied "
-                "episode can have only one. Train on the data set directly: data.path, data.more."
+                f"{source.root}: episode {row['episode_index']} has {len(tasks)} instructions ({', '.join(tasks)}), "
+                "but a copied episode can have only one. Train on the data set directly: data.path, data.more."
             )
     with locked(out):
         writer = DatasetWriter(out, _card(sources, selection))
@@ -204,6 +204,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
         video=first.video,
         actors=True,
         without=first.without,
+        names=first.names,
         collected=collected,
     )
 
@@ -232,8 +233,8 @@ def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
 
 
 def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
-    """Append the episodes `indices` of a data set to a writer with the environment `env`."""
-    demos = load_demonstrations(source.root, only=indices)
+    """Append the episodes of the rows `indices` of a data set to a writer with the environment `env`."""
+    demos = load_demonstrations(source.root, only=[source.rows[index]["episode_index"] for index in indices])
     for place, index in enumerate(indices):
         row = source.rows[index]
         origin = {f.name: row.get(f"{OWN}{f.name}", _UNKNOWN[f.name]) for f in fields(Source)}

@@ -85,7 +85,7 @@ def append(root: Path, name: str, text: str) -> None:
             lambda r: write_lines(
                 r / "meta/episodes.jsonl", [{"episode_index": i, "length": n} for i, n in ((0, 6), (1, 7), (3, 8))]
             ),
-            r"row 2 is episode 3",
+            r"episode_000003.parquet",
         ),
         (lambda r: edit_info(r, data_path="../{episode_index}.parquet"), r"outside the data set"),
         (lambda r: edit_info(r, data_path="/tmp/{episode_index}.parquet"), r"outside the data set"),
