@@ -194,6 +194,22 @@ class IgnoresSeed(Plain):
         return self.look(), {}
 
 
+class MaskInInfo(Plain):
+    def reset(self, *, seed=None, options=None):
+        seen, info = super().reset(seed=seed)
+        return seen, info | {"legal_actions": [0]}
+
+
+class MaskInObservation(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        place = spaces.Box(-99, 99, (2,))
+        self.observation_space = spaces.Dict({"n": place, "action_mask": spaces.MultiBinary(2)})
+
+    def look(self) -> Any:
+        return {"n": super().look(), "action_mask": np.array([1, 0], np.int8)}
+
+
 class FarAway(Plain):
     def __init__(self) -> None:
         super().__init__()

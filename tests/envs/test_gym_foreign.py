@@ -91,6 +91,8 @@ def test_nested_success_key_is_read():
         ("GreyStack", ""),
         ("Stamp", "1073741824, and observations are float32"),
         ("FarAway", "float32"),
+        ("MaskInInfo", "info['legal_actions'] is not applied"),
+        ("MaskInObservation", "'action_mask' is part of the state and is not applied"),
         ("IgnoresSeed", "two resets with the same seed return different observations"),
         ("Depth", "uint16 image"),
         ("TupleObs", ""),

@@ -11,6 +11,7 @@ from gymnasium.wrappers import FrameStackObservation
 
 from embodyrl.envs.gym.api import begin_episode
 from embodyrl.envs.gym.spaces import copied, frames_of, is_text, leaves, member, spell
+from embodyrl.extensions.check_env.said import LIKE_MASK, NOT_MASKED
 
 _EXACT = 2**24
 """Largest integer that float32 represents exactly."""
@@ -29,6 +30,8 @@ def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
             if len({str(member(one, path)) for one in seen}) > 1:
                 yield f"'{name}' changes within an episode; policies receive only the text of the reset"
             continue
+        if LIKE_MASK.search(name):
+            yield f"'{name}' is part of the state and is not applied to actions: {NOT_MASKED}"
         if not isinstance(leaf, spaces.Box):
             continue
         values = [np.asarray(member(one, path)) for one in seen]

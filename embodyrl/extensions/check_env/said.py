@@ -1,7 +1,7 @@
 """Warnings about keys of a Gymnasium environment that are not read as instruction or success."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ _LIKE_SUCCESS = re.compile(
     r"\b(is_)?(won|win|victory|passed|achieved|finished|at_goal|at_target|in_goal)\b",
     re.IGNORECASE,
 )
+LIKE_MASK = re.compile(r"(action|avail|legal|valid)\w*mask|(avail\w*|legal|valid)_?(actions|moves)", re.IGNORECASE)
 _LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
+
+NOT_MASKED = (
+    "policies also sample the actions that it excludes; fix: map these to valid actions with a wrapper in "
+    "env.wrappers, unless they have no effect"
+)
 
 
 def doubts(
@@ -29,6 +35,7 @@ def doubts(
 ) -> Iterator[str]:
     """Warn of texts and success flags that are not read (see `embodyrl.envs.gym.probe.INFO_WARNINGS`)."""
     yield from instruction_doubts(cfg, texts, begun, said)
+    yield from mask_doubts(str(key) for info in (begun, *infos) for key in info)
     yield from success_doubts(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)
 
 
@@ -47,6 +54,12 @@ def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Ite
         if _LIKE_SUCCESS.search(name):
             yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
             return
+
+
+def mask_doubts(names: Iterable[str]) -> Iterator[str]:
+    """Warn of a mask of valid actions in info, which no policy applies."""
+    if (name := next(filter(LIKE_MASK.search, names), None)) is not None:
+        yield f"info['{name}'] is not applied: {NOT_MASKED}"
 
 
 def names_of(info: Any, before: str = "") -> Iterator[str]:
