@@ -25,7 +25,7 @@ IDENTITY = "IDENTITY"
 _ACTION, _IMAGES = "action", "observation.image"
 _COMMON = (RENAMING, "to_batch_processor", "device_processor", "normalizer_processor")
 _AFTER = ("unnormalizer_processor", "device_processor")
-_LEROBOT = "or set model=lerobot to run the policy in LeRobot."
+_FIX = "Set model=lerobot to run the policy in LeRobot."
 ArrayStatistics = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 """Normalization statistics by feature and name (mean, std, min, max)."""
 
@@ -93,12 +93,12 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
                 "again."
             ) from error
         if differs:
-            raise CheckpointError(f"{folder}/{name}.json {differs} {_LEROBOT.removeprefix('or ').capitalize()}")
+            raise CheckpointError(f"{folder}/{name}.json {differs} {_FIX}")
     before, after = (found[name][0].get(_ACTION) if name in found else None for name in kinds)
     if before and after and any(key in after and not np.array_equal(after[key], before[key]) for key in before):
         raise CheckpointError(
             f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{_ACTION}'. Download both "
-            f"again, {_LEROBOT}"
+            f"again, or {_FIX[0].lower()}{_FIX[1:]}"
         )
     statistics, eps = found.get(PREPROCESSOR, ({}, 1e-8))
     return Processors(steps=steps_of, statistics=statistics, eps=eps)
