@@ -85,7 +85,7 @@ class Lab:
     def start_ray(self) -> None:
         """Start the nodes that do not run: all, or those that return after an outage."""
         running = [host for host, node in self._nodes.items() if node.poll() is None]
-        if running and not wait_until(lambda: len(self.alive()) == len(running), 20):  # a test has failed
+        if not running or not wait_until(lambda: len(self.alive()) == len(running), 20):  # a test has failed
             self.lose_all()
             running = []
         for host in set(range(COUNT)) - {*running}:
