@@ -165,6 +165,7 @@ def test_an_evaluation_covers_tasks_and_states_evenly(config):
     for task in range(3):
         own = [e for e in episodes if e.task_id == task]
         assert [e.reset_id for e in own] == [*ENV.reset_ids_of(task), *ENV.reset_ids_of(task)][:6]
+        assert [e.seed for e in own] == [e.seed for e in episodes[:6]], "trial n of each task has the same seed"
         assert len({e.seed for e in own}) == 6
     assert all(a.task_id <= b.task_id for a, b in pairwise(episodes)), "a worker loads one task after the other"
 
@@ -320,6 +321,7 @@ def test_refill_groups_differ_between_steps_and_never_repeat(config):
     plans = {(s, a): [*refill_episodes(cfg, ENV, s, a, 2).episodes] for s in range(6) for a in range(2)}
     starts = {place: tuple(e.reset_id for e in plan if e.member == 0) for place, plan in plans.items()}
     assert len({starts[step, 0] for step in range(6)}) > 3
+    assert any(starts[step, 0] != starts[step, 1] for step in range(6))
     for step in range(6):
         own = [*plan_of(cfg, step).episodes, *plans[step, 0], *plans[step, 1]]
         assert len({e.episode_id for e in own}) == len({e.noise_seed for e in own}) == 3 * 8

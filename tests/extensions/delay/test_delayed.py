@@ -5,9 +5,10 @@ import pytest
 from doubles import ScriptedBatch, ScriptedSims, steps_of
 
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.reward import RewardStep, StepRewardSettings
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.extensions.delay.env import DelayedEnv, Timing, with_delay, without_committed
-from embodyrl.types import EpisodeStart, FloatArray
+from embodyrl.types import EpisodeStart, ExpertSpec, FloatArray
 
 
 def make(*scripts, low=0, high=0, overlap, observed=False, slots=1):
@@ -177,3 +178,65 @@ def test_environment_with_a_delay_does_not_save_states():
     spec = ScriptedSims((steps_of([0.0]),)).spec
     saves = replace(spec, simulator=replace(spec.simulator, saves_state=True))
     assert not with_delay(saves, Timing(low=1, high=1, overlap=4, observed=False), 8).simulator.saves_state
+
+
+def test_after_step_covers_the_env_steps_of_the_delay():
+    _, env = make(low=2, high=2, overlap=4, slots=2)
+    env.reset([0], [start()])
+    told: list[tuple[int, bool]] = []
+    env.step_chunk([0], chunk(0), after_step=lambda *one: told.append(one))
+    assert [slot for slot, _ in told] == [0] * 6
+
+
+def test_observation_of_one_slot_is_independent_of_the_others():
+    _, env = make(low=2, high=2, overlap=4, slots=2)
+    env.reset([0, 1], [start(), start()])
+    env.step_chunk([1], chunk(0))
+    assert (seen(env, 0)[1], seen(env, 1)[1]) == (0, 4)
+
+
+def near(step: RewardStep) -> dict[str, float]:
+    return {"near": 1.0}
+
+
+near.components = ("near",)  # type: ignore[attr-defined]
+
+
+def never(step: RewardStep) -> float:
+    raise RuntimeError("no reward today")
+
+
+def test_reward_parts_and_errors_cover_both_parts_of_a_delayed_chunk():
+    sims = ScriptedSims([steps_of(np.zeros(9))])
+    reward = StepRewardSettings(path="test_delayed:near")
+    for path, name in ((reward, "parts"), (StepRewardSettings(path="test_delayed:never"), "errors")):
+        inner = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0, reward=path)
+        env = DelayedEnv(inner, Timing(low=2, high=2, overlap=4, observed=False), 1)
+        env.reset([0], [start()])
+        result = env.step_chunk([0], chunk(0))
+        assert result.components[0, -1] == (6 if name == "errors" else 0)
+        assert bool(result.reward_errors) == (name == "errors")
+        assert name == "errors" or result.components[0, 0] == 6
+
+
+def test_solved_starts_are_reported_and_expert_actions_are_observed():
+    sims = ScriptedSims([steps_of([0.0])])
+    sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0,)))
+    sims.expert = lambda slot: np.zeros(2, np.float32)
+    sims.solved = {0}
+    inner = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0)
+    env = DelayedEnv(inner, Timing(low=2, high=2, overlap=4, observed=False), 1)
+    env.reset([0], [start()])
+    assert env.solved_at_reset([0]) == [0]
+    env.expert_chunk([0], 3, noise=0.0)
+    assert seen(env)[1] == 3
+
+
+def test_random_delays_depend_on_the_initial_state():
+    """Two slots with the same seed and other reset ids."""
+    timing = Timing(low=0, high=3, overlap=4, observed=False)
+    _, env = make(*[steps_of([0.0])] * 2, low=0, high=3, overlap=4, slots=2)
+    env.reset([0, 1], [start(0, limit=1000), start(1, limit=1000)])
+    begins = [env.step_chunk([0, 1], np.concatenate([chunk(n)] * 2)).valid.argmax(1).tolist() for n in range(12)]
+    assert begins == [[timing.delays(0, reset, n)[0] for reset in (0, 1)] for n in range(12)]
+    assert any(first != second for first, second in begins)

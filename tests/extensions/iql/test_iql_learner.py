@@ -24,6 +24,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
+FIRST = "checkpoints/step_000001/policy/model.safetensors"
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.val_check_interval=-1")
 PENDULUM = ("env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=10")
 SMALL = (
@@ -167,3 +168,28 @@ def test_iql_rejects_missing_data_and_discrete_actions():
     ):
         with pytest.raises(ConfigError, match=what):
             build_run_plan(load_config("train", ["env=gym", "algorithm=iql", *words]), training=True)
+
+
+def test_each_data_set_has_its_own_time_limit():
+    _, found = transitions_of([episodes([3, 3], [False, False]), episodes([5], [False])], 2, 0.5, 1.0)
+    assert found.discount.tolist() == [0.5] * 5, "an episode of 3 steps is cut, although another set has 5"
+
+
+def test_micro_batches_do_not_change_an_iql_update(tmp_path, data):
+    """Weights differ between samples; gradients are those of the whole batch up to rounding."""
+    words = ("runner.max_steps=1", "runner.save_interval=1", "algorithm.temperature=1", "actor.optim.lr=0.01")
+    whole, parts = (
+        load_file(run_iql(tmp_path, data, f"of_{size}", *words, f"actor.micro_batch_size={size}") / FIRST)
+        for size in (8, 2)
+    )
+    for name, weight in whole.items():
+        np.testing.assert_allclose(parts[name], weight, atol=1e-5)
+
+
+def test_policy_is_in_evaluation_mode_after_an_iql_update(host):
+    actor, request = host
+    learner, seen = actor._learner, []
+    learner._imitate = lambda frames, own=learner._imitate: seen.append(actor.policy.module.training) or own(frames)
+    list(learner.update(request))
+    assert all(seen)
+    assert not actor.policy.module.training

@@ -100,3 +100,16 @@ def test_killed_value_stage_is_a_worker_error(tmp_path: Path):
     with pytest.raises(WorkerError, match=r"value stage .* exited with code -9; to resume, run"):
         label_in_process(stage)
     killer.join()
+
+
+def test_labels_of_data_sets_in_another_order_are_refused(tmp_path: Path):
+    from test_targets import demos
+
+    found, path = demos((6, 4), (True, True)), tmp_path / "labels.parquet"
+    nothing, (episode, frame) = np.zeros(10, np.float32), places(found)
+    assert frame.tolist() == [*range(6), *range(4)]
+    Labels(
+        episode=episode, frame=frame, returns=nothing, value=nothing, advantage=nothing, positive=nothing > 0
+    ).save(path)  # fmt: skip
+    with pytest.raises(ConfigError, match="in the order in which"):
+        read_positive(path, demos((4, 6), (True, True)))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from settings import model_of
 
-from embodyrl.errors import NonFiniteError
+from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.extensions.recap import labelling, value
+from embodyrl.extensions.recap.labelling import Stage, label_in_process
+from embodyrl.extensions.recap.settings import LabelSource, RecapSettings
 from embodyrl.extensions.recap.targets import (
     Outcomes,
     advantages,
@@ -170,3 +176,48 @@ def test_non_finite_gradient_of_a_value_model_is_refused() -> None:
     features = torch.linspace(-1.0, 1.0, 30).reshape(15, 2)
     with pytest.raises(NonFiniteError, match=r"value model in optimizer step [23]; the policy is unchanged"):
         train_value(lambda: FeatureValue(features), np.arange(15), np.array(G), training)
+
+
+def test_shuffled_labels_stay_within_their_task() -> None:
+    """The first task has three positive frames of 50, the second one 40."""
+    two = demos((50, 50), (True, False))
+    outcomes = Outcomes.of(replace(two, instruction=np.array(["a"] * 50 + ["b"] * 50, object)))
+    labels = (np.arange(100) < 3) | (np.arange(100) >= 60)
+    found = shuffled(outcomes, labels, np.ones(100, np.bool_), seed=1)
+    assert (found[:50].sum(), found[50:].sum()) == (3, 40)
+    assert (found != labels).any()
+
+
+def test_episode_with_some_unknown_actors_is_no_demonstration() -> None:
+    found = demos((5, 4), (False, False))
+    mixed = replace(found, actor=np.where(np.arange(9) == 2, Actor.unknown, Actor.policy))
+    assert Outcomes.of(mixed).success.tolist() == [False, False]
+
+
+def test_labels_of_another_source_are_not_used_again(tmp_path: Path) -> None:
+    def stage(source: LabelSource) -> Stage:
+        cfg = RecapSettings(out=str(tmp_path), labels=source)
+        model = model_of("flow_small", path=str(tmp_path))
+        return Stage(folders=(), cfg=cfg, model=model, seed=0, labels=tmp_path / "a", summary=tmp_path / "b")
+
+    first = stage(LabelSource.advantage)
+    first.labels.touch()
+    first.summary.write_text(json.dumps({"settings": first.settings}))
+    assert label_in_process(first)["settings"] == first.settings
+    with pytest.raises(ConfigError, match=r"recap\.labels=advantage"):
+        label_in_process(stage(LabelSource.shuffled))
+
+
+def test_values_come_from_models_of_other_episodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each value model learns one constant, here the number of its training frames."""
+    outcomes = Outcomes.of(found := demos())
+    trained: list[set[int]] = []
+    monkeypatch.setattr(labelling, "_value_models", lambda *_: None)
+    monkeypatch.setattr(value, "train_value", lambda _, frames, *__: trained.append({*frames.tolist()}))
+    monkeypatch.setattr(value, "rate", lambda _, frames: np.full(len(frames), float(trained[-1].isdisjoint(frames))))
+    cfg = RecapSettings(out=str(tmp_path), value_folds=3)
+    stage = Stage(
+        folders=(), cfg=cfg, model=model_of("flow_small"), seed=0, labels=tmp_path / "a", summary=tmp_path / "b"
+    )
+    assert labelling.cross_fitted(found, outcomes, np.array(G), stage).tolist() == [1.0] * 15
+    assert sorted(len(own) for own in trained) == [15 - 6, 15 - 5, 15 - 4]

@@ -192,3 +192,32 @@ def test_camera_frames_are_rotated_upright(tmp_path):
         for e in (env, replace(env, cameras=replace(env.cameras, rotation_deg=180)))
     )
     assert np.array_equal(upright.act(obs, noise=None).actions, turned.act(flipped, noise=None).actions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_temperature_of_a_request_changes_the_log_probs(kind, tmp_path):
+    policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 3)
+    noise = noise_for(policy, 3)
+    plain, wide = (policy.act(obs, noise=noise, temperature=one) for one in (1.0, 2.0))
+    assert not np.allclose(plain.actions, wide.actions)
+    assert not np.allclose(plain.logprob, wide.logprob)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constant_action_dimensions_have_no_log_prob(kind, tmp_path, monkeypatch):
+    policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 3)
+    monkeypatch.setattr(policy.module.units, "varies", lambda: torch.tensor([1.0, 0.0]))
+    out = policy.act(obs, noise=noise_for(policy, 3))
+    scores = policy.score(obs, out.tokens)
+    for part in (out.logprob, scores.logprob.detach().numpy(), scores.entropy.detach().numpy()):
+        counted = part.reshape(3, 4, -1)
+        assert counted[..., 0].any()
+        assert not counted[..., 1].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_loss_does_not_train_the_network(kind, tmp_path):
+    policy, obs = build(kind, tmp_path, SEEN["state"], value_dim=1), observe(SEEN["state"], 3)
+    policy.score(obs, policy.act(obs, noise=noise_for(policy, 3)).tokens).value.sum().backward()
+    assert all(p.grad is None for p in policy.module.network.parameters())
+    assert all(p.grad is not None for p in policy.module.value_head.parameters())
