@@ -14,7 +14,7 @@ from test_policy_gradient import D, K, gae_config, inputs_of, ragged_episodes, s
 
 from embodyrl.algorithms.metrics import merge_metrics, metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import LOSSES, Scores
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Scores
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel
 from embodyrl.types import PolicyScores
 
@@ -103,3 +103,36 @@ def test_reward_kl_ignores_columns_without_log_prob() -> None:
         found.append((batch.advantage, batch.metrics["train/reward_kl"], algorithm.state()))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
     assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.parametrize("adv_type", [n for n in ADVANTAGES.names() if not ADVANTAGES.get(n).needs_replay])
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_estimators_ignore_columns_without_log_prob(adv_type: str, in_reward: bool) -> None:
+    """Advantages, loss weights, loss, gradient and metrics; log-probabilities enter through a KL."""
+    group = 2 if ADVANTAGES.get(adv_type).needs_groups else 1
+    cfg = algorithm_of(adv_type=adv_type, group_size=group, kl_beta=0.1, kl_in_reward=in_reward)
+    episodes = ragged_episodes(value_dim := Algorithm(cfg).value_dim(K))
+    rng = np.random.default_rng(0)
+    own, other = ([rng.normal(size=(len(e.valid), K * D)).astype(np.float32) for e in episodes] for _ in range(2))
+    found = []
+    for widen, scored in ((torch.clone, 0), (padded, D)):
+        algorithm = Algorithm(cfg, scored=scored)
+        wide = [tuple(widen(torch.from_numpy(part)).numpy() for part in parts) for parts in (own, other)]
+        scores = Scores(
+            logprob=wide[0],
+            ref_logprob=wide[1],
+            states=tuple(np.arange(len(e.valid)) for e in episodes),
+            greedy=tuple(replace(e, reward=0.5 * e.reward) for e in episodes),
+        )
+        batch = algorithm.prepare(episodes, scores)
+        weights = algorithm.weights(batch, range(len(batch.records)))
+        leaf, score = scores_of(batch, value_dim)
+        inputs = inputs_of(algorithm, batch, value_dim)
+        assert inputs.ref_logprob is not None
+        inputs = replace(inputs, old_logprob=widen(inputs.old_logprob), ref_logprob=widen(inputs.ref_logprob))
+        wider = replace(score, logprob=widen(score.logprob), entropy=widen(score.entropy))
+        loss, measured = algorithm.loss(wider, inputs)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        numbers = batch.metrics | merge_metrics(metrics_of([measured]))
+        found.append((batch.advantage, batch.returns, weights.policy, loss.detach(), gradient, numbers))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
