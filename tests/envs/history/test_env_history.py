@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ from safetensors.numpy import load_file
 from settings import env_of
 
 from embodyrl.envs import ENVS
+from embodyrl.envs.history.observed import flattened, with_history
 from embodyrl.envs.history.sims import TemporalEnsemble
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.types import EpisodeStart
+from embodyrl.types import EpisodeStart, GoalSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot" / "act" / "state" / "tensors.safetensors"
 SIZE = {"camera_heights": 16, "camera_widths": 16, "camera_names": ["front"]}
@@ -132,3 +134,46 @@ def test_environment_without_history_keys_is_unchanged():
     for one in (env, alone):
         one.reset([0], [START])
     assert all(np.array_equal(a, b) for a, b in zip(look(env), look(alone), strict=True))
+
+
+def test_goals_of_a_history_are_in_its_newest_step():
+    spec = replace(plain().spec, state_dim=6, goal=GoalSpec(achieved=(0, 2), desired=(3, 5)))
+    goal = with_history(spec, 3).goal
+    assert (goal.achieved, goal.desired) == ((12, 14), (15, 17))
+
+
+def test_gripper_of_a_flattened_chunk_is_not_snapped():
+    """The environment itself snaps the gripper of the executed action."""
+    spec = plain().spec
+    assert spec.action.gripper.binary
+    assert not flattened(spec, 4).action.gripper.binary
+
+
+def test_new_episode_starts_a_new_average():
+    env, alone = make(ensemble_chunk=4, ensemble_coeff=0.0), plain()
+    chunks = np.random.default_rng(0).uniform(-1, 1, (2, 1, 1, 28)).astype(np.float32)
+    env.reset([0], [START])
+    env.step_chunk([0], chunks[0])
+    for one in (env, alone):
+        one.reset([0], [START])
+    env.step_chunk([0], chunks[1])
+    alone.step_chunk([0], chunks[1].reshape(1, 4, 7)[:, :1])
+    assert np.allclose(look(env)[1], look(alone)[1], atol=1e-5)
+
+
+def test_saved_average_can_be_loaded_twice():
+    cfg = env_of("tabletop_history", init_params=SIZE, ensemble_chunk=4, ensemble_coeff=0.0)
+    sims = ENVS.get("tabletop_history").simulators(cfg, EnvContext(num_slots=1))
+    slot, chunks = np.array([0]), np.random.default_rng(0).uniform(-1, 1, (4, 1, 28)).astype(np.float32)
+    sims.reset(slot, np.array([3]), np.array([1]))
+    sims.step(slot, chunks[0])
+    saved, ends = sims.save(0), []
+    for _ in range(2):
+        sims.load(0, saved)
+        for chunk in chunks[1:]:
+            sims.step(slot, chunk)
+        state = np.zeros((1, sims.spec.state_dim), np.float32)
+        sims.observe(slot, np.zeros((1, 1, 16, 16, 3), np.uint8), state, slot)
+        ends.append(state)
+    sims.close()
+    assert np.array_equal(*ends)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from toy_runs import rows
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import UpdateRequest
@@ -182,6 +183,8 @@ def test_micro_batches_do_not_change_an_iql_update(tmp_path, data):
         load_file(run_iql(tmp_path, data, f"of_{size}", *words, f"actor.micro_batch_size={size}") / FIRST)
         for size in (8, 2)
     )
+    losses = [rows(tmp_path / f"of_{size}")[0]["actor/loss"] for size in (8, 2)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     for name, weight in whole.items():
         np.testing.assert_allclose(parts[name], weight, atol=1e-5)
 
@@ -193,3 +196,12 @@ def test_policy_is_in_evaluation_mode_after_an_iql_update(host):
     list(learner.update(request))
     assert all(seen)
     assert not actor.policy.module.training
+
+
+def test_each_training_step_draws_other_transitions(host):
+    actor, request = host
+    learner, drawn = actor._learner, []
+    learner._evaluate = lambda chosen, own=learner._evaluate: drawn.append(chosen.tolist()) or own(chosen)
+    for step in (1, 2):
+        list(learner.update(replace(request, step=step)))
+    assert drawn[0] != drawn[3]

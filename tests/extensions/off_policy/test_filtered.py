@@ -73,6 +73,18 @@ def test_chunks_of_successful_episodes_are_stored(make):
     np.testing.assert_array_equal(actor._replay[Record.images][:4], arena[Record.images][records[[0, 1, 4, 5]]])
 
 
+def test_actions_of_a_delayed_chunk_start_at_its_observation(make):
+    """The first two actions after the observation are those of the previous chunk."""
+    _, actor, arena, tickets = make("algorithm.learning_starts=1000")
+    records = records_of(tickets)[:2]
+    arena[Record.valid][records] = [[True] * 4, [False] * 2 + [True] * 2]
+    first, second = actor._followed(records, np.array([0, 0]))
+    done = arena[Record.action][records].copy()
+    convert_gripper(done, actor._gripper, actor._policy.spec.gripper)
+    np.testing.assert_array_equal(first, done[0])
+    np.testing.assert_array_equal(second, [done[0, 2], done[0, 3], done[1, 2], done[1, 3]])
+
+
 @pytest.mark.needs("openvla_oft")
 def test_stored_actions_use_the_gripper_convention_of_the_policy(make):
     host, actor, _, tickets = make(*TOY_OFT)
@@ -223,6 +235,8 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path):
         convert_gripper(expected, means, own)
         assert (expected == actions[row]).all(axis=(1, 2)).any()
         assert obs.instructions[row] in shown.instruction[steps]
+    texts = {actor._draw(np.random.default_rng(k), actor._replay.starts, 2)[0].instructions[4] for k in range(30)}
+    assert texts == {*shown.instruction.tolist()}, "demonstrations of all episodes"
     mine = actor._replay[Record.images][actor._replay.starts]
     assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
 

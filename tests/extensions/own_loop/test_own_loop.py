@@ -124,6 +124,8 @@ def test_incomplete_observation_is_an_error() -> None:
         policy.act(mine)
     with pytest.raises(ConfigError, match="float64, expected images"):
         policy.act(seen | {"images": seen["images"] / 255})
+    more = np.concatenate([seen["images"], np.zeros_like(seen["images"][:1])])
+    assert np.array_equal(policy.act(seen | {"images": more}), policy.act(seen)), "a camera of the reward is ignored"
     with pytest.raises(ConfigError, match="has several tasks"):
         policy.act({name: part for name, part in seen.items() if name != "instruction"})
 

@@ -244,3 +244,10 @@ def test_unsupported_rtc_combinations_are_refused():
     assert "model.likelihood=fpo" in problems(rtc="guided", likelihood="fpo")[0]
     assert "model.rtc_delay=8" in problems(rtc="trained", num_action_chunks=8)[0]
     assert problems(rtc="trained", rtc_delay=2, likelihood="fpo") == []
+
+
+def test_frozen_actions_end_with_the_previous_chunk():
+    """The delay is longer than the previous chunk."""
+    made = Committed.of(torch.ones(1, 6, 2), torch.tensor([[5, 2]]), RtcMask.exp)
+    assert made.frozen[0, :, 0].tolist() == [True] * 2 + [False] * 4
+    assert made.weight[0, :, 0].tolist() == [1.0] * 2 + [0.0] * 4
