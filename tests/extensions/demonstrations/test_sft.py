@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
+from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
-from embodyrl.extensions.demonstrations.sft_data import load_samples
+from embodyrl.extensions.demonstrations.sft_data import _samples, load_samples
 from embodyrl.extensions.demonstrations.sft_setup import data_statistics, sft_facts
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
@@ -219,6 +221,26 @@ def test_dpo_prefers_better_episodes_of_an_initial_state(tmp_path: Path) -> None
     ]
     assert not {*sides[0]} & {*sides[1]}
     assert (sides[0][::2] == sides[0][1::2]).all()
+
+
+def test_pairs_with_an_action_of_another_actor_are_left_out(demos: Path, tmp_path: Path) -> None:
+    """The better episode of the only pair is by a person."""
+    shown = load_demonstrations(demos)
+    frames, stop = np.arange(shown.stop[1]), shown.stop[:2]
+    two = replace(
+        shown,
+        **{name: getattr(shown, name)[frames] for name in ("images", "state", "action", "reward", "instruction")},
+        success=frames < stop[0],
+        actor=np.where(frames < stop[0], Actor.person, Actor.expert),
+        start=shown.start[:2],
+        stop=stop,
+        reset_id=np.zeros(2, np.int64),
+    )
+    found = [
+        len(_samples(config(tmp_path, demos, *words), two, [0, 1], toy_spec(1), TOY_POLICY).steps) > 0
+        for words in (("objective.name=dpo",), ("objective.name=dpo", "data.actors=[expert]"))
+    ]
+    assert found == [True, False]
 
 
 def test_episodes_of_different_environments_are_not_paired(demos: Path, tmp_path: Path) -> None:

@@ -101,3 +101,13 @@ def test_non_finite_iql_loss_leaves_the_networks_unchanged():
     before = [weight.clone() for weight in values.critics.parameters()]
     assert values.update(row, row, torch.tensor([math.inf]), torch.tensor([0.9])) == "critics"
     assert all(torch.equal(a, b) for a, b in zip(before, values.critics.parameters(), strict=True))
+
+
+def test_restored_iql_networks_use_the_features_of_their_training():
+    first, other = (
+        IqlValues(features, torch.zeros(3, 1), IqlSettings(), OptimSettings(), 0)
+        for features in (torch.eye(3), torch.arange(9.0).reshape(3, 3) ** 2)
+    )
+    assert not torch.equal(first._features, other._features)
+    other.load_state(first.state())
+    assert torch.equal(first._features, other._features)

@@ -133,7 +133,8 @@ def test_policy_and_temperature_update_at_the_policy_interval(make):
     chosen = [actor._replay.transitions(actor._replay.starts)]
 
     def weights() -> list[list[torch.Tensor]]:
-        parts = (actor._policy.module.parameters(), [actor._log_alpha], actor._critics.parameters())
+        nets = (actor._policy.module, actor._critics, actor._targets)
+        parts = [[actor._log_alpha], *(net.parameters() for net in nets)]
         return [[p.detach().clone() for p in part] for part in parts]
 
     def moved(now: list[list[torch.Tensor]]) -> list[bool]:
@@ -141,10 +142,10 @@ def test_policy_and_temperature_update_at_the_policy_interval(make):
 
     before = weights()
     assert "loss" not in actor._step(chosen, np.arange(2), 0, acting=False)
-    assert moved(weights()) == [False, False, True]
+    assert moved(weights()) == [False, False, True, True]
     before = weights()
     assert "loss" in actor._step(chosen, np.arange(2), 0, acting=True)
-    assert moved(weights()) == [True, True, True]
+    assert moved(weights()) == [True] * 4
 
 
 @pytest.mark.parametrize(
