@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import zlib
@@ -20,7 +21,10 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, Observation
 
 GOLDEN = Path(__file__).parent / "golden" / "lerobot"
 ACT, DIFFUSION = ("act/image", "act/state", "act/novae"), ("diffusion/image", "diffusion/state", "diffusion/separate")
-ONE_PASS, MANY, GRADIENT = 2e-5, 1e-4, 1e-4
+MARGIN, ULPS = 32, 8 * torch.finfo(torch.float32).eps
+"""Tolerated multiples of our own difference to float64, and of the unit in the last place of the maximum."""
+LARGEST = 0.01
+"""Upper bound of each limit, so that a change of 2 % fails."""
 
 
 def recorded(case: str) -> dict[str, torch.Tensor]:
@@ -64,6 +68,29 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the maximum error relative to the maximum expected number."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
+
+
+def doubled(policy: Any) -> Any:
+    """Return a copy of a policy in float64; patch `torch.Tensor.float` while it runs."""
+    policy = copy.deepcopy(policy)
+    policy._network = policy.module.double().network
+    for layer in policy.module.modules():
+        if isinstance(layer, torch.nn.Linear):  # inputs that are built in float32: latents of zeros, noise levels
+            layer.register_forward_pre_hook(lambda _, inputs: tuple(one.double() for one in inputs))
+    return policy
+
+
+def assert_within_rounding(
+    single: list[torch.Tensor], double: list[torch.Tensor], recorded: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Compare float32 results with recorded ones by name; limits follow from our float32 and float64 results."""
+    widest = 0.0
+    for ours, exact, (name, expected) in zip(single, double, recorded, strict=True):
+        assert exact.dtype == torch.float64, name
+        # A single number may be right by chance: its limit follows from the numbers before it.
+        widest = max(gap := relative(ours, exact), widest)
+        limit = MARGIN * (gap if ours.numel() > 1 else widest) + ULPS
+        assert relative(ours, expected) <= limit < LARGEST, name
 
 
 def env_of_config(config: Any, **changes: Any) -> EnvSpec:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from toy_env import toy_spec
 from toy_runs import rows
 
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.commands.train import train
@@ -19,7 +21,9 @@ from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.iql import values
+from embodyrl.extensions.iql.learner import IqlLearner
 from embodyrl.extensions.iql.transitions import ends_of, transitions_of
+from embodyrl.learners.protocol import LearnerContext
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
@@ -205,3 +209,24 @@ def test_each_training_step_draws_other_transitions(host):
     for step in (1, 2):
         list(learner.update(replace(request, step=step)))
     assert drawn[0] != drawn[3]
+
+
+def test_iql_imitates_the_whole_prediction(host):
+    """Policies may predict more actions than they execute."""
+    actor, request = host
+    policy, learner, lengths = actor.policy, actor._learner, []
+    policy.spec = replace(policy.spec, imitated=5)
+    longer = IqlLearner(
+        LearnerContext(
+            trainer=learner._trainer,
+            arena=actor._arena,
+            algorithm=Algorithm(learner._rules),
+            actor=learner._trainer.cfg,
+            seed=0,
+            env=toy_spec(1),
+        )
+    )
+    own = policy.imitate
+    policy.imitate = lambda obs, actions: lengths.append(actions.shape[1]) or own(obs, actions[:, :1])
+    list(longer.update(request))
+    assert set(lengths) == {5}

@@ -207,6 +207,8 @@ def test_temporal_ensemble_policy_returns_whole_chunks(tmp_path):
     expected = data["eval.chunk_unnormalised"].numpy()
     assert out.actions.shape == (3, 1, 18)
     assert np.abs(out.actions.reshape(expected.shape) - expected).max() < 1e-4
+    drawn = policy.act(observation(config, data, "raw."), noise=noise_for(policy, 3))
+    assert np.array_equal(drawn.actions, out.actions), "an average of chunks has no noise"
     assert "averaged" in policy.spec.untrainable
     assert "env.ensemble_chunk=6 env.ensemble_coeff=0.01" in policy_of(folder).spec.doubts[0]
     with pytest.raises(ConfigError, match="ensemble_chunk=6"):

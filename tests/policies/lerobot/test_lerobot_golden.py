@@ -6,13 +6,22 @@ largest expected number of a tensor.
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import numpy as np
 import pytest
 import torch
-from golden_lerobot import ACT, DIFFUSION, folder_of, meta, observation, policy_of, recorded, relative
+from golden_lerobot import (
+    ACT,
+    DIFFUSION,
+    assert_within_rounding,
+    doubled,
+    folder_of,
+    meta,
+    observation,
+    policy_of,
+    recorded,
+)
 
 from embodyrl.policies.diffusion.schedule import Schedule
 
@@ -29,10 +38,6 @@ def cases(tmp_path_factory):
     return made
 
 
-MARGIN, ULPS = 32, 8 * torch.finfo(torch.float32).eps
-"""Tolerated multiples of our own difference to float64, and of the unit in the last place of the maximum."""
-LARGEST = 0.01
-"""Upper bound of each limit, so that a change of 2 % fails."""
 _COMPARED = []
 """Comparisons of the running test: name, our value, recorded value."""
 
@@ -54,28 +59,17 @@ def within_rounding(check):
         _COMPARED.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-            check(cases={case: doubled(*cases[case])}, case=case, **given)
-        widest = 0.0
-        for (name, ours, expected), (_, exact, _) in zip(single, _COMPARED, strict=True):
-            assert exact.dtype == torch.float64, name
-            # A single number may be right by chance: its limit follows from the numbers before it.
-            gap = relative(ours, exact)
-            widest = max(gap, widest)
-            limit = MARGIN * (gap if ours.numel() > 1 else widest) + ULPS
-            assert relative(ours, expected) <= limit < LARGEST, name
+            check(cases={case: in_float64(*cases[case])}, case=case, **given)
+        names = [(name, expected) for name, _, expected in single]
+        assert_within_rounding([ours for _, ours, _ in single], [exact for _, exact, _ in _COMPARED], names)
 
     return test
 
 
-def doubled(policy, config, data):
+def in_float64(policy, config, data):
     """Return a case in float64; the table of a noise schedule stays in float32."""
-    policy = copy.deepcopy(policy)
-    policy._network = policy.module.double().network
-    for layer in policy.module.modules():
-        if isinstance(layer, torch.nn.Linear):  # inputs that are built in float32: latents of zeros, noise levels
-            layer.register_forward_pre_hook(lambda _, inputs: tuple(one.double() for one in inputs))
     kept = {k for k, v in data.items() if v.dtype != torch.float32 or k.startswith("schedule.")}
-    return policy, config, {k: v if k in kept else v.double() for k, v in data.items()}
+    return doubled(policy), config, {k: v if k in kept else v.double() for k, v in data.items()}
 
 
 def check_gradients(network, data, case):

@@ -12,6 +12,7 @@ from embodyrl.policies.diffusion.network import ImageEncoder
 from embodyrl.policies.diffusion.schedule import Schedule, betas
 from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, resnet_parts
 from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, last_channels, map_size
+from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
 
 STATE, CAMERA = toy_env(5), toy_env(3, ("front",), (24, 40))
 ACT = (
@@ -113,3 +114,31 @@ def test_noise_schedules_are_increasing(kind):
     if kind != "squaredcos_cap_v2":
         assert found[[0, -1]].tolist() == pytest.approx([1e-4, 0.02], rel=0.6)
     assert Schedule(config, 10, "DDIM").levels.tolist() == list(range(90, -1, -10))
+
+
+def with_history(tmp_path, **keys):
+    """Return a diffusion policy that reads two steps, so that its chunks begin with the action of a past step."""
+    policy = policy_of(fresh("diffusion", tmp_path / "policy", n_obs_steps=2), env=toy_env(10), **keys)
+    return policy, observe(toy_env(10), 3)
+
+
+def test_chain_of_a_policy_with_history_contains_the_executed_actions(tmp_path):
+    policy, obs = with_history(tmp_path, stochastic_steps="all")
+    out = policy.act(obs, noise=noise_for(policy, 3))
+    floats = policy._chain.record.layout.unpack(out.tokens)[1]
+    last = torch.from_numpy(floats[:, -out.actions[0].size :].copy()).reshape(out.actions.shape)
+    np.testing.assert_allclose(policy._to_actions(last), out.actions, atol=1e-6)
+
+
+@torch.no_grad()
+def test_actions_of_past_steps_are_not_imitated(tmp_path):
+    policy, obs = with_history(tmp_path)
+    given = np.random.default_rng(0).normal(size=(3, 7, 2)).astype(np.float32)
+    target = policy._from_actions(np.concatenate([given[:, :1], given], 1))
+    rows = np.arange(3)
+    level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * policy._config.num_train_timesteps).astype(np.int64))
+    noise = normals(rows, START, policy._size, torch.device("cpu"))
+    errors = policy.elements(policy._read(obs).model, target, noise, level)
+    assert (errors[:, 0] > 0).all()
+    errors[:, 0] = 0
+    torch.testing.assert_close(policy.imitate(obs, given).loss, errors.flatten(1).mean(1))

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from golden_lerobot import GRADIENT, MANY, ONE_PASS, env_of_config, fresh, policy_of, relative
+from golden_lerobot import assert_within_rounding, doubled, env_of_config, fresh, policy_of
 from lerobot_variants import (
     ACTION_DIM,
     BATCH,
@@ -64,16 +64,28 @@ def observation(config):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_gradient_and_actions_match_lerobot(case, tmp_path, monkeypatch):
-    kind, _, keys = CASES[case]
+def test_loss_gradient_and_actions_match_lerobot(case, tmp_path):
     policy = built(case, tmp_path / "policy")
+    single = results(case, policy, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        double = results(case, doubled(policy), torch.float64)
+    names = ("chunk", "loss", "gradient")
+    assert_within_rounding(single, double, [(name, OUTPUTS[f"{case}/{name}"]) for name in names])
+
+
+def results(case, policy, dtype):
+    """Return the executed chunk, the loss, and the norm of the gradient."""
+    kind, _, keys = CASES[case]
     network, config, obs = policy.module.network, policy._config, observation(policy._config)
     actions, padding, level = (torch.from_numpy(part) for part in chunk_of(kind, keys))
-    noise, target = torch.from_numpy(normals("noise", tuple(actions.shape))), policy._from_actions(actions.numpy())
+    noise = torch.from_numpy(normals("noise", tuple(actions.shape))).to(dtype)
+    target = policy._from_actions(actions.numpy())
     if kind == "act":
-        latent = torch.from_numpy(normals("noise", (BATCH, 8)))[:, : config.latent_dim]
-        monkeypatch.setattr(torch, "randn_like", lambda _: latent)
-        loss = policy.loss(obs, target, padding).mean()
+        latent = torch.from_numpy(normals("noise", (BATCH, 8)))[:, : config.latent_dim].to(dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randn_like", lambda _: latent)
+            loss = policy.loss(obs, target, padding).mean()
     else:
         errors = policy.elements(network.condition(policy._inputs(obs)), target, noise, level)
         loss = (errors * ~(padding & config.do_mask_loss_for_padding)[..., None]).mean()
@@ -82,10 +94,7 @@ def test_loss_gradient_and_actions_match_lerobot(case, tmp_path, monkeypatch):
     read = policy._read(obs)
     with torch.no_grad():
         rows = policy._greedy(obs, read) if kind == "act" else denoised(policy, read.model, noise)
-    found = torch.from_numpy(policy._to_actions(rows))
-    assert relative(loss.detach(), OUTPUTS[f"{case}/loss"]) < ONE_PASS
-    assert relative(norm, OUTPUTS[f"{case}/gradient"]) < GRADIENT
-    assert relative(found, OUTPUTS[f"{case}/chunk"]) < (ONE_PASS if kind == "act" else MANY)
+    return [torch.from_numpy(policy._to_actions(rows)), loss.detach(), norm]
 
 
 def denoised(policy, condition, x):
