@@ -2,8 +2,8 @@
 
     python tests/mutants/run.py [--only TEXT] [--out FILE] [--unchanged]
 
-Each mutant is an entry of planted/<folder of the package, or part of it>.toml (combinations.toml: bugs that are
-visible only if two options or parts are combined): a file, old text that occurs in it
+Each mutant is an entry of planted/<folder of the package, or part of it>.toml (combinations.toml and pairs.toml: bugs
+that are visible only if two options or parts are combined): a file, old text that occurs in it
 once, new text, and tests that must fail.
 Libraries are loaded once; every mutant runs in a separate process. `--unchanged` runs the same tests without any
 mutant: they must pass.

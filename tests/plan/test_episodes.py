@@ -19,6 +19,7 @@ from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import (
     EpisodeList,
     eval_episodes,
+    greedy_episodes,
     refill_episodes,
     selected_reset_ids,
     train_episodes,
@@ -326,6 +327,12 @@ def test_refill_groups_differ_between_steps_and_never_repeat(config):
         own = [*plan_of(cfg, step).episodes, *plans[step, 0], *plans[step, 1]]
         assert len({e.episode_id for e in own}) == len({e.noise_seed for e in own}) == 3 * 8
     assert len({e.noise_seed for plan in plans.values() for e in plan}) == 12 * 8
+
+
+def test_greedy_baseline_has_one_episode_per_group(config):
+    cfg = config("env.train.total_num_envs=8", "algorithm.group_size=4")
+    found = greedy_episodes(cfg, plan_of(cfg)).episodes
+    assert [e.group_id for e in found] == [0, 1]
 
 
 def test_refill_rounds_share_no_episode_ids(config):
