@@ -202,7 +202,7 @@ def test_policy_is_in_evaluation_mode_after_an_iql_update(host):
     assert not actor.policy.module.training
 
 
-def test_each_training_step_draws_other_transitions(host):
+def test_each_training_step_samples_other_transitions(host):
     actor, request = host
     learner, drawn = actor._learner, []
     learner._evaluate = lambda chosen, own=learner._evaluate: drawn.append(chosen.tolist()) or own(chosen)

@@ -188,7 +188,7 @@ def test_shuffled_labels_stay_within_their_task() -> None:
     assert (found != labels).any()
 
 
-def test_episode_with_some_unknown_actors_is_no_demonstration() -> None:
+def test_episode_with_some_unknown_actors_does_not_count_as_demonstration() -> None:
     found = demos((5, 4), (False, False))
     mixed = replace(found, actor=np.where(np.arange(9) == 2, Actor.unknown, Actor.policy))
     assert Outcomes.of(mixed).success.tolist() == [False, False]
