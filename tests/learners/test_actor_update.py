@@ -107,7 +107,7 @@ def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
     """Two optimizer steps of equal size, of other episodes and, unless `whole`, with other missing actions."""
     actor = make(f"algorithm.loss_agg_func={mode}", "actor.optim.lr=0", *HALVES)
     episode, ran = np.array([0, 0, 0, 0, 1, 2]), np.array([4] * RECORDS if whole else [4, 1, 2, 3, 4, 2])
-    advantage = np.array([1.0, 0.0, 4.0, -8.0, 16.0, 3.0])  # 0: without a forward pass
+    advantage = np.array([1.0, -2.0, 4.0, 0.0, 16.0, 3.0])  # 0: without a forward pass
     actor["advantage"], actor["valid"] = advantage[:, None], np.arange(4) < ran[:, None]
     expected = []
     for own in np.split(_shuffle(RECORDS, 0, 0, 0), 2):

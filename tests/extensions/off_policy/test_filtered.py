@@ -235,8 +235,9 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path):
         convert_gripper(expected, means, own)
         assert (expected == actions[row]).all(axis=(1, 2)).any()
         assert obs.instructions[row] in shown.instruction[steps]
-    texts = {actor._draw(np.random.default_rng(k), actor._replay.starts, 2)[0].instructions[4] for k in range(30)}
-    assert texts == {*shown.instruction.tolist()}, "demonstrations of all episodes"
+    drawn = [actor._draw(np.random.default_rng(seed), actor._replay.starts, 2)[0].images[4] for seed in range(20)]
+    first = shown.images[: shown.stop[0]]
+    assert not all((first == image).all(axis=(1, 2, 3, 4)).any() for image in drawn), "of all episodes"
     mine = actor._replay[Record.images][actor._replay.starts]
     assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
 
