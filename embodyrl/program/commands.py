@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands import COMMANDS
+from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import config_of_ckpt
 from embodyrl.plan.schema import Config
@@ -47,8 +48,11 @@ def train(
         on_eval: called with the number of completed steps and the `EvalResult` of each validation; True ends the run.
 
     Raises:
-        EmbodyError: any failure with a known cause.
+        ConfigError: the config has `runner.only_eval=true`; call `evaluate`.
+        EmbodyError: any other failure with a known cause.
     """
+    if cfg.runner.only_eval:
+        raise ConfigError("runner.only_eval=true: call embodyrl.evaluate(cfg), or set runner.only_eval=false.")
     return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
