@@ -194,7 +194,7 @@ def test_python_api_validates_like_the_commands() -> None:
     assert cfg.runner.max_steps == 2
     with pytest.raises(ConfigError, match=r"actor.optim.lr=-1.0 must be a number at least 0"):
         embodyrl.train(cfg.updated({"actor.optim.lr": -1.0}))
-    with pytest.raises(ConfigError, match="call embodyrl.evaluate"):
+    with pytest.raises(ConfigError, match=r"call embodyrl\.evaluate"):
         embodyrl.train(embodyrl.compose("train", "runner.only_eval=true"))
     with pytest.raises(ConfigError, match="does not read"):
         embodyrl.evaluate(embodyrl.compose("eval", "env.id=x"))
