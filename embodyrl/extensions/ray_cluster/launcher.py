@@ -363,6 +363,8 @@ class RayLauncher(OpenRequests[_Handle]):
         self._handles.clear()
         self._events.clear()
 
+        self._messages.ending = True
+
         def end() -> None:
             for actor in actors:
                 ray.kill(actor, no_restart=True)

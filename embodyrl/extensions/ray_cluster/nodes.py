@@ -135,11 +135,13 @@ class Messages:
 
     def __init__(self, file: Path) -> None:
         self._file, self._stream = file, sys.stdout
+        self.ending = False
+        """True while Ray shuts down, which repeats its messages in this thread."""
         sys.stdout = cast("TextIO", self)
 
     def write(self, text: str) -> int:
-        """Write to the file in a thread of Ray, otherwise to standard output."""
-        if not threading.current_thread().name.startswith("ray_"):
+        """Write to the file in a thread of Ray and while Ray shuts down, otherwise to standard output."""
+        if not self.ending and not threading.current_thread().name.startswith("ray_"):
             return self._stream.write(text)
         with open(self._file, "a", encoding="utf-8") as file:
             return file.write(text)

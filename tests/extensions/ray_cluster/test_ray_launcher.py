@@ -160,10 +160,12 @@ def test_messages_of_ray_go_to_a_log(tmp_path, capsys):
         thread = threading.Thread(target=print, args=(f"from {name}",), name=name)
         thread.start()
         thread.join()
+    messages.ending = True
+    sys.stdout.write("repeated\n")
     messages.close()
     sys.stdout.write("after\n")
     assert capsys.readouterr().out == "from other\nafter\n"
-    assert (tmp_path / "ray.log").read_text() == "from ray_listen_error_messages\n"
+    assert (tmp_path / "ray.log").read_text() == "from ray_listen_error_messages\nrepeated\n"
 
 
 def test_run_starts_a_local_cluster_and_tolerates_a_head_failure(tmp_path):
