@@ -150,7 +150,7 @@ class RewardSpec:
     cameras: int = 0
     """Number of cameras, from the first, that the reward uses; independent of the policy's cameras."""
     factor: float = 1.0
-    """Factor of every reward for learning; reported returns are divided by it."""
+    """Factor that multiplies every reward in training; reported returns are divided by this factor."""
     reports_success: bool = True
     """True if steps report success; False: the return is the result."""
 

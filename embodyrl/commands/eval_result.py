@@ -198,7 +198,7 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
         say(f"  {one.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:
         gaps = result.protocol["departures"]
-        said = f"departs: {'; '.join(gaps)}" if gaps else "followed"
+        said = f"differs: {'; '.join(gaps)}" if gaps else "followed"
         say(f"  protocol {result.protocol['name']}, {said}")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
     say(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")

@@ -144,7 +144,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """
     try:
         if (size := file.stat().st_size) > _YAML_LIMIT:
-            raise ConfigError(f"{file}: {size} bytes; the limit of a config is {_YAML_LIMIT}.")
+            raise ConfigError(f"{file}: {size} bytes; a config has at most {_YAML_LIMIT}.")
         text = file.read_text(encoding="utf-8")
         depth = 0
         # On the events, before any object is made: deep nesting, aliases and tags are refused without their cost.

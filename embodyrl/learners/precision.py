@@ -1,4 +1,4 @@
-"""Storage of weights in half precision where results do not change, and the units of sharding."""
+"""Storage of weights in half precision without a change of results, and the modules that FSDP shards separately."""
 
 from torch import nn
 

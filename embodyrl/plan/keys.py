@@ -260,7 +260,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
-    """Describe the command or component, as chosen by the values, that does not use this key."""
+    """Describe the selected command or component, which does not use this key."""
     group = name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (

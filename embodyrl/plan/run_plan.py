@@ -174,7 +174,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
 
 
 def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return violated requirements of the command on environment and policy."""
+    """Return the reasons why environment and policy do not support the command, one line each."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env) + timing_problems(cfg, env, policy)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
@@ -186,7 +186,7 @@ def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]
 
 
 def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return violated requirements of training on environment and policy."""
+    """Return the reasons why environment and policy do not support training, one line each."""
     problems = []
     seen = policy.inputs.num_images or env.action.kind is ActionKind.text
     if env.cameras.needed and not seen and not policy.untrainable:

@@ -80,7 +80,7 @@ def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: Collection
     try:
         saved = load_file(path)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
     check_weights(mine, saved, path, may_lack=optional, may_hold=optional, fix=fix)
     with torch.no_grad():
         for key in mine.keys() & saved.keys():

@@ -266,7 +266,7 @@ class EventLoop:
 
     @property
     def pending(self) -> bool:
-        """True if a request is open or can be sent; otherwise a wait would never end."""
+        """True if a request is pending or can be sent; otherwise a wait would never end."""
         return not self._policy.idle or bool(self._supervisor.starting)
 
     def run_until(self, condition: Callable[[], bool]) -> None:

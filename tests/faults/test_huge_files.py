@@ -73,7 +73,7 @@ def run_reader(*words: str, folder: Path) -> tuple[int, str]:
         ("eval/step_000002/eval.json", CARD, 2, "not an evaluation table"),
         ("logs/events.log", REPORT, 0, ""),
         ("lock", VIEW, 0, ""),
-        ("config.yaml", CARD, 2, "the limit of a config"),
+        ("config.yaml", CARD, 2, "a config has at most"),
         ("checkpoints/step_000002/policy/model.safetensors", RESUME, 6, "instead of"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,

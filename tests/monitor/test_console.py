@@ -52,7 +52,7 @@ def test_pair_accuracy_is_shown_as_accuracy():
     assert step_line(5, 9, row) == "step 5/9 | val loss 0.6000 | val acc 0.750 | train acc 1.000"
 
 
-def test_return_is_shown_without_success():
+def test_return_is_shown_if_success_is_unknown():
     row = {"eval/return": 475.25, "train/return": 31.5, "time/step": 1.0}
     assert step_line(3, 9, row) == "step 3/9 | 1.0 s | eval return 475.2 | return 31.50"
 

@@ -85,7 +85,7 @@ def test_reset_ids_are_used_equally_often(config):
     assert stream[:12] != stream[12:24], "each pass has an order of its own"
 
 
-def test_reset_ids_repeat_if_there_are_more_groups(config):
+def test_reset_ids_repeat_if_groups_outnumber_them(config):
     cfg = config("env.train.total_num_envs=40")
     drawn = Counter(e.reset_id for e in episodes_of(plan_of(cfg)) if e.member == 0)
     assert set(drawn) == set(range(12))

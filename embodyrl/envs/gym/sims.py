@@ -50,7 +50,7 @@ class GymSlots(Simulators):
             why = f"cannot render on this machine: {line(error)}. {GL_FIX}"
             raise NoImageError(f"env '{self.spec.name}' {why}") from error
         if frame is None and not self.spec.cameras.names:
-            why = "no render mode 'rgb_array', no image observation; or set video=none"
+            why = "add the render mode 'rgb_array' or an image observation, or set video=none"
             raise NoImageError(f"env '{self.spec.name}' has no image to record: {why}.")
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 

@@ -33,7 +33,7 @@ class Task:
         import robosuite  # pyright: ignore[reportMissingImports]
 
         if not robosuite.__version__.startswith("1.5."):
-            raise ImportError(f"it has robosuite {robosuite.__version__} instead of 1.5")
+            raise ImportError(f"robosuite {robosuite.__version__} is installed, expected 1.5")
         self._camera, self._size = camera, size
         self._expert = _EXPERTS.get(task)
         self._env = robosuite.make(

@@ -239,5 +239,8 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
             f"{root / INFO_PATH}: the path {template!r} has the field {{{wrong[0]}}}, expected {', '.join(values)}."
         )
     if path.is_absolute() or ".." in path.parts:
-        raise EmbodyError(f"{root / INFO_PATH}: the path {template!r} refers to {path}, outside the data set.")
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the path {template!r} refers to {path}, outside the data set. "
+            "Do not use this data set."
+        )
     return str(path)

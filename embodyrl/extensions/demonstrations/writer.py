@@ -84,7 +84,8 @@ class DatasetWriter:
             if len(bad):
                 raise EmbodyError(
                     f"{self.root}: {name} of step {bad[0]} of '{demonstration.instruction}' "
-                    f"(reset id {demonstration.source.reset_id}) is {values[bad[0]].tolist()}, expected finite numbers."
+                    f"(reset id {demonstration.source.reset_id}) is {values[bad[0]].tolist()}, "
+                    "expected finite numbers. Check the environment and the policy."
                 )
         self._batch.append(self._pool.submit(self._prepare, demonstration))
         self._batch_bytes += demonstration.images.nbytes

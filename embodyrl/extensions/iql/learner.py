@@ -44,7 +44,10 @@ class IqlLearner(Learner):
         parts = [load_shown([folder], spec) for folder in rules.demonstrations]
         self._demos, self._steps = transitions_of(parts, spec.num_action_chunks, rules.gamma, rules.reward_scale)
         if not len(self._steps.start):
-            raise ConfigError(f"algorithm.demonstrations: no episode is longer than {spec.num_action_chunks} steps.")
+            raise ConfigError(
+                f"algorithm.demonstrations: no episode is longer than {spec.num_action_chunks} steps. "
+                "Lower model.num_action_chunks."
+            )
         with torch.no_grad():
             features = features_of(self._policy, self._demos)
         chunks = self._demos.chunks(np.arange(len(self._demos.action)), spec.num_action_chunks)

@@ -130,9 +130,7 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
             with opener.open(address, timeout=max(left, 1.0)) as reply:
                 return _action_schema(json.loads(read_stream(reply, _MOST_BYTES, max(left, 1.0))))
         except urllib.error.HTTPError as error:
-            raise _error(
-                cfg, f"{address} returned status {error.code}; OpenEnv servers list their actions there."
-            ) from error
+            raise _error(cfg, f"{address} returned status {error.code}; set env.url to an OpenEnv server.") from error
         except (OSError, http.client.HTTPException) as error:
             if left <= 0:
                 raise _no_server(cfg) from error

@@ -201,4 +201,4 @@ def _protocol_text(protocol: Mapping[str, Any] | None) -> str | None:
     if not protocol:
         return None
     gaps = "; ".join(map(str, protocol.get("departures") or ()))
-    return f"{protocol.get('name')}, {'departs: ' + gaps if gaps else 'followed'}"
+    return f"{protocol.get('name')}, {'differs: ' + gaps if gaps else 'followed'}"

@@ -40,11 +40,13 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
         else:
             raise ValueError("not a result file of vla-eval or lerobot-eval")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}.") from error
+        raise ConfigError(f"{path}: {error.strerror}. Pass a result file.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be imported ({error}).") from error
+        raise ConfigError(
+            f"{path}: cannot be imported ({error}). Pass a result file of vla-eval or lerobot-eval."
+        ) from error
     if not any(outcomes.values()):
-        raise ConfigError(f"{path}: contains no episode with an outcome.")
+        raise ConfigError(f"{path}: contains no episode with an outcome. Pass a finished evaluation.")
     if not protocol:
         raise ConfigError(
             f"{path}: {source} files contain no evaluation protocol. Add --protocol 'benchmark, version, episodes'."

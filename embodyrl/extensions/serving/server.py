@@ -52,7 +52,9 @@ class Answering:
         obs = Observation(images=images, state=state, instructions=(seen.prompt,))
         actions = np.array(self._policy.act(obs, noise=None).actions[0])
         if not np.isfinite(actions).all():
-            raise NonFiniteError("The policy produced a non-finite action; its weights or statistics are broken.")
+            raise NonFiniteError(
+                "The policy produced a non-finite action; its weights or statistics are broken. Use another checkpoint."
+            )
         convert_gripper(actions, spec.gripper, env.action.gripper)
         return actions
 

@@ -118,7 +118,7 @@ _TRANSFORMERS_SAVED = (
     _transformers("transformers (saved again)", head="model."),
     _transformers("transformers (older, saved again)", "vision_model.", head="model."),
 )
-"""Layouts that `save_pretrained` of transformers 5.23 writes: it reverts the renaming done while loading."""
+"""Layouts written by transformers 5.23, whose `save_pretrained` reverts the renaming done while loading."""
 _SMOL = "model.vlm_with_expert."
 SMOLVLA_LEROBOT = Layout(
     name="lerobot (SmolVLA)",

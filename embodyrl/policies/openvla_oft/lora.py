@@ -50,7 +50,8 @@ class Adapter:
         if (high.shape[0], low.shape[1]) != (tensor.shape[0], tensor[0].numel()):
             raise CheckpointError(
                 f"The adapter of '{key}' belongs to a weight [{high.shape[0]}, {low.shape[1]}], but this model has "
-                f"{list(tensor.shape)}; the adapter is from another model."
+                f"{list(tensor.shape)}; the adapter is from another model. "
+                "Set model.lora.path to an adapter of this model."
             )
         return tensor.float() + (high @ low).reshape(tensor.shape) * self.spec.scale
 
@@ -74,12 +75,16 @@ def read_adapter(folder: Path) -> Adapter:
         elif ".base_layer." in name:
             replaced[name.replace(".base_layer.", ".")] = tensor
         else:
-            raise CheckpointError(f"{path} has a weight '{key}'; only plain LoRA adapters are supported.")
+            raise CheckpointError(
+                f"{path} has a weight '{key}'; only plain LoRA adapters are supported. Use another adapter."
+            )
     if low.keys() != high.keys():
         odd = sorted(low.keys() ^ high.keys())[0]
         raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; download the file again.")
     if odd := next((name for name in low if low[name].shape[0] != spec.r or high[name].shape[1] != spec.r), ""):
-        raise CheckpointError(f"{path}: module '{odd}' does not have the rank {spec.r} of {ADAPTER_CONFIG}.")
+        raise CheckpointError(
+            f"{path}: module '{odd}' does not have the rank {spec.r} of {ADAPTER_CONFIG}. Download both files again."
+        )
     return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
 
 
@@ -100,7 +105,8 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
     weights = {f"{name}.weight" for name in names} | {name.removeprefix(prefix) for name in loaded.replaced}
     if strangers := sorted(name for name in weights if name not in known):
         raise CheckpointError(
-            f"{adapter} adapts '{strangers[0]}', which {base} does not have; the adapter is from another model."
+            f"{adapter} adapts '{strangers[0]}', which {base} does not have; the adapter is from another model. "
+            "Use an adapter of this model."
         )
     return lambda key, tensor: loaded.merged(prefix + key, tensor)
 

@@ -77,7 +77,7 @@ class LayerScale(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm; on a GPU without autocast's float32 copies, because the kernel sums in float32."""
+    """Layer norm without autocast's float32 copies on a GPU, where the kernel itself sums in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=LAYER_NORM_EPS)

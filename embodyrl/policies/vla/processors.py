@@ -49,7 +49,7 @@ class Processors:
     """Contents of both processors of a folder."""
 
     steps: Mapping[str, Sequence[Mapping[str, Any]]]
-    """Steps by processor, in order."""
+    """Steps of each processor by its name, in the order of execution."""
     statistics: ArrayStatistics
     """Statistics of the preprocessor's normalizer."""
     eps: float

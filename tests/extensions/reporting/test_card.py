@@ -89,7 +89,7 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
     text = paths[1].read_text()
     assert text == card_text(json.loads(paths[0].read_text()))
     for words in (
-        "| protocol | p, departs: a=1 instead of 2 |",
+        "| protocol | p, differs: a=1 instead of 2 |",
         "66.7 % [30.0, 90.3] (4/6)",
         "2 episodes were dropped",
     ):

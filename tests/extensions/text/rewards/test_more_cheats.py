@@ -176,7 +176,7 @@ def test_program_cannot_replace_functions_that_compare_its_results(name: str):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacks_on_the_interpreter_earn_nothing(name: str):
+def test_attacks_on_the_interpreter_get_no_reward(name: str):
     assert code("", ATTACKS[name], json.dumps(SQUARES)) == 0.0
 
 
