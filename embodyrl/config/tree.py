@@ -154,7 +154,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
                 raise ConfigError(f"{file}: more than {_YAML_DEPTH} nested levels; not a saved config.")
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError(
-                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
+                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (unbounded size); remove them."
                 )
             tag = getattr(event, "tag", None)
             if tag is not None:
@@ -162,7 +162,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
         raw = _Loader(text).get_single_data() or {}
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{file}: broken YAML; correct the file: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; not a saved config.")
     return raw

@@ -227,7 +227,7 @@ def _read_file(file: Path) -> list[Any]:
             rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
         except (ValueError, RecursionError) as error:
             start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
-            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {start!r}.") from error
+            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {start!r}. Correct the line.") from error
     return rows
 
 

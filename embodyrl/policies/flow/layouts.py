@@ -151,7 +151,8 @@ def layout_of(keys: Iterable[str], where: Path) -> Layout:
     first = min(present, default="none")
     raise CheckpointError(
         f"{where}: its {len(present)} weights (first name: '{first}') match no known layout. Known layouts: "
-        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing."
+        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing. "
+        "Use another checkpoint."
     )
 
 

@@ -151,7 +151,10 @@ class _Child:
         if (said := self._line(_START_S, RunClock())) != b"ready":
             why = said.decode() if said else f"no output (exit code {self.stop()})"
             self.stop()
-            raise EmbodyError(f"The process of the reward functions {', '.join(self._names)} does not start: {why}")
+            raise EmbodyError(
+                f"The process of the reward functions {', '.join(self._names)} does not start: {why}. "
+                "Check the packages of the functions."
+            )
         return self._process
 
     def receive(self) -> list[list[float] | str]:
