@@ -397,7 +397,4 @@ class CausalLMPolicy:
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
             weights_changed(self.module)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder} does not fit this model: {' '.join(str(error).split())[:300]} "
-                "Use a checkpoint of this model."
-            ) from error
+            raise CheckpointError(f"{folder} does not fit this model: {' '.join(str(error).split())[:300]}") from error
