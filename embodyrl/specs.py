@@ -304,7 +304,7 @@ class PolicySpec:
     tokens_per_chunk: int
     """L: number of sampled tokens per chunk (K*A for discrete OpenVLA-OFT)."""
     scored: int = 0
-    """P: number of log-probabilities per action, if P differs from the number of tokens; 0: one per token."""
+    """P: log-probabilities per action; 0: one per token. A built policy omits dimensions constant in its statistics."""
     imitated: int = 0
     """H: number of actions per chunk in SFT, if H exceeds the number of executed actions; 0: K."""
     reply_bytes: int = 0

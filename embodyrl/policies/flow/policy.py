@@ -31,6 +31,7 @@ from embodyrl.policies.vla.sampling import (
     seeds_of_observations,
     spread,
     uniforms,
+    varying,
 )
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -170,6 +171,8 @@ class FlowPolicy:
         self._likelihood: ChunkLikelihood = ChainLikelihood(cfg, self._shape, module.noise_head)
         if cfg.likelihood is Likelihood.fpo:
             self._likelihood = FpoLikelihood(cfg, self._shape)
+        self._by_dimension = cfg.likelihood is not Likelihood.fpo and not cfg.steers
+        self._count_dimensions()
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -260,6 +263,7 @@ class FlowPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`); RL heads may be missing or unused."""
         self._files.load(self._module, folder)
+        self._count_dimensions()
         self.conditioning = read_conditioning(folder)
 
     @property
@@ -345,6 +349,10 @@ class FlowPolicy:
         return head(hidden.mean(1))
 
     def _counted(self, per_action: Tensor) -> Tensor:
-        """Set values [B, K, P] of constant action dimensions to 0, if P is the number of action dimensions."""
-        per_number = self._cfg.likelihood is not Likelihood.fpo and per_action.shape[2] == len(self._scale.varies)
-        return per_action * on_device(self._scale.varies, self._device) if per_number else per_action
+        """Return the columns of values [B, K, P] that depend on the noise: without constant action dimensions."""
+        return per_action[..., varying(self._scale.varies)] if self._by_dimension else per_action
+
+    def _count_dimensions(self) -> None:
+        """Set the number of log-probabilities per action, which depends on the statistics of the weights."""
+        if self._by_dimension:
+            self.spec = replace(self.spec, scored=len(varying(self._scale.varies)))

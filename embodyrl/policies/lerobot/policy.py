@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from embodyrl.policies.steering.actor import HeadedModule, Seen, Steered, execut
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
-from embodyrl.policies.vla.sampling import Chosen, seeds_of, spread
+from embodyrl.policies.vla.sampling import Chosen, seeds_of, spread, varying
 from embodyrl.types import (
     BoolArray,
     FloatArray,
@@ -86,6 +87,8 @@ class LeRobotPolicy(ABC):
         self._network: Any = module.network
         # Dropout and random crops are for imitation alone, which turns them on.
         self.module: nn.Module = module.eval()
+        self._by_dimension = module.steering_actor is None
+        self._count_dimensions()
 
     @abstractmethod
     def _read(self, obs: Observation) -> Read:
@@ -150,6 +153,7 @@ class LeRobotPolicy(ABC):
         if (folder / CONFIG_FILE).is_file():
             self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg)
             self._module.units.fill(self._files.statistics, folder)
+            self._count_dimensions()
 
     def _value(self, read: Read) -> Tensor:
         """Return value estimates [B, V] from detached features: the critic does not train the policy's features."""
@@ -188,9 +192,15 @@ class LeRobotPolicy(ABC):
         return self._module.units.normalize(ACTION, rows)
 
     def _counted(self, per_number: Tensor) -> Tensor:
-        """Set values [B, K, A] of action dimensions that are constant in the data to 0: noise has no effect there."""
+        """Return the columns of values [B, K, A] that depend on the noise: without constant action dimensions."""
+        return per_number[..., self._varying] if per_number.shape[2] == self._config.action_dim else per_number
+
+    def _count_dimensions(self) -> None:
+        """Find the action dimensions with log-probabilities, which depend on the statistics of the weights."""
         varies = self._module.units.varies()
-        return per_number if varies is None or per_number.shape[2] != len(varies) else per_number * varies
+        self._varying = np.arange(self._config.action_dim) if varies is None else varying(varies.cpu().numpy())
+        if self._by_dimension:
+            self.spec = replace(self.spec, scored=len(self._varying))
 
 
 def build_policy(

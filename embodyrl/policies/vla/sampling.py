@@ -82,3 +82,11 @@ def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
     """Place the P values of each action [B, K, P] at the action's first P tokens: [B, L], padded with 0."""
     share = spec.tokens_per_chunk // numbers.shape[1]
     return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)
+
+
+def varying(varies: FloatArray) -> IntArray:
+    """Return the indices of the action dimensions that vary in the data; all if none varies.
+
+    Noise has no effect on constant dimensions, so they have no log-probability.
+    """
+    return np.flatnonzero(varies) if varies.any() else np.arange(len(varies))

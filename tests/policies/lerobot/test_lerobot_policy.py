@@ -153,8 +153,7 @@ def test_zero_residual_gives_the_actions_of_the_frozen_model(kind, tmp_path):
     assert np.abs(proposed - build(kind, tmp_path, env, start=start).act(obs, noise=None).actions).max() < 1e-6
     shares = policy.normalise(proposed + 0.1, obs).detach()
     assert torch.allclose(shares, torch.full_like(shares, 0.5), atol=1e-4)
-    with pytest.raises(ConfigError, match="likelihood"):
-        policy.imitate(obs, proposed)
+    assert float(policy.imitate(obs, proposed).error.max()) < 1e-6
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -168,6 +167,8 @@ def test_dsrl_noise_is_the_initial_denoising_sample(repeated, tmp_path):
     with torch.no_grad():
         chunk = policy.denoise(policy._read(obs).model, rows)
     assert np.abs(policy._to_actions(policy._executed(chunk)) - out.actions).max() < 1e-5
+    with pytest.raises(ConfigError, match="selects noise"):
+        policy.imitate(obs, out.actions)
 
 
 def test_dsrl_requires_an_act_model_with_a_latent(tmp_path):
@@ -206,13 +207,20 @@ def test_temperature_of_a_request_changes_the_log_probs(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_constant_action_dimensions_have_no_log_prob(kind, tmp_path, monkeypatch):
     policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 3)
-    monkeypatch.setattr(policy.module.units, "varies", lambda: torch.tensor([1.0, 0.0]))
-    out = policy.act(obs, noise=noise_for(policy, 3))
+    noise = noise_for(policy, 3)
+    whole = policy.act(obs, noise=noise).logprob.reshape(3, 4, -1)
+    monkeypatch.setattr(policy.module.units, "varies", lambda: torch.tensor([0.0, 1.0]))
+    (again := tmp_path / "again").mkdir()
+    policy.save(again)
+    policy.load_weights(again)
+    assert policy.spec.scored == 1
+    out = policy.act(obs, noise=noise)
     scores = policy.score(obs, out.tokens)
+    assert np.array_equal(out.logprob.reshape(3, 4, -1)[..., 0], whole[..., 1])
     for part in (out.logprob, scores.logprob.detach().numpy(), scores.entropy.detach().numpy()):
         counted = part.reshape(3, 4, -1)
         assert counted[..., 0].any()
-        assert not counted[..., 1].any()
+        assert not counted[..., 1:].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
