@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 from settings import algorithm_of, env_of
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.commands.train import train
 from embodyrl.envs.gym.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
@@ -284,6 +286,7 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
     places = f"runner.output_dir={tmp_path}", f"collect.out={tmp_path}/demos", "collect.episodes=3"
     collect(load_config("collect", [*SMALL[:2], "model=random", "launcher=inline", "collect.filter=all", *places]))
     words = [*SMALL, *QUIET, "algorithm=rlpd", f"algorithm.demonstrations=[{tmp_path}/demos]"]
+    words += ["algorithm.learning_starts=1", "actor.global_batch_size=256"]
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     host = PolicyHost(policy_init(run_plan, arena, None))
@@ -301,6 +304,23 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
         np.testing.assert_array_equal(then.state[found.moved, DESIRED], found.goal)
         kept = np.setdiff1d(np.arange(len(found.places)), found.moved)
         np.testing.assert_array_equal(seen.state[kept], demos["observed_state"][found.places[kept]])
+        # A training step: the critic error tells that only one in five keeps its reward of 1000.
+        demos["reward"][:] = 1000.0
+        own = arena.allocate_all(2)
+        with arena.write_all(own) as records:
+            for field in (Record.observed_state, Record.tokens, Record.terminated, Record.truncated, Record.advantage):
+                arena[field][records] = 0
+            arena[Record.valid][records] = True
+            arena[Record.truncated][records[:1]] = True
+        parts = actor.update(UpdateRequest(step=0, tickets=own[:1], episode=[0], finals=((0, int(own[1])),)))
+        result = []
+        while not result:
+            try:
+                next(parts)
+            except StopIteration as end:
+                result = [end.value["value_loss"]]
+        # Ten critics with half the squared error; demonstrations are half of a batch, and one in five is unchanged.
+        assert result == pytest.approx([10 * 0.5 * 0.5 * 0.2 * 1000.0**2], rel=0.2)
     finally:
         host.close()
         arena.close()

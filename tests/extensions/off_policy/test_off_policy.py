@@ -481,3 +481,22 @@ def test_skipped_sac_updates_are_counted(make):
         actor._critics.biases[-1].fill_(torch.nan)
     (*_, result) = drained(actor.update(stored(actor, [(4, "terminated")])))
     assert (result["optimizer_steps"], result["skipped_nonfinite"]) == (0, 4)
+
+
+def test_encoder_of_images_is_trained_by_the_critics_alone(make):
+    """The policy's rate changes the policy, but not the encoder; without a rate of the critics, the encoder stays."""
+    found = []
+    for rates in ("1e-3", "1e-3"), ("0.0", "1e-3"), ("1e-3", "0.0"):
+        words = (f"actor.optim.lr={rates[0]}", f"actor.optim.value_lr={rates[1]}", "algorithm.learning_starts=1")
+        _, actor = make("env.id=pixel_env:Dial", "model=cnn", *words)
+        images = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8, 3), np.uint8)
+        seen = {"images": images, "instruction": np.zeros((4, 64), np.uint8)}
+        batch = replace(frames(4, terminated=True, final=False), action=np.zeros((4, actor._policy.width), np.float32))
+        actor._replay.add(replace(batch, seen=seen | {"observed_state": np.zeros((4, 0), np.float32)}))
+        start = [part.detach().clone() for part in actor._policy.encoder]
+        torch.manual_seed(0)
+        actor._step([actor._replay.transitions(np.arange(4))], np.array([0, 1]), 0)
+        found.append([one - other for one, other in zip(actor._policy.encoder, start, strict=True)])
+    assert all(torch.equal(one, other) for one, other in zip(found[0], found[1], strict=True))
+    assert any(change.any() for change in found[0])
+    assert not any(change.any() for change in found[2])
