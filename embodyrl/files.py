@@ -103,9 +103,9 @@ def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
     while part := stream.read1(1 << 16):
         content += part
         if len(content) > most_bytes:
-            raise OSError(f"the response has more than {most_bytes} bytes")
+            raise OSError(f"the response has more than {most_bytes} bytes; check the address")
         if time.monotonic() > due:
-            raise OSError(f"the response is not complete after {timeout_s:g} s")
+            raise OSError(f"the response is not complete after {timeout_s:g} s; try again")
     return bytes(content)
 
 

@@ -79,7 +79,7 @@ class ActionSpec:
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return minimum and maximum of each dimension, for every kind."""
+        """Return the minimum and the maximum of each action dimension."""
         if self.kind is ActionKind.box:
             return self.low or (-1.0,) * self.dim, self.high or (1.0,) * self.dim
         return (0.0,) * len(self.sizes), tuple(size - 1.0 for size in self.sizes)

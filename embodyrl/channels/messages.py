@@ -128,7 +128,7 @@ class EnvRequest(Request):
 
     @property
     def observed(self) -> Tickets:
-        """Tickets of all records that receive an observation, including observations after resets."""
+        """Tickets (record ids) of all records that receive an observation, also after a reset."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
@@ -212,7 +212,7 @@ class UpdateRequest(Request):
     """Off-policy: (episode id, ticket of the final observation); terminated episodes are included only with
     hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Hindsight: (episode id, number in `open` of the earlier request) of each episode that continues here."""
+    """Hindsight: (episode id, index in `open` of the earlier request) of each continued episode."""
     open: tuple[tuple[int, int], ...] = ()
     """Hindsight: (episode id, unique number) of each episode that may continue in a later request."""
     in_parts: bool = False

@@ -86,7 +86,7 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = _decode(read_json(path), tensors)
         if not isinstance(state, dict):
-            raise TypeError("expected an object")
+            raise TypeError("the header is not a JSON object")
         return state
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(

@@ -97,7 +97,7 @@ class Settings(BaseModel):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def problems(self) -> Iterator[str]:
-        """Return contradictions, one line each with the fix."""
+        """Return conflicting values, one line each with the fix."""
         yield from ()
 
     def updated(self, values: Mapping[str, Any]) -> Self:

@@ -61,7 +61,7 @@ class ControlSettings(Settings):
     """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk
     continues. [low,high]: sampled uniformly for each chunk. The first chunk of an episode has no delay."""
     observe_committed: bool = False
-    """Append the delay and the actions of the previous chunk after the observation to the state; set by model.rtc."""
+    """Append the delay and the remaining actions of the previous chunk to the state; set by model.rtc."""
 
 
 class EnvSettings(Settings):

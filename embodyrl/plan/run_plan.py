@@ -71,7 +71,7 @@ class RunPlan:
     nodes: Mapping[str, tuple[int, ...]]
     """Host number of each component; 0 is the driver's host."""
     single_step: bool = False
-    """True if every env step is a record."""
+    """True if a record contains one env step, not a chunk."""
     labelled: bool = False
     """True if the expert's action for the same state is recorded with each action."""
 

@@ -357,7 +357,7 @@ class Stages:
         return reports
 
     def note_worker(self, worker: str) -> None:
-        """Mark all stages of a worker for `to_check`, because a task limit may couple them."""
+        """Add all pipeline stages of a worker to `to_check`: a limit on a task can concern several."""
         self._changed.update(self._own[worker])
 
     def note_slots(self, rows: IntArray) -> None:

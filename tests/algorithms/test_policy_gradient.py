@@ -515,7 +515,7 @@ def test_contradictory_policy_gradient_settings_are_refused():
         (lambda terms: terms.loss, r"the loss returned Tensor, expected LossTerms"),
     ],
 )
-def test_loss_without_one_value_per_unit_is_refused(reduce, message):
+def test_loss_with_wrong_shape_is_refused(reduce, message):
     def compute(units: Units, _: object) -> LossTerms:
         ratio = (units.logprob - units.old_logprob).exp()
         return reduce(LossTerms(loss=-units.advantage * ratio, ratio=ratio, clipped=ratio > 2))

@@ -69,7 +69,7 @@ def test_grpo_trains_without_a_value_head(tmp_path):
     assert [row["actor/optimizer_steps"] > 0 for row in rows] == [True, True]
 
 
-def test_continuous_actions_train_and_time_limits_bootstrap(tmp_path):
+def test_continuous_control_bootstraps_at_time_limits(tmp_path):
     """Pendulum never terminates: its own limit of 200 steps cuts every episode, before the run's limit of 1000."""
     rows = run(tmp_path, *PENDULUM)
     assert rows[0]["eval/episode_len"] == 200

@@ -118,7 +118,7 @@ class Scene:
         return self._data.site_xpos[self._model.site(name).id][:2].copy()
 
     def obstacle_tops(self, points: DoubleArray, radius: float, without: tuple[str, ...]) -> DoubleArray:
-        """Return the height of the highest solid within `radius` of each horizontal point [P, 2]; -inf without solids.
+        """Return the top of the highest solid within `radius` of each horizontal point [P, 2]; -inf without solids.
 
         Excludes the robot and the bodies in `without`. Shapes are approximated by bounding boxes.
         """
@@ -129,7 +129,7 @@ class Scene:
         return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
 
     def highest_between(self, start: DoubleArray, end: DoubleArray, radius: float, without: tuple[str, ...]) -> float:
-        """Return the height of the highest solid within `radius` of a line between points; -inf without solids."""
+        """Return the top of the highest solid within `radius` of the line between two points; -inf without solids."""
         share = np.linspace(0.0, 1.0, 12)[:, None]
         return float(self.obstacle_tops(start + share * (end - start), radius, without).max())
 

@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
                 413, f"The request has {size:.{_DIGITS}} bytes; the limit is {most} (serve.max_message_mib)."
             )
         if len(body := self.rfile.read(int(size))) < int(size):
-            raise ApiError(408, "The request is incomplete.")
+            raise ApiError(408, "The body of the request is incomplete. Send it again.")
         return body
 
     def _complete(self, request: ChatRequest) -> None:

@@ -50,7 +50,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
             pixels = np.asarray((image if turned == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
-            f"The frame is not a {', '.join(_FORMATS)} image. Download or collect the data set again."
+            f"The frame is not a {' or '.join(_FORMATS)} image. Download or collect the data set again."
         ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise EmbodyError(f"The frame cannot be decoded: {error}. Download or collect the data set again.") from error

@@ -123,7 +123,7 @@ class DaggerSettings(Settings):
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Local port of the page for corrections; 0: any free port."""
     correction_timeout_s: Seconds = 3600.0
-    """Seconds without input of a person at the page after which the command ends; the same command resumes."""
+    """Seconds without input on the page before the command ends. The same command resumes."""
     needs = {"expert!=scripted": "corrections port correction_timeout_s"}
 
 

@@ -92,7 +92,7 @@ def _labelled(
 
 
 def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
-    """Return the folder of demonstrations like those of `data.path`; `alike`: additional fields that must be equal.
+    """Return a folder of demonstrations whose fields, and those in `alike`, equal those of `data.path`.
 
     Raises:
         ConfigError: the demonstrations differ from those of `data.path`.

@@ -89,7 +89,7 @@ class IqlLearner(Learner):
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
     def _evaluate(self, chosen: IntArray) -> tuple[Tensor, dict[str, float]] | str:
-        """Update the critics on the transitions `chosen` [B]; return the SFT weights [B] of the chunks, and metrics.
+        """Update the critics on the transitions `chosen` [B]; return their advantage weights [B] and metrics.
 
         Return the name of a network whose loss or gradient is not finite (see `IqlValues.update`).
         """

@@ -136,7 +136,9 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
                 raise _no_server(cfg) from error
             time.sleep(_RETRY_S)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise _error(cfg, f"{address} does not return the schema of an OpenEnv server.") from error
+            raise _error(
+                cfg, f"{address} does not return the schema of an OpenEnv server; correct the address."
+            ) from error
 
 
 def _action_schema(reply: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Arguments of the command `recap`, assigned to the commands that run its stages."""
+"""Split the arguments of `recap` among the commands of its stages."""
 
 from __future__ import annotations
 

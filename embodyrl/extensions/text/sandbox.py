@@ -78,7 +78,7 @@ def _value(node: ast.AST) -> float:
         return -_value(node.operand)
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
-    raise ValueError(f"not an arithmetic expression: {ast.dump(node)[:60]}")
+    raise ValueError(f"'{ast.unparse(node)[:60]}' is not arithmetic: use numbers and operators")
 
 
 def calculate(expression: str) -> str:

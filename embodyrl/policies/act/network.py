@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(self, x: Tensor, encoded: Tensor, places: Tensor, encoded_places: Tensor) -> Tensor:
-        """Map queries [H, B, D] (see `DecoderLayer`)."""
+        """Apply all layers to queries [H, B, D] (see `DecoderLayer`)."""
         for layer in self.layers:
             x = layer(x, encoded, places, encoded_places)
         return self.norm(x)

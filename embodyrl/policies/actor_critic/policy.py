@@ -62,7 +62,7 @@ class CategoricalHead(nn.Module):
         return choice.flatten(1).cpu().numpy()
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Return category ids [B, L]; tokens are the ids."""
+        """Return the tokens [B, L], which are category ids."""
         return tokens
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:

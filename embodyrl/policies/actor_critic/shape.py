@@ -106,7 +106,7 @@ class NetShape:
         try:
             saved: dict[str, Any] = dict(read_json(path))
             if "hidden" not in saved:
-                raise ValueError("the network has no hidden layers")
+                raise ValueError("the network has no hidden layers; use another checkpoint")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."

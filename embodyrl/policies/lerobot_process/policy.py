@@ -109,5 +109,7 @@ class LeRobotPolicy(OnlyActs):
                 f"environment, and set model.python=<its bin/python>."
             )
         if "error" in reply:
-            raise EmbodyError(f"LeRobot in {self._python} reports: {reply['error']}")
+            raise EmbodyError(
+                f"model.python={self._python}: LeRobot failed: {reply['error'].rstrip('.')}. Check model.path."
+            )
         return reply

@@ -25,7 +25,7 @@ class LeRobotProcessSettings(ResidualSettings):
     precision: Precision = Precision.fp32
     """Compute precision of the actor: fp32. LeRobot determines the policy's precision."""
     python: str | None = None
-    """Interpreter that has LeRobot; default: this interpreter. The process runs the code of that environment."""
+    """Python executable with LeRobot installed; default: this interpreter. Code of its packages runs."""
     cameras: list[str] | None = None
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names, else the first cameras."""
@@ -47,7 +47,7 @@ class LeRobotProcessSettings(ResidualSettings):
         return self.likelihood is not Likelihood.none
 
     def problems(self) -> Iterator[str]:
-        """Yield errors of the precision."""
+        """Yield an error if the precision is not fp32."""
         yield from super().problems()
         if self.precision is not Precision.fp32:
             yield f"model.precision={self.precision}: the actor computes in fp32; set model.precision=fp32."

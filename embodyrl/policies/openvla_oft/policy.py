@@ -50,7 +50,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 
 class OpenVlaOftPolicy:
-    """A checkpoint with an environment's image rotation, tasks and statistics; implementation of `Policy`."""
+    """OpenVLA-OFT policy for the image rotation, tasks and statistics of an environment."""
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec

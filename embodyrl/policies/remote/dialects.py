@@ -82,7 +82,7 @@ def unpack(data: bytes | str) -> Any:
     except MessageError:
         raise
     except Exception as error:  # msgpack has a dozen kinds, some of which are bare ValueErrors and stack overflows
-        raise MessageError(f"The {len(data)} bytes of the message are not msgpack: {error}.") from error
+        raise MessageError(f"A message of {len(data)} bytes is not msgpack ({error}). Check the protocol.") from error
 
 
 class _Reader:
@@ -146,7 +146,7 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
 def _field(found: Mapping[Any, Any], name: str) -> Any:
     key = name if name in found else name.encode()
     if key not in found:
-        raise MessageError(f"An encoded array in the message has no field '{name}'.")
+        raise MessageError(f"An encoded array of the reply has no '{name}'. Check the server's protocol.")
     return found[key]
 
 

@@ -219,7 +219,7 @@ def test_reward_parts_and_errors_cover_both_parts_of_a_delayed_chunk():
         assert name == "errors" or result.components[0, 0] == 6
 
 
-def test_solved_starts_are_reported_and_expert_actions_are_observed():
+def test_initially_solved_episodes_and_expert_actions_are_returned():
     sims = ScriptedSims([steps_of([0.0])])
     sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0,)))
     sims.expert = lambda slot: np.zeros(2, np.float32)

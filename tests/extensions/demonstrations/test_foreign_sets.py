@@ -217,7 +217,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
             r"v3.1, expected one of .*v3\.0\. Write it",
         ),
         (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet is missing"),
-        (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is not a PNG, JPEG"),
+        (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is not a PNG or JPEG"),
         (
             lambda r: edit_info(
                 r, lambda i: [f.update(shape=[64, 48, 3]) for k, f in i["features"].items() if "images" in k]

@@ -17,7 +17,7 @@ LONG = 2_000
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_read_history_returns_the_run(tmp_path: Path) -> None:
+def test_read_history_returns_metrics_and_evaluations(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     assert [row["step"] for row in history.rows] == [0, 1, 2, 3]
     assert history.series("actor/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]

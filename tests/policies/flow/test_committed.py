@@ -106,7 +106,7 @@ def test_guidance_is_zero_where_the_estimate_equals_the_committed_actions(throug
     assert torch.allclose(v, exact(x, t)[0], atol=1e-12)
 
 
-def test_delayed_loss_is_the_mean_over_predicted_numbers():
+def test_loss_with_delay_averages_predicted_actions():
     seen: list[Any] = []
 
     def wrong_by_one(x, t):

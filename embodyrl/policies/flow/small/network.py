@@ -278,7 +278,7 @@ def _waves(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _time_waves(t: Tensor, width: int) -> Tensor:
-    """Return sin and cos of 2 pi t / period [..., width] of times [...], geometric periods from 0.004 to 4 (openpi)."""
+    """Return sinusoidal embeddings [..., width] of times [...], with geometric periods from 0.004 to 4 (openpi)."""
     share = torch.linspace(0, 1, width // 2, device=t.device)
     angle = t[..., None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** share))
     return torch.cat([angle.sin(), angle.cos()], -1)

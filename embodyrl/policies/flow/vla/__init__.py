@@ -92,7 +92,7 @@ class VlaFactory:
         return described_costs(vla_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the actor (see `PolicyFactory.compare`)."""
+        """Check that the folder's actor fits (see `PolicyFactory.compare`)."""
         model = read_folder(_folder(cfg), cfg)
         check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 

@@ -101,7 +101,7 @@ class SmolVla(FlowModel):
         return self.projector(squares) * math.sqrt(self.spec.language.width)
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Append the state's keys and values, and project them for expert layers with cross-attention."""
+        """Append the state to the keys and values of the prefix; project them for layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
         past, count = key_mask(valid), valid.sum(1, keepdim=True)
@@ -209,7 +209,7 @@ class VlaReader:
         return self._cfg.unnorm_key
 
     def adopt(self, folder: Path) -> None:
-        """Use the statistics of a folder together with its weights."""
+        """Read the normalization statistics of a weights folder."""
         self._units = read_units(folder, self._cfg, self._env.own_state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)

@@ -55,5 +55,5 @@ class Pi05Settings(VlaSettings):
 
 
 def reads_state(cfg: VlaSettings) -> bool:
-    """Return True unless pi0.5 ignores the state."""
+    """Return whether the model reads the state: pi0.5 can ignore it."""
     return not isinstance(cfg, Pi05Settings) or cfg.state_in_prompt
