@@ -158,7 +158,7 @@ def planned(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("model=flow_small", "model.likelihood=dsrl"), "freezes it"),
+        (("model=flow_small", "model.likelihood=dsrl"), "selects noise"),
         (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "robot actions"),
         (("algorithm.demonstrations=[nowhere]",), "nowhere is not a folder"),
     ],
