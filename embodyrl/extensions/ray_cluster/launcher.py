@@ -133,7 +133,6 @@ class RayLauncher(OpenRequests[_Handle]):
         super().__init__(log_dir)
         cluster = cluster or ClusterSettings()
         self._ours = ray_nodes.connect()
-        self._messages = ray_nodes.Messages(log_dir / "ray.log")
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._living = ray_nodes.living()
         self._nodes = self._choose(cluster.num_nodes)
@@ -147,6 +146,8 @@ class RayLauncher(OpenRequests[_Handle]):
         self._lost: set[str] = set()
         """Ids of unreachable nodes, which are not used again."""
         self.where = ray_nodes.describe(self._nodes)
+        # Last: it replaces standard output until `stop`, which is not called if an error occurs here.
+        self._messages = ray_nodes.Messages(log_dir / "ray.log")
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:

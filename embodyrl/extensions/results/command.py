@@ -36,21 +36,19 @@ from embodyrl.registry import closest
 def results(args: argparse.Namespace) -> int:
     """Run `embodyrl results`."""
     action, *names = args.words or ["show"]
-    if action not in (known := [*_ACTIONS, "export"]):
-        raise ConfigError(f"unknown action '{action}'.{closest(action, known)} Actions: {', '.join(known)}.")
+    if action not in _ACTIONS:
+        raise ConfigError(f"unknown action '{action}'.{closest(action, _ACTIONS)} Actions: {', '.join(_ACTIONS)}.")
     args.out = Path(args.out)
     try:
-        if action == "export":
-            return _export(args, names)
-        table = open_table(args.table)
-        return _ACTIONS[action](args, table, names)
+        return _ACTIONS[action](args, names)
     except OSError as error:
         raise EmbodyError(
             f"Cannot write {error.filename}: {error.strerror}. Choose another --table or --out."
         ) from error
 
 
-def _show(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+def _show(args: argparse.Namespace, names: list[str]) -> int:
+    table = open_table(args.table)
     rows = [
         {"name": row.name, "cards": len(row.cards)}
         | {word: score_text(row.cards, end) for word, end in (("before", BEFORE), ("after", AFTER))}
@@ -60,7 +58,8 @@ def _show(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+def _run(args: argparse.Namespace, names: list[str]) -> int:
+    table = open_table(args.table)
     jobs = jobs_of(table.select(names, all_of_them=args.all), args.out)
     failed = run_queue(jobs, Console(file=sys.stderr))
     lines = [f"{len(jobs) - len(failed)} of {len(jobs)} runs have a card in {args.out}"]
@@ -69,8 +68,9 @@ def _run(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     return int(bool(failed))
 
 
-def _check(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+def _check(args: argparse.Namespace, names: list[str]) -> int:
     """Compare all new cards with the stored cards; return 3 if a recipe drifted."""
+    table = open_table(args.table)
     found, lines = [], []
     for recipe in table.select(names, all_of_them=not names):
         new, stored = _new_cards(recipe, args.out), table.stored(recipe)
@@ -96,8 +96,9 @@ def _new_cards(recipe: Recipe, out: Path) -> list[Card]:
     return [read_card(job.run / CARD_JSON) for job in jobs_of([recipe], out) if job.done]
 
 
-def _accept(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+def _accept(args: argparse.Namespace, names: list[str]) -> int:
     """Copy the new cards into the table, and write the Markdown page."""
+    table = open_table(args.table)
     jobs: list[Job] = [job for job in jobs_of(table.select(names, all_of_them=args.all), args.out) if job.done]
     place = table.folder / CARDS
     place.mkdir(exist_ok=True)
@@ -108,7 +109,8 @@ def _accept(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     return _write_page(args, table, [f"card  {place / job.run.name}.json" for job in jobs])
 
 
-def _import(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+def _import(args: argparse.Namespace, names: list[str]) -> int:
+    table = open_table(args.table)
     if len(names) != 1:
         raise ConfigError("embodyrl results import takes one file of vla-eval or lerobot-eval.")
     path = Path(names[0])
@@ -131,8 +133,8 @@ def _export(args: argparse.Namespace, names: list[str]) -> int:
     return 0
 
 
-def _page(args: argparse.Namespace, table: Table, names: list[str]) -> int:
-    return _write_page(args, table, [])
+def _page(args: argparse.Namespace, names: list[str]) -> int:
+    return _write_page(args, open_table(args.table), [])
 
 
 def _write_page(args: argparse.Namespace, table: Table, lines: list[str]) -> int:
@@ -142,6 +144,6 @@ def _write_page(args: argparse.Namespace, table: Table, lines: list[str]) -> int
     return 0
 
 
-_ACTIONS: dict[str, Callable[[argparse.Namespace, Table, list[str]], int]] = {
-    "show": _show, "run": _run, "check": _check, "accept": _accept, "import": _import, "page": _page
+_ACTIONS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
+    "show": _show, "run": _run, "check": _check, "accept": _accept, "import": _import, "export": _export, "page": _page
 }  # fmt: skip

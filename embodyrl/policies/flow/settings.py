@@ -164,14 +164,8 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
     """Return the input and output sizes of the actor for a frozen flow with `hidden` expert features."""
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, shape.action_dim)
-    return SteeringShape(
-        features=hidden,
-        rows=1,
-        numbers=shape.width * (1 if cfg.noise_repeated else shape.horizon),
-        actions=shape.executed,
-        bound=cfg.noise_bound,
-        proposes=False,
-    )
+    numbers = shape.width * (1 if cfg.noise_repeated else shape.horizon)
+    return SteeringShape.selecting(hidden, numbers, actions=shape.executed, bound=cfg.noise_bound)
 
 
 def described(

@@ -50,5 +50,4 @@ def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, c
     """
     if cfg.corrects:
         return SteeringShape.correcting(cfg, features, config.action_dim)
-    actions, bound = config.n_action_steps, cfg.noise_bound
-    return SteeringShape(features=features, rows=1, numbers=chosen, actions=actions, bound=bound, proposes=False)
+    return SteeringShape.selecting(features, chosen, actions=config.n_action_steps, bound=cfg.noise_bound)

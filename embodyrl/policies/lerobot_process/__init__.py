@@ -122,14 +122,8 @@ def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringSh
     hidden = saved.n_obs_steps * saved.state_dim + len(saved.cameras) * 3 * GRID * GRID
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, saved.action_dim)
-    return SteeringShape(
-        features=hidden,
-        rows=1,
-        numbers=saved.noise_dim * (1 if cfg.noise_repeated else saved.horizon_length),
-        actions=cfg.num_action_chunks,
-        bound=cfg.noise_bound,
-        proposes=False,
-    )
+    numbers = saved.noise_dim * (1 if cfg.noise_repeated else saved.horizon_length)
+    return SteeringShape.selecting(hidden, numbers, actions=cfg.num_action_chunks, bound=cfg.noise_bound)
 
 
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:

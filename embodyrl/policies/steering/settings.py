@@ -86,6 +86,11 @@ class SteeringShape:
             proposes=True,
         )
 
+    @classmethod
+    def selecting(cls, hidden: int, numbers: int, *, actions: int, bound: float) -> "SteeringShape":
+        """Return the actor's shape for DSRL, which selects `numbers` values of a chunk's noise or latent."""
+        return cls(features=hidden, rows=1, numbers=numbers, actions=actions, bound=bound, proposes=False)
+
     def save(self, folder: Path) -> None:
         """Write `steering.json`, so that inference uses the bounds of training."""
         (folder / SHAPE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

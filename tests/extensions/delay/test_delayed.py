@@ -183,9 +183,9 @@ def test_environment_with_a_delay_does_not_save_states():
 def test_after_step_covers_the_env_steps_of_the_delay():
     _, env = make(low=2, high=2, overlap=4, slots=2)
     env.reset([0], [start()])
-    told: list[tuple[int, bool]] = []
-    env.step_chunk([0], chunk(0), after_step=lambda *one: told.append(one))
-    assert [slot for slot, _ in told] == [0] * 6
+    executed: list[tuple[int, bool]] = []
+    env.step_chunk([0], chunk(0), after_step=lambda *one: executed.append(one))
+    assert [slot for slot, _ in executed] == [0] * 6
 
 
 def test_observation_of_one_slot_is_independent_of_the_others():

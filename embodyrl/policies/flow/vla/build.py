@@ -205,7 +205,7 @@ def build_policy(
         model = Pi0(sizes) if isinstance(sizes, Pi0Spec) else SmolVla(sizes)
     adapted = cfg.is_lora and request.trainable
     if cfg.precision is Precision.bf16:
-        # Frozen weights, including those adapted ones, are stored in half precision.
+        # Frozen weights, also those with adapters, are stored in half precision.
         parts = ("expert", *BACKBONE) if adapted else BACKBONE if cfg.train_expert_only else ()
         for part in parts if request.trainable else ("",):
             model.get_submodule(part).to(torch.bfloat16)
