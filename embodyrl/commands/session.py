@@ -190,9 +190,9 @@ class Session:
                 with suppress(WorkerError):  # a rank is lost, too
                     saved = save()
                     self.wait_for_save()
-            if newest := saved or self._store.latest():
-                what = "saved" if saved else "the newest checkpoint is"
-                error.args = (f"{error}\n{what} {newest}; {self._resume_line()}",)
+            found = saved or self._store.latest()
+            kept = f"{'saved' if saved else 'the newest checkpoint is'} {found}" if found else "there is no checkpoint"
+            error.args = (f"{error}\n{kept}; {self._resume_line()}",)
             raise
         except Exception as error:
             # An error of the caller: the trained weights are intact.

@@ -315,7 +315,9 @@ def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_
     command.wait_for(gate)
     os.kill(command.worker("policy"), signal.SIGKILL)
     assert command.wait() == 4
-    assert "worker policy died with SIGKILL" in command.err.read_text()
+    error = command.err.read_text()
+    assert "worker policy died with SIGKILL" in error
+    assert f"there is no checkpoint; resume with: embodyrl train --resume {tmp_path / 'run'}" in error
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
