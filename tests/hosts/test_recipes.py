@@ -15,6 +15,7 @@ import yaml
 from lab import COUNT, Lab
 from outcomes import ROLLOUT, on_one_host, result, words
 from processes import SOURCE, wait_until
+from toy_runs import rows
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
@@ -95,7 +96,8 @@ def test_documented_cluster_start(empty, tmp_path):
     assert result(tmp_path / "run") == expected
     (tmp_path / ".ray" / "auth_token").unlink()
     assert shell(empty, 0, f"{command} runner.experiment_name=no_token", tmp_path).wait(120) != 0, printed(tmp_path)
-    assert not (tmp_path / "no_token" / "metrics.jsonl").exists()
+    assert "cannot be joined. Check it with `ray status`, and export the same RAY_AUTH_MODE" in printed(tmp_path)
+    assert not rows(tmp_path / "no_token")
     empty.lose_all()
 
 

@@ -89,8 +89,8 @@ def connect() -> bool:
         if address == _OWN:
             raise WorkerError(f"launcher=ray: no cluster could be started on this host: {one_line(error)}") from error
         raise WorkerError(
-            f"RAY_ADDRESS={address}: the Ray cluster cannot be joined: {one_line(error)} Check it with `ray status`, "
-            "and export the same RAY_AUTH_MODE and token on all hosts."
+            f"RAY_ADDRESS={address}: the Ray cluster cannot be joined. Check it with `ray status`, and export the same "
+            f"RAY_AUTH_MODE and token on all hosts. Ray's error: {one_line(error)}"
         ) from error
     return True
 
