@@ -126,8 +126,13 @@ class Lab:
             process = self.start_on(0, command, out_file, err_file, **more)
         return Command(process, out, err)
 
-    def kill_service(self, host: int, program: str) -> None:
-        """Kill one of Ray's own processes on a host (raylet/raylet, gcs/gcs_server); the workers stay."""
+    def kill_service(self, host: int, program: str, *, alone: bool = False) -> None:
+        """Kill one of Ray's own processes on a host (raylet/raylet, gcs/gcs_server); the workers stay.
+
+        Without `alone`, `ray start --block` then ends the host's other processes of Ray.
+        """
+        if alone:
+            _signal(self._nodes[host].pid, signal.SIGSTOP)
         found = [pid for pid in self._network.processes(host) if program.encode() in _title(pid)]
         assert len(found) == 1, found
         _signal(found[0], signal.SIGKILL)

@@ -107,23 +107,47 @@ def test_lost_host(lab, tmp_path, outcome, fault, phase):
     outcome.show("continues, same numbers" if phase.survives else "exit 4, resumed: same numbers")
 
 
+@pytest.mark.parametrize("fault", ["head killed (GCS)", "head killed (GCS and raylet)"])
 @pytest.mark.parametrize("phase", [ROLLOUT, RANKED], ids=lambda p: p.name)
-def test_killed_head_ends_the_run_with_its_address(lab, tmp_path, outcome, phase):
+def test_killed_head_ends_the_run_with_its_address(lab, tmp_path, outcome, phase, fault):
+    """Without the raylet of its host, the policy process is lost, too."""
     expected = on_one_host(tmp_path, phase)
-    command = start(lab, tmp_path, phase, held=True)
+    command = start(lab, tmp_path, phase, "cluster.silence_timeout_s=60", held=True)
     command.wait_for(lab.gate, deadline_s=200)
-    lab.kill_service(0, "gcs/gcs_server")
-    outcome.inject("head killed (GCS)", phase.name)
+    lab.kill_service(0, "gcs/gcs_server", alone=fault == "head killed (GCS)")
+    outcome.inject(fault, phase.name)
     assert command.wait(200) == 4, command.printed  # the gate stays closed
     outcome.wait_until_noticed(command)
     assert "the Ray head at 10.77.0.1:6379 did not respond" in " ".join(command.printed.split())
     assert "Traceback" not in command.printed
+    saved = f"saved {tmp_path / 'run' / 'checkpoints' / 'step_000000'}; resume with"
+    assert ("there is no checkpoint; resume with" if "raylet" in fault else saved) in command.printed
     outcome.check_leftovers()
     lab.lose_all()
     lab.start_ray()
     lab.gate.with_suffix(".open").touch()
     resume = resume_command(command)
     more = lab.run(tmp_path, *resume)
+    assert more.wait(400) == 0, more.printed
+    assert result(tmp_path / "run") == expected
+    outcome.show("exit 4 naming the head, resumed: same numbers")
+
+
+def test_head_killed_during_an_update_names_the_newest_checkpoint(lab, tmp_path, outcome):
+    expected = on_one_host(tmp_path, UPDATE)
+    command = start(lab, tmp_path, UPDATE, held=True)
+    command.wait_for(lab.gate, deadline_s=200)
+    lab.kill_service(0, "gcs/gcs_server")
+    outcome.inject("head killed (GCS and raylet)", UPDATE.name)
+    assert command.wait(200) == 4, command.printed
+    outcome.wait_until_noticed(command)
+    assert "10.77.0.1" in command.err.read_text(), command.printed
+    assert f"the newest checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step_000001'}" in command.printed
+    outcome.check_leftovers()
+    lab.lose_all()
+    lab.start_ray()
+    lab.gate.with_suffix(".open").touch()
+    more = lab.run(tmp_path, *resume_command(command))
     assert more.wait(400) == 0, more.printed
     assert result(tmp_path / "run") == expected
     outcome.show("exit 4 naming the head, resumed: same numbers")

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 from outcomes import PUBLISH, ROLLOUT, on_one_host, result, start
-from processes import wait_until
+from processes import SOURCE, wait_until
 from toy_runs import TOY_OFT, rows, weights
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
@@ -24,12 +24,15 @@ pytestmark = [
         os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="network namespaces need root and /dev/net/tun"
     ),
 ]
+SOUP = SOURCE / "assets" / "openvla_oft_tiny_soup"
+"""Checkpoint with trained weights, which adapters require."""
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
 def test_weight_transfer_traffic_equals_the_size_of_the_weights(lab, tmp_path, outcome, adapters):
     """Fails if a transfer to a rollout process on another host costs a whole bucket, or adapters cost all weights."""
-    phase = replace(PUBLISH, words=(*PUBLISH.words, *TOY_OFT, f"model.is_lora={adapters}", "runner.max_steps=5"))
+    trained = ("model.is_lora=true", f"model.path={SOUP}", "model.unnorm_key=libero_object_no_noops")
+    phase = replace(PUBLISH, words=(*PUBLISH.words, *TOY_OFT, *(trained * adapters), "runner.max_steps=5"))
     command = start(lab, tmp_path, phase)
     received = []
     for lines in (1, 4):
