@@ -112,7 +112,7 @@ def test_lost_host(lab, tmp_path, outcome, fault, phase):
 def test_killed_head_ends_the_run_with_its_address(lab, tmp_path, outcome, phase, fault):
     """Without the raylet of its host, the policy process is lost, too."""
     expected = on_one_host(tmp_path, phase)
-    command = start(lab, tmp_path, phase, "cluster.silence_timeout_s=60", held=True)
+    command = start(lab, tmp_path, phase, "cluster.silence_timeout_s=30", held=True)
     command.wait_for(lab.gate, deadline_s=200)
     lab.kill_service(0, "gcs/gcs_server", alone=fault == "head killed (GCS)")
     outcome.inject(fault, phase.name)
