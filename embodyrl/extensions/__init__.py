@@ -1,1 +1,1 @@
-"""Extensions, one per folder: optional features that no module outside the extension's folder imports."""
+"""Extensions: optional features, one per folder, which the `extension.toml` of the folder registers."""

@@ -16,20 +16,24 @@ _BACKLOG = 1000
 
 
 class BackgroundMonitor(Monitor):
-    """Logger that forwards calls to another logger in a background thread; errors are raised by the next call."""
+    """Logger that calls another logger in a background thread; the next call raises an exception of that logger."""
 
     def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
-        """Wrap `monitor`; `patience_s` limits one call, and `close_s` the final flush."""
+        """Wrap `monitor`; `patience_s` and `close_s` are the time limits of one call and of the final flush."""
         self._monitor = monitor
         self._patience_s, self._close_s = patience_s, close_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
         self._failure: Exception | None = None
         self._since = float("inf")
-        """Start time of the running call."""
+        """Start time of the running call, from `time.monotonic`; infinity between calls."""
         self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Start the thread and open the logger in it; return when the logger is open or timed out."""
+        """Start the thread, and wait until it has opened the logger.
+
+        Raises:
+            TimeoutError: the logger is not open after `patience_s`.
+        """
         opened = threading.Event()
         self._calls.put(partial(self._monitor.open, run_dir, info))
         self._calls.put(opened.set)
@@ -38,19 +42,23 @@ class BackgroundMonitor(Monitor):
             self._check()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Monitor.log`."""
+        """Queue a call of `Monitor.log`."""
         self._hand_on(partial(self._monitor.log, step, dict(metrics)))
 
     def video(self, step: int, path: Path) -> None:
-        """See `Monitor.video`."""
+        """Queue a call of `Monitor.video`."""
         self._hand_on(partial(self._monitor.video, step, path))
 
     def text(self, line: str) -> None:
-        """See `Monitor.text`."""
+        """Queue a call of `Monitor.text`."""
         self._hand_on(partial(self._monitor.text, line))
 
     def close(self) -> None:
-        """See `Monitor.close`."""
+        """Close the logger after all queued calls.
+
+        Raises:
+            TimeoutError: the queued calls did not finish within `close_s`.
+        """
         if self._thread.ident is None:
             return
         if self._thread.is_alive():
@@ -58,7 +66,7 @@ class BackgroundMonitor(Monitor):
             self._hand_on(None)
         self._thread.join(self._close_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"the last calls did not finish within {self._close_s:g} s and are lost")
+            raise TimeoutError(f"the logger did not process its queue within {self._close_s:g} s; queued data is lost")
         if self._failure is not None:
             raise self._failure
 
@@ -67,13 +75,13 @@ class BackgroundMonitor(Monitor):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            raise TimeoutError(f"the logger is too slow: {_BACKLOG} calls are queued") from None
+            raise TimeoutError(f"the logger is too slow: its queue is full ({_BACKLOG} calls)") from None
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
         if time.monotonic() - self._since > self._patience_s:
-            raise TimeoutError(f"one call takes longer than {self._patience_s:g} s")
+            raise TimeoutError(f"a call of the logger has not finished within {self._patience_s:g} s")
 
     def _work(self) -> None:
         try:

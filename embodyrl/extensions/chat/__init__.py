@@ -1,1 +1,1 @@
-"""Language models over HTTP: OpenAI's chat completions, and a chat page with two checkpoints."""
+"""Chat with language models: an OpenAI-compatible server, and a web page that compares two checkpoints."""

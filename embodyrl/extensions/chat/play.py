@@ -40,19 +40,19 @@ SIDES = ("start", "trained")
 _SLICE_S = 0.15
 """Maximum time to generate tokens for one request of the page, in seconds."""
 _OPEN = 8
-"""Maximum number of replies in progress; a new reply above the maximum cancels the oldest."""
+"""Maximum number of requests with replies in progress; a further request cancels the oldest."""
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST_TOKENS, _MOST_TURNS, _MOST_TEMPERATURE = 4096, 200, 2.0
 
 
 def chat_page(run: Path, trust: Sequence[str]) -> PlayPage | None:
-    """Load both models of a run of a language model; return None for a run with another policy.
+    """Return the chat page of a run with its initial and trained model; None if the policy is not a language model.
 
     Raises:
         EmbodyError: weights, rows or rewards cannot be loaded.
     """
     named = [str(setting.value) for setting in read_saved(run / "config.yaml") if setting.key == "model.model_type"]
-    # A class of the user's is another policy, and is not imported without trust.
+    # A policy class of the user is not imported without trust.
     if not named or ":" in named[-1] or not isinstance(POLICIES.get(named[-1]), CausalLMFactory):
         return None
     cfg = load_saved_config(run, trust)
@@ -82,7 +82,7 @@ def _policy(cfg: Config, weights: Path | None) -> CausalLMPolicy:
 
 
 def page() -> Answer:
-    """Return the HTML of the page."""
+    """Return the content type and the HTML of the chat page."""
     return "text/html; charset=utf-8", files("embodyrl.extensions.chat").joinpath("play.html").read_bytes()
 
 
@@ -92,7 +92,7 @@ class _Side:
 
     pieces: Iterator[Piece]
     asked: str
-    """First message of the user, an input of the reward function."""
+    """Last message that is not a system message; an input of the reward function."""
     text: str = ""
     tokens: int = 0
     finish: str | None = None
@@ -101,7 +101,7 @@ class _Side:
 
 @dataclass
 class Chat:
-    """Request handlers of the page: random rows of the run's data, and replies of both models in small increments."""
+    """Request handlers of the chat page, which shows random rows of the data and streams replies of both models."""
 
     name: str
     models: Mapping[str, CausalLMPolicy]
@@ -110,7 +110,7 @@ class Chat:
     limit: int
     """Default maximum number of tokens of a reply."""
     _open: OrderedDict[str, tuple[dict[str, _Side], str | None]] = field(default_factory=OrderedDict)
-    """Replies in progress by model, and the reference answer, by the id that `ask` returned."""
+    """Reply in progress of each model, and reference answer, by the id that `ask` returned."""
 
     @property
     def posts(self) -> dict[str, Any]:
@@ -123,16 +123,16 @@ class Chat:
         return _json({"run": self.name, "sides": SIDES, "rows": held, "rewards": bool(self.judge), "limit": self.limit})
 
     def row(self, body: dict[str, Any]) -> Answer:
-        """Return messages and reference answer of a random row; the row is held out from training if possible."""
+        """Return the messages and the reference answer of a random row, which is held out from training if possible."""
         if self.rows is None or self.rows.pictures:
-            raise ValueError("this run has no text-only data set, so there are no rows to show; type a prompt instead")
+            raise ValueError("this run has no text-only data set and therefore no rows to show; type a prompt instead")
         total, held = len(self.rows), self.rows.held_out
         row = self.rows[random.randrange(total - held if held else 0, total)]
         messages = [{"role": m.role, "content": m.content} for m in row.messages]
         return _json({"messages": messages, "reference": row.reference})
 
     def ask(self, body: dict[str, Any]) -> Answer:
-        """Start a reply of each model to the conversation that the page sends; return an id for `next`."""
+        """Start the reply of each model to the conversation in the request; return an id for `next`."""
         from embodyrl.config.shared import SamplingSettings
         from embodyrl.policies.causal_lm.stream import context_length, read_prompt, stream
 
@@ -162,7 +162,7 @@ class Chat:
         """Generate tokens with both models in turn for a short time; return the replies so far."""
         name = body.get("name")
         if not isinstance(name, str) or name not in self._open:
-            raise ValueError("this reply has ended; send the message again")
+            raise ValueError("the reply is complete or was cancelled; send the message again")
         sides, reference = self._open[name]
         until = time.monotonic() + _SLICE_S
         while (going := [side for side in sides.values() if side.finish is None]) and time.monotonic() < until:
@@ -184,7 +184,7 @@ class Chat:
         return {"total": judged.reward, "success": judged.success, "problem": judged.problem, "parts": parts}
 
     def close(self) -> None:
-        """End the processes of the reward functions."""
+        """Stop the processes of the reward functions."""
         if self.judge is not None:
             self.judge.close()
 
@@ -202,9 +202,11 @@ def _messages(body: dict[str, Any], side: str) -> list[Message]:
     for turn in given:
         content = turn.get("content") if isinstance(turn, dict) else None
         if not isinstance(content, str) or turn.get("role") not in _ROLES:
-            raise ValueError(f"each message of '{side}' needs a role ({', '.join(_ROLES)}) and a content")
+            raise ValueError(
+                f"each message of '{side}' must have a 'role' ({', '.join(_ROLES)}) and a 'content' string"
+            )
         if any("\ud800" <= letter <= "\udfff" for letter in content):
-            raise ValueError("a message is not valid Unicode")
+            raise ValueError(f"a message of '{side}' is not valid Unicode: it contains an unpaired surrogate")
         found.append(Message(role=turn["role"], content=content.replace(MARK, "")))
     return found
 

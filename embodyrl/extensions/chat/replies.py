@@ -1,4 +1,4 @@
-"""Replies of a language model in the formats of OpenAI's chat completions."""
+"""Replies of a language model in OpenAI's chat completions format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
 _LEAST_LOGPROB = -9999.0
-"""Log-probability in a reply for a token with probability 0, as in OpenAI's API: JSON has no infinity."""
+"""Log-probability in replies for a token with probability 0, as in OpenAI's API; JSON cannot represent -inf."""
 _UNKNOWN_ROOM = 4096
 """Default of max_tokens for a model whose config has no context length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A language model, and the model name that clients send in requests."""
+    """Language model, and its name in requests."""
 
     policy: CausalLMPolicy
     name: str
@@ -37,7 +37,7 @@ class Served:
 
 @dataclass
 class Completion:
-    """Generation for one request: `n` replies (choices), and the JSON bodies that contain them."""
+    """Generation of the `n` replies (choices) of one request, and their encoding as JSON bodies."""
 
     served: Served
     request: ChatRequest
@@ -50,7 +50,7 @@ class Completion:
 
     @classmethod
     def begin(cls, served: Served, request: ChatRequest) -> Completion:
-        """Tokenize the prompt of a request, and check its limits.
+        """Tokenize the prompt of a request, and check that prompt and reply fit into the context.
 
         Raises:
             ApiError: the request names another model, the chat template rejects the prompt, or prompt and reply exceed
@@ -70,7 +70,7 @@ class Completion:
         if context is not None and limit > room:
             raise ApiError(
                 400,
-                f"max_tokens={limit} and {len(prompt)} tokens of the messages exceed the context of {context} tokens. "
+                f"max_tokens={limit} plus {len(prompt)} tokens of the messages exceed the context of {context} tokens. "
                 "Lower max_tokens, or shorten the messages.",
                 param="max_tokens",
                 code="context_length_exceeded",
@@ -127,7 +127,7 @@ class Completion:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Numbers of prompt, reply and total tokens, in the format of OpenAI's field `usage`."""
+        """Numbers of prompt, completion and total tokens, as in OpenAI's field `usage`."""
         total = len(self.prompt) + self.tokens
         return {"prompt_tokens": len(self.prompt), "completion_tokens": self.tokens, "total_tokens": total}
 

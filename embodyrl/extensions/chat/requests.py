@@ -13,11 +13,11 @@ from embodyrl.extensions.conversation import MARK, Message
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 8, 20, 4
 """Maximum `n`, maximum `top_logprobs`, and maximum number of `stop` strings of a request."""
 _ROLES = {"developer": "system"}
-"""Role names of OpenAI that differ in chat templates, with the name in chat templates."""
+"""Chat template role for each OpenAI role that chat templates do not have."""
 
 
 class ApiError(Exception):
-    """Error that becomes an HTTP reply: the status, and the fields of OpenAI's error object."""
+    """Error that the server returns as an HTTP status and an OpenAI error object."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class _TextPart(_Part):
 
 
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""Type of a field of replies that must be empty in requests: clients copy whole replies into requests."""
+"""Type of a list that must be empty; clients send such fields when they copy replies into requests."""
 
 
 class _Message(_Part):
@@ -73,7 +73,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class ChatRequest(_Part):
-    """Request of a chat completion. Fields after `n` are extensions of vLLM, or have no effect."""
+    """Body of a chat completion request. Fields after `n` are extensions of vLLM, or have no effect."""
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, max_length=1000)]
@@ -113,9 +113,9 @@ class ChatRequest(_Part):
         try:
             given = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"The body is not JSON: {error}.") from error
+            raise ApiError(400, f"The request body is not valid JSON: {error}.") from error
         if not isinstance(given, dict):
-            raise ApiError(400, "The body is not a JSON object.")
+            raise ApiError(400, "The request body must be a JSON object.")
         try:
             request = cls.model_validate(given)
         except ValidationError as error:
@@ -131,11 +131,11 @@ class ChatRequest(_Part):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "'stream_options' needs 'stream': true.", param="stream_options")
         if (self.min_tokens or 0) > (self.limit or 2**63):
-            raise ApiError(400, "'min_tokens' is more than 'max_tokens'.", param="min_tokens")
+            raise ApiError(400, "'min_tokens' must not exceed 'max_tokens'.", param="min_tokens")
         try:
             json.dumps(self.model_dump(), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ApiError(400, "A string is not valid Unicode: it contains an unpaired surrogate.") from error
+            raise ApiError(400, "The request is not valid Unicode: a string contains an unpaired surrogate.") from error
 
     @property
     def limit(self) -> int | None:

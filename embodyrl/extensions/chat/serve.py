@@ -1,4 +1,4 @@
-"""Command `embodyrl serve` for language models."""
+"""Language model server of the command `embodyrl serve`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chat_server(cfg: Config) -> Serving | None:
     typed = [f"serve.{key}" for key in _OF_ROBOTS if cfg.typed(f"serve.{key}")]
     if typed:
         raise ConfigError(
-            f"{', '.join(typed)}: for robot policies only. Language models are served with OpenAI's API; remove it."
+            f"{', '.join(typed)}: only for robot policies. Language models use OpenAI's API; remove this setting."
         )
     weights = first_weights(cfg, ANY_TEXT)
     facts = [

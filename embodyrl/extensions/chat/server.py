@@ -1,4 +1,4 @@
-"""HTTP server with OpenAI's chat completions for one language model."""
+"""OpenAI-compatible HTTP server for one language model."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from embodyrl.policies.remote.settings import ServeSettings
 _REQUEST_S = 30.0
 """Maximum time for a client to send a request, in seconds."""
 _CONNECTIONS = 4
-"""Maximum number of open connections as a multiple of `serve.max_clients`; the server closes connections beyond it."""
+"""Maximum number of open connections as a multiple of `serve.max_clients`; the server closes further connections."""
 _DIGITS = 20
-"""Maximum number of digits of a Content-Length header: Python raises an error for thousands of digits."""
+"""Maximum number of digits of a Content-Length header; `int` raises an error for thousands of digits."""
 _POLL_S = 0.5
 """Interval at which the main thread checks for signals, in seconds."""
 _CHAT = "/v1/chat/completions"
 
 
 class ChatServer(LimitedServer):
-    """HTTP server: a thread per connection reads requests; one thread generates tokens for pending requests in turn."""
+    """HTTP server with one thread per connection, and one thread that generates tokens for all requests in turn."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -52,12 +52,12 @@ class ChatServer(LimitedServer):
             super().__init__((cfg.host, cfg.port), _Handler, _CONNECTIONS * cfg.max_clients)
         except OSError as error:
             raise EmbodyError(
-                f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: another serve.port (0: "
-                "any free port), or an address of this machine as serve.host."
+                f"Cannot listen on {cfg.host}:{cfg.port}: {error.strerror or error}. Set another serve.port (0: "
+                "any free port), or set serve.host to an address of this machine."
             ) from error
 
     def run(self, ready: Callable[[str], None]) -> None:
-        """Serve until SIGINT, SIGTERM or SIGHUP; `ready` is called with the address that ends in /v1.
+        """Serve until SIGINT, SIGTERM or SIGHUP; call `ready` with the base URL, which ends in /v1.
 
         Raises:
             Interrupted: always, at the end.
@@ -75,7 +75,7 @@ class ChatServer(LimitedServer):
                 self.shutdown()
 
     def server_close(self) -> None:
-        """Close the socket without waiting for open replies."""
+        """Close the socket without waiting for replies in progress."""
         self.socket.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -120,14 +120,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in found:
             self._reply(200, found[path])
         else:
-            self._fail(ApiError(404, f"Unknown path {path}; known: GET /v1/models, POST {_CHAT}."))
+            self._fail(ApiError(404, f"Unknown path {path}. Use GET /v1/models or POST {_CHAT}."))
 
     def do_POST(self) -> None:
         if self._refused():
             return
         try:
             if self.path.partition("?")[0] != _CHAT:
-                raise ApiError(404, f"Unknown path {self.path}; known: GET /v1/models, POST {_CHAT}.")
+                raise ApiError(404, f"Unknown path {self.path}. Use GET /v1/models or POST {_CHAT}.")
             body = self._body()
             self._late.cancel()
             if not self.server.places.acquire(blocking=False):
@@ -143,9 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(error)
 
     def _refused(self) -> bool:
-        """Reject a request with an Origin header, and return True if rejected.
+        """Reject a request with an Origin header; return True if rejected.
 
-        Browsers set this header: a foreign web page could send requests on behalf of the user.
+        Browsers set this header: any web page could send requests on behalf of the user.
         """
         if self.headers.get("Origin") is None:
             return False
@@ -155,13 +155,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         size, most = self.headers.get("Content-Length") or "", self.server.cfg.max_message_mib * 2**20
         if not size.isdecimal() or self.headers.get("Transfer-Encoding"):
-            raise ApiError(411, "The request needs the header Content-Length.")
+            raise ApiError(411, "The request must have a Content-Length header, and no Transfer-Encoding header.")
         if len(size) > _DIGITS or int(size) > most:
             raise ApiError(
-                413, f"The request has {size:.{_DIGITS}} bytes; the limit is {most} (serve.max_message_mib)."
+                413, f"The request body has {size:.{_DIGITS}} bytes; the limit is {most} (serve.max_message_mib)."
             )
         if len(body := self.rfile.read(int(size))) < int(size):
-            raise ApiError(408, "The body of the request is incomplete. Send it again.")
+            raise ApiError(408, "The request body is incomplete. Send the request again.")
         return body
 
     def _complete(self, request: ChatRequest) -> None:
@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._event("[DONE]")
 
     def _pieces(self, completion: Completion) -> Generator[tuple[int, Piece]]:
-        """Yield the tokens of a completion, alternating with other requests.
+        """Yield the tokens of a completion; the model alternates between requests after each token.
 
         Raises:
             ApiError: the model takes too long, or fails.
@@ -199,10 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise
         except TimeoutError as error:
             future.cancel()
-            raise ApiError(503, f"The model did not respond for {limit:g} s (serve.answer_timeout_s).") from error
+            raise ApiError(503, f"The model did not respond within {limit:g} s (serve.answer_timeout_s).") from error
         except Exception as error:
             self.server.say(f"a request failed: {type(error).__name__}: {error}")
-            raise ApiError(500, f"The model failed: {type(error).__name__}.") from error
+            raise ApiError(500, f"The model failed with {type(error).__name__}; see the log of the server.") from error
 
     def _is_gone(self) -> bool:
         """Return True if the client closed the connection."""
@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {data}\n\n".encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send errors of the HTTP layer in OpenAI's format."""
+        """Send an error of `http.server` in OpenAI's format."""
         self._fail(ApiError(code, message or "The request is malformed."))
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -117,7 +117,7 @@ def test_invalid_chat_page_requests_are_rejected(chat: Chat, change: dict[str, A
     turns = [{"role": "user", "content": "1"}]
     with pytest.raises(ValueError, match=r"."):
         chat.ask({"start": turns, "trained": turns, **change})
-    with pytest.raises(ValueError, match="ended"):
+    with pytest.raises(ValueError, match="complete"):
         chat.next({"name": "other"})
 
 
@@ -158,7 +158,7 @@ def test_runs_of_other_policies_have_no_chat_page(tmp_path: Path):
 def test_a_chat_cannot_be_recorded(run: Path, tmp_path: Path):
     failed = run_cli("play", str(run), "--record", "demos", cwd=tmp_path)
     assert failed.returncode == ConfigError.exit_code
-    assert "has no steps to record" in failed.stderr
+    assert "has no environment steps to record" in failed.stderr
 
 
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
