@@ -1,4 +1,4 @@
-"""`check-env`: checks that an environment fulfils the contract of the interface `Env`."""
+"""Functions behind `check-env`, which run the checks of the interface contract of `Env`."""
 
 import contextlib
 import multiprocessing
@@ -24,7 +24,7 @@ from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parent
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
 _START_S, _GRACE_S = 60.0, 10.0
-"""Maximum time in seconds for the start of the child process, and for its report after a check timed out."""
+"""Maximum time for the child process to start, and to report a check that timed out, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Finding:
 
     check: str
     level: str
-    """ok, warn (allowed but unusual), FAIL, or skip (a prerequisite check failed)."""
+    """Outcome: ok, warn (allowed but unusual), FAIL, or skip (a prerequisite check failed)."""
     note: str = ""
     violations: tuple[Violation, ...] = ()
 
@@ -52,7 +52,7 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
     Raises:
         UnknownNameError: there is no environment with this name.
     """
-    # The slots here are all there are, so an environment that shares out memory may use it.
+    # No other process has slots: an environment that divides memory among slots may use all of it.
     harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:
@@ -91,7 +91,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         return
 
     def give_up(signum: int, frame: object) -> None:
-        raise TimeoutError(f"no response within {seconds:g} s")
+        raise TimeoutError(f"the check did not finish within {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -148,7 +148,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
 
 def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
     """Run the checks in the child process and send one message per finding."""
-    signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
+    signal_at_parents_end(signal.SIGKILL)  # also during a check that never returns
     multiprocessing.current_process().daemon = False  # an environment may start processes
     os.dup2(2, 1)  # also what C code prints
     sys.stdout = sys.stderr
@@ -163,4 +163,4 @@ def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) ->
     finally:
         sys.stderr.flush()
         end_children()
-        os._exit(code)  # threads of the environment's would keep the process alive
+        os._exit(code)  # threads of the environment would keep the process alive

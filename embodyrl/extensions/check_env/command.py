@@ -1,4 +1,4 @@
-"""The command `check-env`, which checks that an environment fulfils its interface contract."""
+"""The command `check-env`, which checks an environment against the interface contract of `Env`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of `check-env` on the declarations of a factory, without simulation."""
+"""Checks of `check-env` that run no simulation: `validate`, imports and `EnvSpec` of the factory."""
 
 import os
 import pickle
@@ -31,7 +31,7 @@ def factory(h: Harness) -> None:
 
 @check()
 def light(h: Harness) -> None:
-    """Check in a separate process that importing the factory and validating a config import no package of `HEAVY`."""
+    """Check that importing the factory and validating a config do not import a package in `HEAVY`."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, *HEAVY],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -55,7 +55,7 @@ def spec(h: Harness) -> None:
     if not h.expect(isinstance(spec, EnvSpec), "spec", "an EnvSpec", type(spec).__name__):
         return
     again = h.factory.spec(h.cfg, CONTEXT)
-    h.expect(spec == again, "spec", "the same description in every call", "two different ones")
+    h.expect(spec == again, "spec", "the same spec in every call", "two different specs")
     _tasks(h, spec)
     _numbers(h, spec)
     for doubt in spec.doubts:
@@ -63,7 +63,7 @@ def spec(h: Harness) -> None:
     if (grip := spec.action.gripper) is not None:
         inside = -spec.action.dim <= grip.index < spec.action.dim
         h.expect(inside, "spec.action.gripper.index", f"below {spec.action.dim}", grip.index)
-        h.expect(grip.open != grip.closed, "spec.action.gripper", "open and closed to differ", f"{grip.open} twice")
+        h.expect(grip.open != grip.closed, "spec.action.gripper", "open and closed to differ", f"both are {grip.open}")
     h.note = (
         f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras.names)} cameras of "
         f"{spec.cameras.size[0]}x{spec.cameras.size[1]}, state {spec.state_dim}, actions {spec.action.dim}"
@@ -72,7 +72,7 @@ def spec(h: Harness) -> None:
 
 def _tasks(h: Harness, spec: EnvSpec) -> None:
     named = bool(spec.tasks) and all(isinstance(task, str) and task.strip() for task in spec.tasks)
-    h.expect(named, "spec.tasks", "instructions, none empty", repr(spec.tasks)[:80])
+    h.expect(named, "spec.tasks", "non-empty instructions", repr(spec.tasks)[:80])
     tasks, states = len(spec.tasks), spec.states_per_task
     h.expect(len(states) == tasks, "spec.states_per_task", f"{tasks} numbers, one per task", len(states))
     least = min(states, default=1)

@@ -26,7 +26,7 @@ LIMIT = 16
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Violation of the interface contract: expected and found behaviour."""
+    """Violation of the interface contract: expected and actual behaviour."""
 
     field: str
     expected: str
@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """One episode: the observation before each chunk and at the end, and the result of each chunk (n = 1)."""
+    """Recorded episode: observations before each chunk and at the end, and the result of each chunk (n = 1)."""
 
     start: EpisodeStart
     actions: FloatArray
@@ -61,7 +61,7 @@ class Trace:
         return sum(int(result.valid.sum()) for result in self.results)
 
     def any(self, flag: str) -> bool:
-        """Return whether the flag (for example `terminated`) is True for an executed action of the episode."""
+        """Return whether `flag`, for example `terminated`, is True for any action of the episode."""
         return any(bool(getattr(result, flag).any()) for result in self.results)
 
 
@@ -79,34 +79,34 @@ class Harness:
     doubts: list[Violation] = field(default_factory=list)
     """Warnings of the current check."""
     ending: Trace | None = None
-    """Episode that terminated under random actions; None: not found."""
+    """Episode that terminated, with random actions or actions of the expert; None: not found."""
     demo: Trace | None = None
-    """Episode of the scripted expert, with its actions before noise is added."""
+    """Episode of the scripted expert, without noise on its actions."""
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
-    """Threads that ran before the environment was built."""
+    """Threads that existed before the environment was built."""
     children: frozenset[int] = field(default_factory=lambda: frozenset(children_left()))
-    """Child processes that ran before the environment was built."""
+    """Ids of the child processes that existed before the environment was built."""
     brightest: int = 0
     """Maximum pixel value of all observations so far."""
 
     def expect(self, holds: bool, field: str, expected: str, found: object) -> bool:
-        """Add a violation if a condition is false; return the condition."""
+        """Add a violation if the condition `holds` is false; return `holds`."""
         if not holds:
             self.violations.append(Violation(field, expected, str(found)))
         return holds
 
     def prefer(self, holds: bool, field: str, expected: str, found: object) -> None:
-        """Add a warning if a condition is false."""
+        """Add a warning if the condition `holds` is false."""
         if not holds:
             self.doubts.append(Violation(field, expected, str(found)))
 
     def expect_repeat(self, one: Trace, other: Trace, field: str, expected: str) -> None:
-        """Require equal episodes; nearly equal episodes give a warning."""
+        """Add a violation if two episodes differ, or a warning if they are nearly equal."""
         difference = trace_difference(one, other)
         self._expect_nearly(difference, difference is None or nearly_equal(one, other), field, expected)
 
     def expect_same(self, one: Seen, other: Seen, field: str, expected: str) -> None:
-        """Require equal observations; nearly equal observations give a warning."""
+        """Add a violation if two observations differ, or a warning if they are nearly equal."""
         self._expect_nearly(seen_difference(one, other), nearly_same(one, other), field, expected)
 
     def _expect_nearly(self, difference: str | None, nearly: bool, field: str, expected: str) -> None:
@@ -117,17 +117,17 @@ class Harness:
         self.prefer(False, field, f"{expected}, bit for bit", almost)
 
     def expect_equal(self, difference: str | None, field: str, expected: str) -> None:
-        """Add a violation if two values differ."""
+        """Add a violation if `difference` is not None."""
         self.expect(difference is None, field, expected, difference)
 
     def expect_array(self, what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> bool:
-        """Add a violation unless a value is an array of this shape and dtype."""
+        """Add a violation unless `array` is a NumPy array of the given shape and dtype."""
         found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         expected = f"{np.dtype(dtype).name} {tuple(shape)}"
         return self.expect(found == expected, what, expected, found)
 
     def expect_refusal(self, what: str, expected: str, found: str, call: Callable[[], object]) -> None:
-        """Add a violation unless the call raises an error of embodyrl."""
+        """Add a violation unless `call` raises an EmbodyError."""
         try:
             call()
         except EmbodyError:
@@ -150,22 +150,22 @@ class Harness:
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
     def tasks(self) -> list[int]:
-        """Return the first tasks of `env.train.task_ids`, or of all tasks."""
+        """Return the ids of the tested tasks: the first of `env.train.task_ids`, or of all tasks."""
         return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MOST_TASKS]
 
     def reset_ids(self, task: int) -> list[int]:
-        """Return the first, the last and some other reset ids of a task."""
+        """Return the tested reset ids of a task, evenly spaced from the first to the last."""
         ids = self.spec.reset_ids_of(task)
         return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MOST_STATES)})]
 
     @property
     def can_ignore(self) -> bool:
-        """True if episodes may continue after termination; some simulators reject this setting in `validate`."""
+        """True if `validate` accepts `ignore_terminations`, with which episodes continue after termination."""
         train = plain(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Return the start of an episode; `ignore` terminations applies if the environment supports it."""
+        """Return the start of an episode; `ignore` sets `ignore_terminations` if the environment supports it."""
         ignore = ignore and self.can_ignore
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
@@ -174,7 +174,7 @@ class Harness:
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
-        """Return the lower and upper action bounds, each [A]; -1 and 1 if the environment declares none."""
+        """Return finite lower and upper action bounds, each [A]; -1 and 1 for unbounded dimensions."""
         # An unbounded box has no largest action; try typical initial actions, or actions near its only bound.
         low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
@@ -227,7 +227,7 @@ class Harness:
 
 
 def seen_difference(one: Seen, other: Seen) -> str | None:
-    """Describe the difference of two observations; None if they are equal bit for bit."""
+    """Describe the difference between two observations; None if they are equal bit for bit."""
     if one.instruction != other.instruction:
         return f"instructions {one.instruction!r} and {other.instruction!r}"
     pixels = int((one.images != other.images).any(axis=-1).sum())
@@ -239,7 +239,7 @@ def seen_difference(one: Seen, other: Seen) -> str | None:
 
 
 def trace_difference(one: Trace, other: Trace) -> str | None:
-    """Describe the first difference of two episodes; None if they are equal bit for bit."""
+    """Describe the first difference between two episodes; None if they are equal bit for bit."""
     for index, (a, b) in enumerate(zip(one.seen, other.seen, strict=False)):
         if index:
             for name in ("reward", "terminated", "truncated", "success"):
@@ -256,11 +256,11 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
 
 
 _NEAR = 0.003
-"""Tolerance for nearly equal episodes, relative to the largest value; for pixels, about one grey level on average."""
+"""Maximum difference of nearly equal rewards or states, relative to the largest value."""
 
 
 def nearly_equal(one: Trace, other: Trace) -> bool:
-    """Return whether two episodes have equal flags and nearly equal numbers.
+    """Return whether two episodes have equal flags, and nearly equal rewards and observations.
 
     Contact solvers that order bodies by memory address (Box2D) do not repeat an episode exactly.
     """
@@ -274,7 +274,7 @@ def nearly_equal(one: Trace, other: Trace) -> bool:
 
 
 def nearly_same(one: Seen, other: Seen) -> bool:
-    """Return whether two observations have the same instruction and nearly the same numbers."""
+    """Return whether two observations have the same instruction, and nearly equal states and images."""
     if one.instruction != other.instruction or not _near(one.state, other.state):
         return False
     return not one.images.size or float(np.abs(one.images.astype(np.float32) - other.images).mean()) <= 1.0
@@ -292,7 +292,7 @@ CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
 
 
 def check(*needs: str) -> Callable[[Check], Check]:
-    """Register a function as a check with the function's name; it runs if the checks in `needs` have passed."""
+    """Return a decorator that registers a check by its function name; it runs only if the checks in `needs` pass."""
 
     def add(function: Check) -> Check:
         CHECKS[function.__name__] = function, needs

@@ -1,4 +1,4 @@
-"""Warnings about valid observations that are probably mistakes."""
+"""Warnings about observations that are valid but probably not intended."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from embodyrl.envs.gym.spaces import copied, frames_of, is_text, leaves, member,
 from embodyrl.extensions.check_env.said import LIKE_MASK, NOT_MASKED
 
 _EXACT = 2**24
-"""Largest integer that float32 represents exactly."""
+"""Largest absolute value up to which float32 represents every integer exactly."""
 _LOST = 1e-6
-"""Minimum relative change for a warning if float32 cannot represent the change."""
+"""Minimum change of a value between two steps for a warning that float32 cannot represent the change."""
 _PICTURE = 32
 """Minimum height and width of an array that is probably a greyscale image."""
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield one warning per problem in the consecutive observations `seen`, the first of which is from the reset."""
+    """Yield warnings about the consecutive observations `seen` of an episode, beginning with that of the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
         name = spell(path)
@@ -47,7 +47,7 @@ def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
 
 
 def _unseeded(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
-    """Warn if a second reset with the seed of the first reset returns another observation."""
+    """Warn if a second reset with the same seed returns a different observation."""
     if isinstance(env, VectorEnv):
         return
     try:

@@ -42,7 +42,7 @@ def make(h: Harness) -> None:
 
 @check("make")
 def reset(h: Harness) -> None:
-    """Check that `reset` accepts the first and last states of each task."""
+    """Check that `reset` accepts several reset ids of each tested task."""
     seconds = []
     for reset_id in (reset_id for task in h.tasks() for reset_id in h.reset_ids(task)):
         started = time.perf_counter()
@@ -68,7 +68,7 @@ def observe(h: Harness) -> None:
 
 @check("reset")
 def instruction(h: Harness) -> None:
-    """Check that an episode has the instruction of its task or reset id, or the environment's text."""
+    """Check that the instruction is as declared, or a constant text if the environment provides the text."""
     for task in h.tasks():
         first = h.start(h.reset_ids(task)[0])
         h.env.reset([0], [first])
@@ -87,7 +87,7 @@ def instruction(h: Harness) -> None:
 
 @check("observe")
 def reset_ids_differ(h: Harness) -> None:
-    """Check that the observations after different reset ids of a task are not all equal."""
+    """Warn if all tested reset ids of a task give the same first observation."""
     for task in h.tasks():
         ids = h.reset_ids(task)
         first, *others = (h.first_seen(h.start(reset_id)) for reset_id in ids)
@@ -98,7 +98,7 @@ def reset_ids_differ(h: Harness) -> None:
 
 @check("observe")
 def step(h: Harness) -> None:
-    """Check that a chunk returns arrays [n, K] with the right dtypes, finite rewards, and one `after_step` per step."""
+    """Check shapes, dtypes and finite rewards of a chunk's results, and the calls of `after_step`."""
     slots, called = list(range(SLOTS)), []
     h.env.reset(slots, [h.first_start()] * SLOTS)
     actions = np.stack([h.actions(CHUNK)] * SLOTS)
@@ -116,7 +116,7 @@ def step(h: Harness) -> None:
 
 @check("step")
 def reset_repeats(h: Harness) -> None:
-    """Check that reset id and seed determine the first observation, also after other episodes."""
+    """Check that reset id and seed determine the first observation, even after other episodes."""
     start = h.first_start()
     first = h.first_seen(start)
     for reset_id in h.reset_ids(h.tasks()[-1]):
@@ -132,7 +132,7 @@ def reset_repeats(h: Harness) -> None:
 
 @check("step")
 def expert(h: Harness) -> None:
-    """Check that the expert solves tasks in `spec.expert.tasks`, and that other tasks raise an error."""
+    """Check that the expert solves a task in `spec.expert.tasks`, and raises an error in other tasks."""
     declared = [task for task in h.tasks() if task in h.spec.expert.tasks]
     successes = 0
     for task in declared:
@@ -218,7 +218,7 @@ def _find_ending(h: Harness) -> Trace | None:
 
 @check("flags")
 def time_limit(h: Harness) -> None:
-    """Check that episodes are truncated at `max_episode_steps`, also in the middle of a chunk."""
+    """Check that episodes are truncated at `max_episode_steps`, even in the middle of a chunk."""
     start = h.first_start(limit=SHORT, ignore=True)
     trace = h.play(0, start, h.actions(3 * SHORT), chunk=SHORT_CHUNK)
     truncated = trace.any("truncated")
@@ -240,9 +240,9 @@ def over(h: Harness) -> None:
 
 @check("time_limit")
 def ignore_terminations(h: Harness) -> None:
-    """Check that `ignore_terminations` continues an episode to its time limit."""
+    """Check that with `ignore_terminations`, an episode continues to its time limit."""
     if h.ending is None or not h.can_ignore:
-        h.note = "not exercised: no episode ended by itself" if h.can_ignore else "refused by validate"
+        h.note = "not exercised: no episode ended by itself" if h.can_ignore else "rejected by validate"
         return
     steps = h.ending.length
     start = h.start(h.ending.start.reset_id, limit=steps + CHUNK, ignore=True)
@@ -282,7 +282,7 @@ def lasts(h: Harness) -> None:
 
 @check("reset_repeats", "step")
 def repeatable(h: Harness) -> None:
-    """Check that reset id, seed and actions determine an episode bit for bit, also after other episodes."""
+    """Check that reset id, seed and actions determine an episode bit for bit, even after other episodes."""
     start, actions = h.first_start(), h.actions(LIMIT)
     first = h.play(0, start, actions)
     for task in h.tasks():
@@ -311,7 +311,7 @@ def slots(h: Harness) -> None:
 
     moved = h.play(1, start, actions, between=None if h.spec.simulator.lockstep else keep_busy)
     for where, trace in (("in slot 0", again), ("in slot 1 next to a running slot", moved)):
-        h.expect_repeat(first, trace, f"episode {where}", "the one of slot 0 alone")
+        h.expect_repeat(first, trace, f"episode {where}", "the same as in slot 0 alone")
 
 
 @check("repeatable", "expert", "flags")
@@ -326,7 +326,7 @@ def expert_replays(h: Harness) -> None:
 
 @check("step")
 def goals(h: Harness) -> None:
-    """Check that `compute_reward` for the original goal returns the rewards of the steps."""
+    """Check that `compute_reward` returns the rewards of an episode if the goal is unchanged."""
     spec = h.spec
     if spec.goal is None or getattr(h.cfg, "use_rel_reward", False):
         h.note = "none declared"

@@ -11,12 +11,12 @@ from embodyrl.plan.schema import Reads
 def _problems(cfg: Any) -> Iterator[str]:
     if cfg.reads_rows:
         raise ConfigError(
-            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` runs simulators with random actions, and this "
-            "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
+            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` checks only simulators, and this environment "
+            "evaluates text replies. To check its rows and rewards, run `embodyrl train env=... --dry-run`."
         )
     if cfg.env.delay[1]:
         raise ConfigError(
-            "env.control.latency_steps: `embodyrl check-env` checks environments without delay; set it to 0."
+            "env.control.latency_steps must be 0: `embodyrl check-env` checks environments without inference delay."
         )
     return no_problems(cfg)
 

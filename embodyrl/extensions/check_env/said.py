@@ -1,4 +1,4 @@
-"""Warnings about keys of a Gymnasium environment that are not read as instruction or success."""
+"""Warnings about instructions, success flags and action masks of a Gymnasium environment that are ignored."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,14 +33,14 @@ def doubts(
     infos: Sequence[Mapping[str, Any]],
     reports: bool,
 ) -> Iterator[str]:
-    """Warn of texts and success flags that are not read (see `embodyrl.envs.gym.probe.INFO_WARNINGS`)."""
+    """Warn about ignored texts, success flags and action masks (see `embodyrl.envs.gym.probe.INFO_WARNINGS`)."""
     yield from instruction_doubts(cfg, texts, begun, said)
     yield from mask_doubts(str(key) for info in (begun, *infos) for key in info)
     yield from success_doubts(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)
 
 
 def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
-    """Warn of a success key that is missing in all steps, and of similar keys that are ignored.
+    """Warn about a configured success key that no step has, or about a key that probably means success.
 
     `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
     """
@@ -57,7 +57,7 @@ def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Ite
 
 
 def mask_doubts(names: Iterable[str]) -> Iterator[str]:
-    """Warn of a mask of valid actions in info, which no policy applies."""
+    """Warn about an action mask in info, because policies do not apply action masks."""
     if (name := next(filter(LIKE_MASK.search, names), None)) is not None:
         yield f"info['{name}'] is not applied: {NOT_MASKED}"
 
@@ -74,7 +74,7 @@ def names_of(info: Any, before: str = "") -> Iterator[str]:
 def instruction_doubts(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
 ) -> Iterator[str]:
-    """Warn of text observations that no policy receives.
+    """Warn about texts in the observation or in info that are not used as the instruction.
 
     `texts`: texts of the observation; `info`: info of a reset; `found`: the instruction.
     """

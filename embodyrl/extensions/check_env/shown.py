@@ -1,4 +1,4 @@
-"""The last checks of `check-env`: images, speed, and threads and processes after `close`."""
+"""Checks of `check-env` on images, rendering, speed, and the threads and processes left after `close`."""
 
 import time
 
@@ -68,7 +68,7 @@ def speed(h: Harness) -> None:
 
 @check("make")
 def close(h: Harness) -> None:
-    """Check that `close` may be called twice and ends threads and child processes."""
+    """Check that `close` can be called twice, and stops all threads and child processes."""
     h.env.close()
     h.env.close()
     left = left_after(CLOSE_SECONDS, h.threads, h.children)

@@ -107,7 +107,7 @@ def test_valid_environments_pass(cfg):
 def test_hanging_simulator_is_reported_and_later_checks_skipped():
     cfg = env_of(env_type="toy_env:FACTORY", kwargs={"fault": "hang", "where": "step"})
     found = {f.check: f for f in check_env(cfg, timeout_s=3.0)}
-    assert "TimeoutError: no response within 3 s" in str(found["step"].violations[0])
+    assert "TimeoutError: the check did not finish within 3 s" in str(found["step"].violations[0])
     assert (found["flags"].level, found["flags"].note) == ("skip", "needs step")
     assert found["close"].level == "ok"
 
@@ -158,7 +158,7 @@ def test_check_env_defaults_to_tabletop(capsys):
         ("experiment=x", "unknown key 'experiment'"),
         ("env.id=x", "env_type 'tabletop' does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
-        ("env.control.latency_steps=2", "environments without delay"),
+        ("env.control.latency_steps=2", "without inference delay"),
     ],
 )
 def test_wrong_arguments_are_refused_before_building(word, said, capsys):

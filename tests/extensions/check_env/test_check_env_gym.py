@@ -120,7 +120,7 @@ ILLEGAL = {
     "NanAtSomeStarts": ("reset_ids_differ", "state\\[0\\]: expected a finite number, found nan"),
     "NanLater": ("flags", "state\\[0\\]: expected a finite number, found nan"),
     "RaisesLater": ("lasts", "RuntimeError: the arm fell off \\(odd_envs.py:"),
-    "SleepsLater": ("lasts", "no response within 8 s"),
+    "SleepsLater": ("lasts", "did not finish within 8 s"),
     "WrongShape": ("spec", "returned shape \\(3,\\).*its observation space declares \\(2,\\)"),
     "NoSpaces": ("spec", "observation_space is None.*Fix: set self.observation_space"),
     "NotSeeded": ("reset_repeats", "fix: use only generators that the reset seeds"),
