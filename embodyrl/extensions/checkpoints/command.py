@@ -16,18 +16,20 @@ from embodyrl.registry import closest
 
 
 def ckpt(args: argparse.Namespace) -> int:
-    """Run `embodyrl ckpt`."""
+    """Run `embodyrl ckpt`, which lists, verifies, exports or prunes checkpoints."""
     verbs = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
     wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
     args.trust, args.words = split_trust(args.words)
     verb = args.words[0] if args.words else ""
     if verb not in verbs:
         what = f"unknown action '{verb}'.{closest(verb, verbs)}" if verb else "the action is missing."
-        raise ConfigError(f"embodyrl ckpt {{{' | '.join(verbs)}}}: {what}")
+        raise ConfigError(f"embodyrl ckpt: {what} Actions: {', '.join(verbs)}.")
     if len(args.words) != 1 + len(wants[verb].split()):
-        raise ConfigError(f"embodyrl ckpt {verb} takes: {wants[verb]}.")
+        raise ConfigError(
+            f"embodyrl ckpt {verb}: wrong number of arguments. Usage: embodyrl ckpt {verb} {wants[verb]}."
+        )
     if args.keep is not None and verb != "prune":
-        raise ConfigError("--keep applies only to embodyrl ckpt prune.")
+        raise ConfigError("--keep applies only to `embodyrl ckpt prune`; remove --keep.")
     return verbs[verb](args)
 
 
@@ -82,7 +84,7 @@ def _export(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
         raise ConfigError(
-            "embodyrl ckpt prune RUN --keep N: N is the number of newest checkpoints to keep, at least 1."
+            "embodyrl ckpt prune needs --keep N, where N is the number of newest checkpoints to keep, at least 1."
         )
     store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
     from embodyrl.commands.run_folder import locked
@@ -99,28 +101,32 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _target(word: str) -> tuple[CheckpointStore, list[int]]:
-    """Return the checkpoint store of a run and the steps to process: all steps, or that of the named checkpoint."""
+    """Return the checkpoint store of a run and the selected steps: all steps, or the step of one checkpoint folder."""
     path = Path(word)
     step = path.name.removeprefix("step_")
     if path.parent.name == "checkpoints" and step.isdecimal():
         store = CheckpointStore(path.parent)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint; complete steps: {store.steps() or 'none'}.")
+            raise CheckpointError(
+                f"The checkpoint {path} does not exist. Steps with a checkpoint: {store.steps() or 'none'}."
+            )
         return store, [int(step)]
     store = CheckpointStore(find_run(word) / "checkpoints")
     if not store.folders():
-        raise CheckpointError(f"{word}: this run has no complete checkpoint.")
+        raise CheckpointError(f"The run {word} has no complete checkpoint.")
     return store, store.folders()
 
 
 def push(args: argparse.Namespace) -> int:
-    """Run `embodyrl push`."""
+    """Run `embodyrl push`, which uploads a policy or a data set to the hub."""
     trust, words = split_trust(args.words)
     if len(words) != 2 or "@" in words[1] or not HUB_NAME.fullmatch(words[1]):
-        raise ConfigError("embodyrl push takes a folder and a repository: embodyrl push runs/my_run me/my_policy.")
+        raise ConfigError(
+            "embodyrl push needs a folder and a repository (owner/name): embodyrl push runs/my_run me/my_policy."
+        )
     source = resolve_run(words[0])
     if not source.is_dir():
-        raise ConfigError(f"'{words[0]}' is not a folder; `embodyrl list runs` shows the runs in ./runs.")
+        raise ConfigError(f"'{words[0]}' is neither a folder nor a run in ./runs. List the runs: embodyrl list runs.")
     print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
     from embodyrl.extensions.checkpoints.export import push as upload
 

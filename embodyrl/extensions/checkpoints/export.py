@@ -28,16 +28,16 @@ from embodyrl.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataExport:
-    """Functions of an export that depend on the type of the training data."""
+    """Functions of `export` and `push` that depend on the type of the training data."""
 
     kinds: tuple[type, ...]
     """Classes of the config section `data` that the functions support."""
     environment: Callable[[Any], EnvSpec]
-    """Return the environment spec of a policy trained on the data of a section `data`."""
+    """Function that returns the environment spec of a policy trained on the data of a section `data`."""
     task: Callable[[Any], str]
-    """Return the task category on the Hugging Face hub for a section `data`, for example robotics."""
+    """Function that returns the task category on the Hugging Face hub for a section `data`, for example robotics."""
     upload: Callable[[Path, str], tuple[str, str] | None]
-    """Return README text and git tag for the upload of a data set folder to a repository; None: not a data set."""
+    """Function that returns the README and git tag of a data set folder for a repository; None: not a data set."""
 
 
 EXPORTS: Registry[DataExport] = Registry(
@@ -48,7 +48,7 @@ _UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "ob
 
 
 def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
-    """Write the policy of a checkpoint to a new folder, completely or not at all.
+    """Export the policy of a checkpoint to a new folder; an error leaves no incomplete folder.
 
     Args:
         run: run folder.
@@ -61,7 +61,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         ConfigError: `out` exists.
     """
     if out.exists():
-        raise ConfigError(f"{out} exists; choose another folder.")
+        raise ConfigError(f"{out} already exists. Choose another folder for the export.")
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
     cfg = load_saved_config(run, overrides, unread=_UNREAD)
@@ -165,9 +165,7 @@ def _published(path: str) -> re.Match[str] | None:
 
 
 def _results(file: Path) -> str:
-    """Return a table of success per task with its Wilson 95 % interval, or of the return if success is
-    unknown.
-    """
+    """Return a Markdown table of the success rate of each task, or of the return, with 95 % intervals."""
     if not file.is_file():
         return "This step was not evaluated.\n"
     table = read_json(file)
@@ -183,7 +181,7 @@ def _results(file: Path) -> str:
 
 
 def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[str] = ()) -> str:
-    """Upload the newest checkpoint of a run, one of its checkpoints, an exported folder, or a data set.
+    """Upload the newest checkpoint of a run, a given checkpoint, an exported folder, or a data set to the hub.
 
     Args:
         source: the folder; for a run, the result of `embodyrl ckpt export` is uploaded.
@@ -219,7 +217,8 @@ def _checkpoint(source: Path) -> tuple[Path, int]:
     steps = CheckpointStore(source / "checkpoints").folders() if (source / "checkpoints").is_dir() else []
     if not steps:
         raise ConfigError(
-            f"{source} is neither a run with a checkpoint, an exported folder (config.json), nor a data set."
+            f"{source} contains neither a checkpoint, nor an exported policy (config.json), nor a data set. "
+            "Pass one of these folders."
         )
     return source, steps[-1]
 

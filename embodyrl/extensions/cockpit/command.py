@@ -41,14 +41,14 @@ class PlayPage:
 PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
     "page", group="embodyrl.play_pages", wants="a function of a run and of trust arguments", fits=takes(2)
 )
-"""Functions that return the page for runs with one kind of policy, or None for other runs."""
+"""Functions that return the page of a run with a particular kind of policy, or None for any other run."""
 
 
 def play(args: argparse.Namespace) -> int:
     """Run `embodyrl play`."""
     trust, named = split_trust(args.words)
     if len(named) > 1 or not args.port.isdecimal():
-        raise ConfigError("embodyrl play takes one run, and --port a number: embodyrl play runs/my_run --port 8000.")
+        raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.run_folder import locked
@@ -62,7 +62,7 @@ def play(args: argparse.Namespace) -> int:
 
     own = next((found for offer in PAGES.every() if (found := offer(run, trust)) is not None), None)
     if own is not None and args.record is not None:
-        raise ConfigError(f"--record: {run.name} has no steps to record; remove the flag.")
+        raise ConfigError(f"--record: the run {run.name} has no environment steps to record. Remove the flag.")
     with ExitStack() as stack:
         if own is not None:
             stack.callback(own.close)
@@ -86,13 +86,13 @@ def play(args: argparse.Namespace) -> int:
 
 
 def page() -> Answer:
-    """Return the HTML of the page."""
+    """Return the content type and the HTML of the page."""
     text = files("embodyrl.extensions.cockpit").joinpath("page.html").read_bytes()
     return "text/html; charset=utf-8", text
 
 
 def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
-    """Load the policy of a run, and build its environment, without a time limit if the environment permits that."""
+    """Load the policy of a run and build its environment, if possible with images and without a time limit."""
     from embodyrl.extensions.own_loop.acting import load_policy
     from embodyrl.extensions.own_loop.environment import env_of
 

@@ -1,4 +1,4 @@
-"""HTTP requests of the page `play`: one browser has control, all other browsers only show the episode."""
+"""Request handlers of the page `play`: one browser controls the episode, all other browsers only show it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodyrl.extensions.cockpit.scene import Scene
 from embodyrl.extensions.pages.loopback import Answer
 
 _MOST_CLIENTS = 64
-"""Number of clients (browser pages) whose last request and answer are stored."""
+"""Maximum number of clients (browser pages) whose last request and answer are stored."""
 _LONGEST_ID = 64
 
 
@@ -29,7 +29,7 @@ class Desk:
     """Request handlers of the page `play`.
 
     `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated
-    request, for example after a lost connection, returns the stored answer. A refused request does not count.
+    request, for example after a lost connection, returns the stored answer. A rejected request uses no number.
 
     The simulator advances only on a request `tick` of the client that has control: if the connection is lost or the
     client's computer sleeps, the episode waits. Each answer contains the image after the step, so no frame is lost
@@ -89,14 +89,14 @@ class Desk:
         if seq == client.seq and request == client.request and client.answer is not None:
             return client.answer
         if seq != client.seq + 1:
-            raise ValueError(f"'seq' must be {client.seq + 1}, the number after the last request of this client")
+            raise ValueError(f"'seq' must be {client.seq + 1}, the sequence number of this client's next request")
         do = _text(body, "do")
         if do not in self._acts:
             raise ValueError(f"'do' must be one of {', '.join(self._acts)}")
         if self.scene is None:
-            raise ValueError("no episode is running")
+            raise ValueError("no episode is running; wait for the next episode")
         if name != self._driver and self._driver and do != "take":
-            raise ValueError("another window has the controls; press `take the controls` first")
+            raise ValueError("another browser window controls the episode; press `take the controls` first")
         self._acts[do](self.scene, body)
         self.executed += 1
         self._driver = name
@@ -141,19 +141,19 @@ def _integer(body: dict[str, Any], name: str, least: int, default: int | None = 
 
 
 def _amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
-    """Return how far a person presses each input, from 0 to 1; None: the policy acts."""
+    """Return how far a person presses each input (0 to 1) by input index; None: the policy acts."""
     found = body.get("inputs")
     if found is None:
         return None
     if not count:
-        raise ValueError("a person cannot act in this environment: it declares no inputs")
+        raise ValueError("a person cannot control this environment, because it declares no keyboard or gamepad inputs")
     if not isinstance(found, dict) or len(found) > count:
-        raise ValueError("'inputs' must be an object from input indices to values, or null")
+        raise ValueError("'inputs' must be null, or an object that maps input indices to values")
     amounts: dict[int, float] = {}
     for name, amount in found.items():
         if not (name.isascii() and name.isdecimal() and len(name) < 5 and int(name) < count):
-            raise ValueError(f"'inputs' has {name!r:.20}, expected indices of the {count} inputs, which start at 0")
+            raise ValueError(f"'inputs' contains the index {name!r:.20}, expected integers from 0 to {count - 1}")
         if type(amount) not in (int, float) or not math.isfinite(amount) or not 0 <= amount <= 1:
-            raise ValueError("'inputs' must contain numbers from 0 to 1")
+            raise ValueError(f"'inputs' has the value {amount!r:.20} for input {name}, expected a number from 0 to 1")
         amounts[int(name)] = float(amount)
     return amounts

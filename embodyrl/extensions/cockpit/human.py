@@ -1,4 +1,4 @@
-"""DAgger with a person, who corrects failed episodes of the policy in the browser."""
+"""Human-in-the-loop DAgger: a person corrects failed episodes of the policy in the browser."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _NO_LIMIT = 100_000
 _SAMPLES = 4
 """Number of chunks sampled per observation to estimate the uncertainty of the policy."""
 _POLL_S = 0.2
-"""Interval of checks for signals while a person corrects episodes, in seconds."""
+"""Interval at which signals are checked while a person corrects episodes, in seconds."""
 _CLOSING_S = 30.0
-"""Deadline for the current request at the end, in seconds; a simulator may hang in it."""
+"""Maximum time that `close` waits for the current request, in seconds; a simulator may hang."""
 
 
 class HumanExpert:
-    """DAgger expert: a person at a web page, whose address is the same for all rounds."""
+    """DAgger expert for which a person corrects episodes on a web page; all rounds use the same address."""
 
     scripted: ClassVar[bool] = False
     authors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")

@@ -1,4 +1,4 @@
-"""Recording of played episodes: a data set with the author of each action, and videos that show the author."""
+"""Recording of episodes of `play`: a data set with the author of each action, and videos that show the author."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Step:
     """One executed action with the observation before it."""
 
     images: ByteArray | None
-    """[C, H, W, 3]; None without cameras or a recording."""
+    """[C, H, W, 3] camera images; None without cameras, or if the episode is not recorded."""
     state: FloatArray | None
-    """[S]; None without a state or a recording."""
+    """[S] state vector; None without a state, or if the episode is not recorded."""
     instruction: str
     action: FloatArray
     """[A] action that was executed."""
@@ -38,11 +38,11 @@ class Step:
     success: bool
     actor: Actor
     picture: bytes
-    """Rendered frame after the action as JPEG; empty without a recording."""
+    """Rendered frame after the action as JPEG; empty if the episode is not recorded."""
 
 
 class Recording:
-    """Data set of played episodes; each episode is appended when it ends."""
+    """Data set of episodes of `play`; each episode is appended when it ends."""
 
     def __init__(self, root: Path, run_plan: RunPlan, environment: Config | None = None) -> None:
         """Start or continue a data set.

@@ -19,7 +19,7 @@ from embodyrl.extensions.own_loop.environment import SingleEnv
 _QUALITY = 90
 """JPEG quality of the images of the page and of recorded videos."""
 _SAVED_STATES = 2000
-"""Maximum number of env steps that can be rewound."""
+"""Maximum number of env steps that `rewind` can undo."""
 _LONGEST_TEXT = 200
 """Maximum length of an instruction, in characters."""
 
@@ -68,7 +68,7 @@ class Scene:
             ValueError: the environment has no such task.
         """
         if task >= len(self.env.layout.tasks):
-            raise ValueError(f"'task' must be below {len(self.env.layout.tasks)}")
+            raise ValueError(f"'task' must be below {len(self.env.layout.tasks)}, the number of tasks")
         self.keep()
         options = {"task": task} if task >= 0 else None
         if self._reset_ids:
@@ -106,7 +106,7 @@ class Scene:
     def rewind(self, steps: int) -> None:
         """Discard the last `steps` env steps, and restore the simulator state before them."""
         if not self.rewinds or not self._steps:
-            raise ValueError("no earlier state of the simulator is saved")
+            raise ValueError("cannot rewind: no earlier state of the simulator is saved")
         first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
         self._seen = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
@@ -123,7 +123,7 @@ class Scene:
         """
         if self._recording is not None:
             raise ValueError(
-                "recorded episodes keep the instruction of the task; to change the instruction, play without --record"
+                "the instruction of a recorded episode cannot be changed; run `embodyrl play` without --record"
             )
         self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
         self._turn.end()

@@ -13,7 +13,7 @@ from embodyrl.types import FloatArray
 
 
 class Turn:
-    """Selects the next action from the policy's chunks, with the delay and overlap of its run (see `delay.env`)."""
+    """Selector of the next action from the policy's chunks, with the delay and overlap of the run (see `delay.env`)."""
 
     def __init__(self, policy: LoadedPolicy) -> None:
         self._policy = policy

@@ -1,4 +1,4 @@
-"""Keyboard and gamepad inputs with which a person controls an environment (`embodyrl play`)."""
+"""Keyboard and gamepad inputs that control an environment in `embodyrl play`."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import numpy as np
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 Direction = tuple[int, float]
-"""(action dimension, value of the dimension while the key is pressed)."""
+"""Action dimension, and the value of this dimension while the key is pressed."""
 
 _PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
 _PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
-"""For each action dimension: the key that decreases it, the key that increases it, and a gamepad axis."""
+"""Decreasing key, increasing key and gamepad axis of each action dimension; empty: no gamepad axis."""
 _UPWARDS = ("axis1", "axis3")
 """Gamepad axes whose value is negative when the stick is pushed up."""
 
@@ -39,7 +39,7 @@ def arm_controls(
 
 
 def controls_of(action: ActionSpec) -> tuple[Control, ...]:
-    """Return the declared inputs, or the default keys: two per action dimension, or a digit key per category."""
+    """Return the declared inputs, or default keys: two per action dimension, or a digit key per discrete action."""
     if action.controls is not None:
         return action.controls
     if action.kind is ActionKind.discrete:

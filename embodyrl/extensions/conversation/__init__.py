@@ -10,7 +10,7 @@ class Message:
     """One turn of a conversation."""
 
     role: str
-    """system, user, assistant or tool."""
+    """Author of the message: system, user, assistant or tool."""
     content: str
 
 
@@ -31,7 +31,7 @@ def join_messages(messages: Sequence[Message]) -> str:
 
 
 def split_messages(instruction: str) -> tuple[Message, ...]:
-    """Parse a conversation; any other instruction is one user message."""
+    """Parse the result of `join_messages`; any other instruction becomes one user message."""
     if not instruction.startswith(_TURN):
         return (Message(role="user", content=instruction),)
     turns = (turn.partition(_ROLE) for turn in instruction.split(_TURN)[1:])

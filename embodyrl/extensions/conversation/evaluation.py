@@ -1,4 +1,4 @@
-"""Conversations in evaluations: their turns, and the accuracy of majority votes."""
+"""Turns of text conversations for evaluations, and the accuracy of majority votes."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from embodyrl.monitor.history import EpisodeRow
 
 
 class TextConversations:
-    """Implements `Conversations` of evaluations."""
+    """Conversations of text tasks in evaluations (implements `Conversations`)."""
 
     def turns(self, instruction: str) -> tuple[tuple[str, str], ...]:
-        """Return (role, text) of each turn of a conversation; empty for any other instruction."""
+        """Return the (role, text) pairs of a conversation's turns; empty for any other instruction."""
         said = split_messages(instruction)
         return tuple((turn.role, spoken(turn.content)) for turn in said) if len(said) > 1 else ()
 

@@ -190,7 +190,7 @@ def test_only_one_client_controls_the_episode(scene: Scene) -> None:
     one, two = Client(desk, "one"), Client(desk, "two")
     assert one.hello()["free"]
     one.act("tick", inputs=None)
-    with pytest.raises(ValueError, match="another window has the controls"):
+    with pytest.raises(ValueError, match="another browser window controls the episode"):
         two.act("tick", inputs=None)
     told, image = parts(desk.view({"client": "two"}))
     assert (told["steps"], told["drives"], image == scene.picture) == (1, False, True)
@@ -198,7 +198,7 @@ def test_only_one_client_controls_the_episode(scene: Scene) -> None:
     two.seq = 0
     assert two.act("take")["drives"]
     assert two.act("tick", inputs=None)["steps"] == 2
-    with pytest.raises(ValueError, match="another window has the controls"):
+    with pytest.raises(ValueError, match="another browser window controls the episode"):
         one.act("tick", inputs=None)
     assert scene.state()["steps"] == 2
 
@@ -219,7 +219,7 @@ def test_refused_requests_leave_the_scene_unchanged(scene: Scene) -> None:
     desk = Desk("run", scene)
     before = scene.state()
     for bad in BAD:
-        with pytest.raises(ValueError, match=r"'|no earlier state|recorded episodes"):
+        with pytest.raises(ValueError, match=r"'|no earlier state|recorded episode"):
             desk.act({"client": "a", "seq": 1, **bad})
     assert scene.state() == before
     rng = random.Random(0)
