@@ -29,11 +29,11 @@ def convert(args: argparse.Namespace) -> int:
     """Run `embodyrl convert SOURCE OUT`."""
     paths = [word for word in args.words if "=" not in word]
     if len(paths) != 2:
-        raise ConfigError("embodyrl convert takes a source and an output folder: embodyrl convert SOURCE OUT.")
+        raise ConfigError("embodyrl convert needs a source and an output folder: embodyrl convert SOURCE OUT.")
     data = read_settings([word for word in args.words if "=" in word])
     source, out = map(Path, paths)
     if out.exists():
-        raise ConfigError(f"{out} already exists; choose another folder or remove it.")
+        raise ConfigError(f"The output folder {out} already exists. Choose another folder, or delete it.")
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = _convert(source, out, data)
     show_result(args, dataclasses.asdict(result), ())
@@ -41,7 +41,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def read_settings(words: Sequence[str]) -> ConversionSettings:
-    """Parse and check the settings among the command-line arguments.
+    """Parse and validate the config overrides of the command line.
 
     Raises:
         ConfigError: one line per problem.
@@ -75,7 +75,7 @@ def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
             monitor.banner([f"embodyrl {__version__} · convert", *(f"  {name:<10} {text}" for name, text in facts)])
             result = convert(opened, plan, data, out, partial(monitor.progress, what="episodes converted"))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("stopped; run the same command to continue") from None
+            raise KeyboardInterrupt("stopped; run the same command to resume") from None
         finally:
             monitor.close()
     skipped = f", {result.left_out} left out (non-finite numbers)" if result.left_out else ""

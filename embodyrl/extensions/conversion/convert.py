@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertResult:
-    """Numbers of episodes, frames and tasks of a converted data set."""
+    """Result of a conversion: the folder, and the numbers of episodes, frames and tasks."""
 
     folder: Path
     episodes: int
@@ -47,7 +47,7 @@ class ConvertResult:
 
 
 def open_source(path: Path, data: ConversionSettings) -> Source:
-    """Open a source; its files determine the format.
+    """Open the data set at `path` in the format that its files indicate.
 
     Raises:
         ConfigError: the path contains no demonstrations in a known format.
@@ -62,13 +62,13 @@ def open_source(path: Path, data: ConversionSettings) -> Source:
     if files := find_hdf5(path):
         return Hdf5Source(path, files)
     raise ConfigError(
-        f"{path} contains no demonstrations: expected meta/info.json (LeRobot v2), features.json (RLDS), or "
-        f".hdf5 files (LIBERO, robomimic)."
+        f"{path} contains no demonstrations of a known format: expected meta/info.json (LeRobot v2), features.json "
+        f"(RLDS), or .hdf5 files (LIBERO, robomimic)."
     )
 
 
 def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, progress: Progress) -> ConvertResult:
-    """Convert the episodes that are not converted yet, and rename the result to `out`.
+    """Convert the episodes of a source to the data set `out`; resume an incomplete conversion.
 
     Raises:
         EmbodyError: an episode is damaged; earlier episodes are kept, and the same command resumes the conversion.
@@ -91,7 +91,8 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         writer.close()
     if not writer.episodes:
         raise EmbodyError(
-            "The source has no episodes, or every episode contains a non-finite number. Correct the data."
+            f"No episode was converted to {out}: the source is empty, or every episode contains a non-finite number. "
+            "Correct the source."
         )
     done = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
     write_file(partial / CARD_PATH, done.to_json().encode())
@@ -107,7 +108,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
 
 
 def _resumed_card(partial: Path, card: Card) -> Card:
-    """Return the metadata card of an incomplete result; without an incomplete result, return `card`.
+    """Return the metadata card of the incomplete result in `partial`, or `card` if there is none.
 
     Raises:
         ConfigError: the incomplete result was begun with other settings.
@@ -125,14 +126,14 @@ def _resumed_card(partial: Path, card: Card) -> Card:
         return card
     if bare.to_json() != card.to_json():
         raise ConfigError(
-            f"{partial} was started with different settings or another source. Use the same settings to "
-            f"continue, or delete the folder: rm -r {shlex.quote(str(partial))}."
+            f"{partial} contains a conversion with different settings or another source. Use the same settings to "
+            f"continue it, or delete the folder: rm -r {shlex.quote(str(partial))}."
         )
     return found
 
 
 def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks: list[str]) -> Demonstration | None:
-    """Assemble an episode; return None for an episode with non-finite numbers, which is left out.
+    """Return an episode in the target format; None if the episode has non-finite numbers and is skipped.
 
     Raises:
         EmbodyError: the columns differ in length or shape, or a number is not finite.
@@ -140,7 +141,8 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
     steps = {name: len(values) for name, values in {**raw.columns, **raw.texts}.items()}
     if len(set(steps.values())) != 1 or not all(steps.values()):
         raise EmbodyError(
-            f"{raw.where}: its columns differ in length or are empty ({steps}). Download this file again."
+            f"{raw.where}: the columns have the lengths {steps}, expected equal lengths above 0. Download the file "
+            "again."
         )
     (length,) = set(steps.values())
     env = plan.card.env
@@ -153,8 +155,8 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
             return None
         if len(bad):
             raise EmbodyError(
-                f"{raw.where}: {name} of step {bad[0]} is {values[bad[0]].tolist()}. Correct the data, or set "
-                "data.skip_nonfinite=true to leave out such episodes."
+                f"{raw.where}: {name} of step {bad[0]} is {values[bad[0]].tolist()}, expected finite numbers. Correct "
+                "the data, or set data.skip_nonfinite=true to skip such episodes."
             )
     check_gripper(raw.where, env.action.gripper, action)
     success, instruction = _success(raw, plan, reward), _instruction(raw, plan, data)
@@ -182,7 +184,8 @@ def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
         stored = raw.columns[column]
         if stored.dtype != np.uint8 or stored.shape[1:3] != cameras.size:
             raise EmbodyError(
-                f"{raw.where}: {column} is {stored.dtype} {stored.shape[1:]}, expected uint8 {cameras.size}."
+                f"{raw.where}: the images of {column} are {stored.dtype} {stored.shape[1:]}, expected uint8 "
+                f"{(*cameras.size, 3)}. Correct the file."
             )
         images[:, camera] = stored
     return images
@@ -196,7 +199,7 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
     expected = {Target.action: plan.card.env.action.dim, Target.state: plan.card.env.state_dim}.get(target)
     if expected is not None and joined.shape[1] != expected:
         raise EmbodyError(
-            f"{raw.where}: {target} has {joined.shape[1]} numbers, expected {expected}. Correct the file."
+            f"{raw.where}: {target} has {joined.shape[1]} numbers per step, expected {expected}. Correct the file."
         )
     return joined
 
@@ -204,7 +207,7 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
 def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | None:
     """Return the success flag of each step [T], or None if it is unknown.
 
-    The source is the success column, or without one the reward, if all rewards are 0 or 1.
+    The flags come from the success column. Without such a column, they come from the reward if all rewards are 0 or 1.
 
     Raises:
         EmbodyError: the success column contains other values than 0 and 1.
@@ -212,7 +215,10 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | No
     for name in plan.columns_of(Target.success):
         stored = raw.columns[name].reshape(len(reward), -1)
         if stored.shape[1] != 1 or not np.isin(stored, (0, 1)).all():
-            raise EmbodyError(f"{raw.where}: {name} must be 0 or 1 at each step to be used as {Target.success}.")
+            raise EmbodyError(
+                f"{raw.where}: {name} has other values than 0 and 1. Correct the file, or do not assign this column "
+                f"to {Target.success} in data.keys."
+            )
         return stored[:, 0].astype(np.bool_)
     return reward == 1 if np.isin(reward, (0, 1)).all() else None
 
@@ -223,7 +229,7 @@ def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
     if texts or not found:
         what = f"{len(texts) + 1} instructions" if texts else "no instruction"
         raise EmbodyError(
-            f"{raw.where} has {what}, expected one. Set data.instruction=TEXT, or select a column: "
+            f"{raw.where} has {what}, expected one per episode. Set data.instruction=TEXT, or select a column: "
             "data.keys={COLUMN: task, ...}."
         )
     return found

@@ -35,14 +35,14 @@ _COMMON = {"actions": "action", "rewards": "next.reward"}
 
 
 def find_hdf5(source: Path) -> list[Path]:
-    """Return the files of a source: the file, or all files of a folder and its subfolders."""
+    """Return the HDF5 files of a source: the source itself, or all files in the folder and its subfolders."""
     if source.is_file():
         return [source] if source.suffix in SUFFIXES else []
     return sorted((path for path in source.rglob("*") if path.suffix in SUFFIXES), key=by_number)
 
 
 class Hdf5Source:
-    """Episodes of one or several HDF5 files."""
+    """Demonstrations in one or several HDF5 files."""
 
     def __init__(self, source: Path, files: Sequence[Path]) -> None:
         """Read the layout and the metadata of the files.
@@ -81,11 +81,11 @@ class Hdf5Source:
 
     @property
     def description(self) -> Description:
-        """See `Source.description`."""
+        """Format, size, columns and conventions of the files."""
         return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
-        """See `Source.episodes`."""
+        """Yield the episodes from number `first` on (see `Source.episodes`)."""
         for number in range(first, len(self._episodes)):
             path, name = self._episodes[number]
             where = f"{path}, data/{name}"
@@ -93,10 +93,11 @@ class Hdf5Source:
                 demo, arrays = _group(_group(file, "data"), name), {}
                 for column in columns:
                     if column not in demo:
-                        raise EmbodyError(f"{where} has no {column}. Download this file again.")
+                        raise EmbodyError(f"{where} has no dataset '{column}'. Download the file again.")
                     if not _is_array(_member(demo, column)):
                         raise EmbodyError(
-                            f"{where}: {column} is not a numeric array with one row per step. Download this file again."
+                            f"{where}: '{column}' is not a numeric array with one row per step. Download the file "
+                            "again."
                         )
                     arrays[column] = demo[column][()]
             yield RawEpisode(number=number, where=where, columns=arrays, instruction=self._instructions[path])
@@ -113,9 +114,8 @@ def _opened(path: Path, name: str = "") -> Iterator[Any]:
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         place = f"{path}{f', data/{name}' if name else ''}"
         raise EmbodyError(
-            f"{place} cannot be read: {one_line(error)}. Download this file again; the expected layout is that "
-            f"of robomimic: "
-            "data/demo_<i>/actions and obs."
+            f"{place} cannot be read: {one_line(error)}. Download the file again, or write it in the layout of "
+            "robomimic: data/demo_<i>/actions and obs."
         ) from error
 
 
@@ -123,24 +123,24 @@ def _group(parent: Any, name: str) -> Any:
     """Return the group `name` of `parent`; raise ValueError if it is missing or not a group."""
     found = _member(parent, name)
     if not hasattr(found, "keys"):
-        raise ValueError(f"{found.name} is not a group")
+        raise ValueError(f"'{found.name}' is an array, expected a group")
     return found
 
 
 def _member(parent: Any, name: str) -> Any:
     """Return the member `name` of `parent`; raise ValueError if it is missing or stored in another file.
 
-    Links and external data are refused, because they can read any file of the computer.
+    Links and external data are rejected, because they can refer to any file of the computer.
     """
     import h5py
 
     item = parent
     for part in name.split("/"):
         if not isinstance(item.get(part, getlink=True), h5py.HardLink):
-            raise ValueError(f"{parent.name}/{name} is missing, or a link")
+            raise ValueError(f"'{parent.name}/{name}' is missing, or is a link to another file")
         item = item[part]
     if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
-        raise ValueError(f"the data of {item.name} are in another file")
+        raise ValueError(f"the data of '{item.name}' are stored in another file")
     return item
 
 
@@ -150,10 +150,10 @@ def _is_array(item: Any) -> bool:
 
 
 def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
-    """Yield name and shape of the arrays of an episode; the first dimension of an array is the time step."""
+    """Yield the name and the description of each array of an episode that has one row per step."""
     actions, found = _member(demo, "actions"), {}
     if not _is_array(actions):
-        raise ValueError(f"{actions.name} is not a numeric array with one row per step")
+        raise ValueError(f"'{actions.name}' is not a numeric array with one row per step")
     demo.visititems(lambda name, item: found.update({name: item}) if _is_array(item) else None)
     for name, item in found.items():
         if item.shape[0] == actions.shape[0]:

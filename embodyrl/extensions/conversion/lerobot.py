@@ -32,7 +32,8 @@ class LerobotSource:
         info = read_info(root)
         if info["codebase_version"] not in ONE_FILE_PER_EPISODE:
             raise ConfigError(
-                f"{root} already has the layout {CODEBASE_VERSION}; use it directly: embodyrl sft data.path={root}."
+                f"{root} already has LeRobot's layout {CODEBASE_VERSION}. Use it without conversion: "
+                f"embodyrl sft data.path={root}."
             )
         features = info["features"]
         columns: dict[str, Column] = {
@@ -66,11 +67,11 @@ class LerobotSource:
 
     @property
     def description(self) -> Description:
-        """See `Source.description`."""
+        """Version, size, columns and conventions of the data set."""
         return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
-        """See `Source.episodes`."""
+        """Yield the episodes from number `first` on (see `Source.episodes`)."""
         cameras = [name for name, target in self._keys.items() if target.startswith(CAMERA)]
         vectors: dict[str, str] = {target: name for name, target in self._keys.items() if not target.startswith(CAMERA)}
         for row in self._reader.episodes:
@@ -82,7 +83,7 @@ class LerobotSource:
             if len(instructions) > 1:
                 raise ConfigError(
                     f"{where} has {len(instructions)} instructions ({', '.join(instructions)}), but a converted "
-                    f"episode can have only one. Train on the source directly: data.path=SOURCE."
+                    f"episode has only one. Train on the source without conversion: data.path=SOURCE."
                 )
             arrays: dict[str, np.ndarray] = {name: found.images[:, place] for place, name in enumerate(cameras)}
             arrays |= {
@@ -109,7 +110,7 @@ def _read_outcomes(root: Path, names: Sequence[str], columns: Mapping[str, Colum
 def _settings(
     root: Path, keys: Mapping[str, str], columns: Mapping[str, Column], skip_nonfinite: bool
 ) -> DemonstrationSettings:
-    """Return the settings to read the columns in `keys` (source column: target).
+    """Return the settings of a reader for the columns in `keys` (source column: target column).
 
     Raises:
         ConfigError: a column does not exist, is named twice, or has an unsupported name in the result.
@@ -120,15 +121,15 @@ def _settings(
             raise ConfigError(f"data.keys: {root / INFO_PATH} has no column {name}. Columns: {', '.join(columns)}.")
         if targets.count(target) > 1 or target == Target.task:
             raise ConfigError(
-                f"data.keys={{{name}: {target}}}: a LeRobot data set needs one column each for {Target.action}, "
-                f"{Target.state} and {CAMERA}<camera>."
+                f"data.keys={{{name}: {target}}}: columns of a LeRobot data set can only be assigned to "
+                f"{Target.action}, {Target.state} and {CAMERA}<camera>, one column to each."
             )
     named = {target: name for name, target in keys.items()}
     states = [name for name, column in columns.items() if "state" in name and len(column.shape) == 1]
     for target, known in ((Target.action, list(columns)), (Target.state, states)):
         if target not in named and target not in columns and known:
             raise ConfigError(
-                f"No column is assigned to {target}. Set data.keys={{COLUMN: {target}, ...}} to one of: "
+                f"No column is assigned to {target}. Set data.keys={{COLUMN: {target}, ...}}, where COLUMN is one of: "
                 f"{', '.join(known)}."
             )
     return DemonstrationSettings(

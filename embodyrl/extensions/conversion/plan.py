@@ -20,7 +20,7 @@ _FPS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The columns to convert, their names in the result, and the metadata of the result."""
+    """Plan of a conversion: source columns, their names in the result, and the metadata of the result."""
 
     keys: Mapping[str, str]
     card: Card
@@ -28,14 +28,14 @@ class Plan:
     episodes: int
     kind: str
     assumes_fps: bool
-    """True if neither the settings nor the source contain the frame rate."""
+    """True if the frame rate is a guess, because neither the settings nor the source contain it."""
 
     def columns_of(self, target: str) -> list[str]:
         """Return the source columns that are converted to the column `target`, in order."""
         return [column for column, name in self.keys.items() if name == target]
 
     def facts(self, source: Path, out: Path) -> list[tuple[str, str]]:
-        """Return the lines of the start banner, as pairs of name and text."""
+        """Return the lines of the start banner as (name, text) pairs."""
         env = self.card.env
         (height, width), images = env.cameras.size, "mp4" if self.card.video else "png"
         cameras = ", ".join(f"{name} ({self.columns_of(CAMERA + name)[0]})" for name in env.cameras.names)
@@ -53,7 +53,7 @@ class Plan:
 
 
 def plan_conversion(described: Description, data: ConversionSettings, origin: str) -> Plan:
-    """Choose columns and conventions from the settings, with defaults from the layout of the source.
+    """Return the plan of a conversion; settings override the conventions of the source's layout.
 
     Raises:
         ConfigError: a column does not exist or has the wrong type, or no column is the action or an observation.
@@ -93,7 +93,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
 
 
 def _names(described: Description, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the numbers of state and action, if all their columns have names."""
+    """Return the names of the dimensions of state and action, each only if all of its columns have names."""
     found: dict[str, list[str]] = {}
     for target in (Target.state, Target.action):
         columns = [described.columns[name] for name, wanted in keys.items() if wanted == target]
@@ -110,12 +110,13 @@ def _columns(described: Description, data: ConversionSettings) -> dict[str, str]
         wanted = Kind.image if target.startswith(CAMERA) else Kind.text if target == Target.task else Kind.numbers
         found = described.columns.get(name)
         if found is None or found.kind is not wanted:
-            what = "is not in the source" if found is None else f"contains {found.kind}, expected {wanted}"
-            raise ConfigError(f"data.keys={{{name}: {target}}}: {name} {what}. Columns: {_listed(described)}.")
+            what = f"{name} contains {found.kind}, expected {wanted}" if found else f"the source has no column {name}"
+            raise ConfigError(f"data.keys={{{name}: {target}}}: {what}. Columns: {_listed(described)}.")
     targets = Counter(keys.values())
     if repeated := [t for t, n in targets.items() if n > 1 and t not in (Target.action, Target.state)]:
         raise ConfigError(
-            f"data.keys assigns several columns to {repeated[0]}; only actions and states are concatenated."
+            f"data.keys assigns several columns to {repeated[0]}, but only actions and states can be concatenated. "
+            "Assign one column."
         )
     if Target.action not in targets:
         raise ConfigError(
@@ -136,7 +137,8 @@ def _gripper(known: Conventions, data: ConversionSettings, dim: int) -> GripperC
         return None
     if not -dim <= data.gripper_index < dim:
         raise ConfigError(
-            f"data.gripper_index={data.gripper_index}: the actions have {dim} numbers. Set an index of the action."
+            f"data.gripper_index={data.gripper_index} is out of range, because the actions have {dim} numbers. "
+            f"Set an index from {-dim} to {dim - 1}."
         )
     return GripperConvention(open=ends[0], closed=ends[1], index=data.gripper_index)
 
@@ -145,7 +147,7 @@ def _cameras(described: Description, data: ConversionSettings, keys: Mapping[str
     names = {target.removeprefix(CAMERA): name for name, target in keys.items() if target.startswith(CAMERA)}
     sizes = {described.columns[name].shape[:2] for name in names.values()}
     if len(sizes) > 1:
-        raise ConfigError(f"The cameras differ in size ({sorted(sizes)}); select cameras of one size with data.keys.")
+        raise ConfigError(f"The cameras differ in size ({sorted(sizes)}). Select cameras of one size with data.keys.")
     height, width = sizes.pop() if sizes else (0, 0)
     rotation = data.image_rotation_deg
     if rotation is None:

@@ -47,7 +47,7 @@ def find_rlds(source: Path) -> Path | None:
     folders = [path.parent for path in (source / FEATURES, *sorted(source.glob(f"*/{FEATURES}"))) if path.is_file()]
     if len(folders) > 1 and folders[0] != source:
         names = ", ".join(folder.name for folder in folders)
-        raise ConfigError(f"{source} has several versions ({names}); pass one of these folders.")
+        raise ConfigError(f"{source} contains several versions ({names}). Pass one of these folders.")
     return folders[0] if folders else None
 
 
@@ -71,7 +71,7 @@ class RldsSource:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EmbodyError(
                 f"{folder}: {INFO} or {FEATURES} does not describe an RLDS data set ({reason_of(error)}). "
-                "Download both again."
+                "Download both files again."
             ) from error
         if missing := [path for path in self._shards if not path.is_file()]:
             raise EmbodyError(f"{missing[0]} is missing. Download the data set again.")
@@ -87,11 +87,11 @@ class RldsSource:
 
     @property
     def description(self) -> Description:
-        """See `Source.description`."""
+        """Name, size, columns and conventions of the data set."""
         return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
-        """See `Source.episodes`."""
+        """Yield the episodes from number `first` on (see `Source.episodes`)."""
         number = 0
         for path, length in zip(self._shards, self._lengths, strict=True):
             if number + length <= first:
@@ -118,19 +118,20 @@ class RldsSource:
             stored, column = features.get(f"{_STEPS}/{name}"), self._columns[name]
             try:
                 if stored is None:
-                    raise ValueError("the feature is missing")
+                    raise ValueError("the record does not contain this feature")
                 if column.kind is Kind.text:
                     texts[name] = [value.decode("utf-8") for value in _as_bytes(stored)]
                 else:
                     arrays[name] = _images(stored, column) if column.kind is Kind.image else _numbers(stored, column)
             except (ValueError, EmbodyError) as error:
-                raise EmbodyError(f"{where}: {_STEPS}/{name}: {error}. Download this file again.") from error
+                cause = str(error).partition(". ")[0]
+                raise EmbodyError(f"{where}: {_STEPS}/{name}: {cause}. Download this file again.") from error
         return RawEpisode(number=number, where=where, columns=arrays, texts=texts)
 
 
 def _as_bytes(stored: Feature) -> list[bytes]:
     if not isinstance(stored, list):
-        raise ValueError("the feature has numbers, expected bytes")
+        raise ValueError("the feature contains numbers, expected bytes")
     return stored
 
 
@@ -144,16 +145,16 @@ def _images(stored: Feature, column: Column) -> np.ndarray:
 
 def _numbers(stored: Feature, column: Column) -> np.ndarray:
     if isinstance(stored, list):
-        raise ValueError("the feature has bytes, expected numbers")
+        raise ValueError("the feature contains bytes, expected numbers")
     size = math.prod(column.shape)
     if len(stored) % size:
-        raise ValueError(f"the feature has {len(stored)} numbers, expected a multiple of {size}")
+        raise ValueError(f"the feature contains {len(stored)} numbers, expected a multiple of {size}")
     # A tensor of integers may be an image that was stored without compression.
     return stored.reshape(-1, *column.shape)
 
 
 def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Column]]:
-    """Yield path and shape of the columns of a step; columns of unknown size are left out."""
+    """Yield the path and the description of each column of a step; columns of unknown size are skipped."""
     if "featuresDict" in feature:
         for name, part in feature["featuresDict"]["features"].items():
             yield from _columns(part, f"{prefix}/{name}" if prefix else name)
@@ -190,7 +191,9 @@ def _shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: int) 
         values |= {"NUM_SHARDS": f"{count:05d}"}
         name = re.sub(r"\{(\w+)\}", lambda found, values=values: values[found[1]], template)
         if Path(name).name != name:
-            raise ConfigError(f"{INFO}: the path {template!r} refers to files outside the data set.")
+            raise ConfigError(
+                f"{INFO}: the path {template!r} refers to files outside the data set. Do not use this data set."
+            )
         yield name
 
 

@@ -10,7 +10,7 @@ from embodyrl.extensions.demonstrations.settings import FrameFormat
 
 
 class Target(StrEnum):
-    """Column names of the converted data set, other than those of cameras (`observation.images.<name>`)."""
+    """Column names of the converted data set; columns of cameras are named `observation.images.<name>`."""
 
     action = "action"
     state = "observation.state"
@@ -38,24 +38,24 @@ class ConversionSettings(Settings):
     """Target column name of each source column to convert, for example {image: observation.images.front, actions:
     action}; columns with the same target are concatenated. Default: the columns of LIBERO, or of a LeRobot dataset."""
     gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
-    """Actions that open and close the gripper, for example [1,0]. Default: [-1,1] for the columns of LIBERO."""
+    """Action values that open and close the gripper, for example [1,0]. Default: [-1,1] for the columns of LIBERO."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
     """Index of the gripper in the action vector."""
     image_rotation_deg: Literal[0, 180] | None = None
     """Rotation in degrees that turns the stored frames upright. Default: 180 for LIBERO's HDF5 files, otherwise 0."""
     fps: Positive | None = None
-    """Steps per second. Default: the control frequency of the source, or 20."""
+    """Number of steps per second. Default: the control frequency of the source, or 20."""
     split: str = "train"
-    """RLDS: split to convert."""
+    """RLDS: name of the split to convert."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
     """Instruction of every episode, for sources without instructions."""
     skip_nonfinite: bool = False
-    """Leave out episodes with NaN or infinite numbers; false: report an error."""
+    """If true, skip episodes with NaN or infinite numbers; if false, report an error."""
     images: FrameFormat = FrameFormat.png
     """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""
 
 
 class ConvertSettings(Settings):
-    """The settings of `embodyrl convert`."""
+    """Settings of `embodyrl convert`."""
 
     data: ConversionSettings = ConversionSettings()

@@ -29,7 +29,7 @@ class Column:
     shape: tuple[int, ...] = ()
     """Shape of one value: (H, W, C) for an image, () for a scalar or a text."""
     names: tuple[str, ...] = ()
-    """Names of the numbers of one value; empty if the source has no names."""
+    """Names of the dimensions of one value; empty if the source has no names."""
 
     @property
     def size(self) -> int:
@@ -39,17 +39,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conventions:
-    """Default column names and conventions of a known layout; settings override each value."""
+    """Defaults of a known layout: column names, gripper convention and image rotation; settings override them."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     gripper: tuple[float, float] | None = None
-    """Actions that open and close the gripper."""
+    """Action values that open and close the gripper."""
     image_rotation_deg: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Contents of a source, without its episodes."""
+    """Description of a source data set: format, size, columns and conventions."""
 
     kind: str
     """Name of the format, for the start banner."""
@@ -74,15 +74,15 @@ class RawEpisode:
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Texts [T] by column name."""
     instruction: str | None = None
-    """Instruction of the episode, if the source stores one outside its columns."""
+    """Instruction of the episode, if the source stores the instruction outside its columns."""
 
 
 class Source(Protocol):
-    """A data set in another format, which yields its episodes in order."""
+    """Interface of a data set to convert, which yields its episodes in order."""
 
     @property
     def description(self) -> Description:
-        """Return the contents of the source."""
+        """Format, size, columns and conventions of the data set."""
         ...
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:

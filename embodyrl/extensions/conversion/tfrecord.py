@@ -62,7 +62,7 @@ def crc32c(data: bytes) -> int:
 
 
 def _shift_by(count: int) -> _Words:
-    """Return the linear map of a CRC state by `count` zero bytes, as the images of the 32 unit vectors."""
+    """Return the linear map of a CRC state that appends `count` zero bytes, as the images of the 32 unit vectors."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _TABLE[bits & np.uint32(255)] ^ (bits >> np.uint32(8)), bits
     while count:
@@ -81,7 +81,7 @@ def _apply(images: _Words, states: _Words) -> _Words:
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the checksum of TFRecord files: the CRC-32C, rotated and with an offset."""
+    """Return the masked CRC-32C of TFRecord files: the checksum rotated by 15 bits, plus an offset."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -98,13 +98,13 @@ def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
             while file.tell() < size:
                 length = _length(path, file, number)
                 if file.tell() + length + 4 > size:
-                    raise _damaged(path, number, "is truncated")
+                    raise _damaged(path, f"record {number} is truncated")
                 if number < first:
                     file.seek(length + 4, 1)
                 else:
                     content, stored = file.read(length), file.read(4)
                     if struct.pack("<I", masked_crc(content)) != stored:
-                        raise _damaged(path, number, "has a wrong checksum")
+                        raise _damaged(path, f"record {number} has a wrong checksum")
                     yield content
                 number += 1
     except OSError as error:
@@ -114,14 +114,15 @@ def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
 def _length(path: Path, file: BinaryIO, number: int) -> int:
     head, stored = file.read(8), file.read(4)
     if len(stored) < 4:
-        raise _damaged(path, number, "is truncated")
+        raise _damaged(path, f"record {number} is truncated")
     if struct.pack("<I", masked_crc(head)) != stored:
-        raise _damaged(path, number, "has a wrong length checksum (is the file compressed, or not a TFRecord file?)")
+        what = "has a wrong length checksum, or the file is compressed or not a TFRecord file"
+        raise _damaged(path, f"record {number} {what}")
     return struct.unpack("<Q", head)[0]
 
 
-def _damaged(path: Path, number: int, what: str) -> EmbodyError:
-    return EmbodyError(f"{path}: record {number} {what}. Download this file again.")
+def _damaged(path: Path, what: str) -> EmbodyError:
+    return EmbodyError(f"{path}: {what}. Download this file again.")
 
 
 def parse_example(content: bytes) -> dict[str, Feature]:
@@ -157,7 +158,7 @@ def _integers(content: bytes) -> npt.NDArray[np.int64]:
     raw = np.frombuffer(content, np.uint8)
     ends = np.flatnonzero(raw < 128)
     if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
-        raise ValueError("truncated varint")
+        raise ValueError("an integer (varint) is truncated")
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     values = np.zeros(len(ends), np.uint64)
     lengths = ends - starts + 1
@@ -168,7 +169,7 @@ def _integers(content: bytes) -> npt.NDArray[np.int64]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and content of each field of a protobuf message; fields of numbers yield raw bytes."""
+    """Yield the number and the raw content of each field of a protobuf message."""
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)
@@ -181,7 +182,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
         elif kind in (1, 5):
             place += 8 if kind == 1 else 4
         else:
-            raise ValueError(f"unknown wire type {kind}")
+            raise ValueError(f"a field has the unknown wire type {kind}")
         if place > len(message):
             raise ValueError("the message is truncated")
         yield tag >> 3, message[start:place]
@@ -194,4 +195,4 @@ def _varint(message: memoryview, place: int) -> tuple[int, int]:
         value, place, shift = value | (byte & 127) << shift, place + 1, shift + 7
         if byte < 128:
             return value, place
-    raise ValueError("truncated varint")
+    raise ValueError("an integer (varint) is truncated")

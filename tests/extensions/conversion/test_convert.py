@@ -165,8 +165,8 @@ def test_columns_of_lerobot_v2_are_renamed(tmp_path: Path, capsys: Any) -> None:
     keys = "data.keys={wrist_image: observation.images.wrist, actions: action"
     assert convert(source, tmp_path / "out", keys + "}") == 2
     assert (
-        "No column is assigned to observation.state. Set data.keys={COLUMN: observation.state, ...} to one of: state."
-        in (capsys.readouterr().err)
+        "No column is assigned to observation.state. Set data.keys={COLUMN: observation.state, ...}, where COLUMN is "
+        "one of: state." in (capsys.readouterr().err)
     )
     assert convert(source, tmp_path / "out", keys + ", state: observation.state}") == 0
     demos = load_demonstrations(tmp_path / "out")
@@ -203,7 +203,7 @@ def test_incomplete_result_with_other_settings_is_refused(tmp_path: Path, capsys
     assert convert(source, tmp_path / "out") == 1
     assert "demo_20: action of step 0 is [nan" in capsys.readouterr().err
     assert convert(source, tmp_path / "out", "data.fps=10") == 2
-    assert "was started with different settings" in capsys.readouterr().err
+    assert "contains a conversion with different settings" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out.partial")
     assert convert(source, tmp_path / "out", "data.skip_nonfinite=true") == 0
     assert "40 episodes, 198 frames, 2 tasks, 2 left out" in capsys.readouterr().out
@@ -246,28 +246,28 @@ def replace(name: str, values: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("demo", "change", "error"),
     [
-        ("demo_1", delete("actions"), "data/demo_1 has no actions"),
+        ("demo_1", delete("actions"), "data/demo_1 has no dataset 'actions'"),
         ("demo_0", delete("actions"), "cannot be read"),
-        ("demo_1", delete("obs/agentview_rgb"), "data/demo_1 has no obs/agentview_rgb"),
-        ("demo_1", shorten, "data/demo_1: its columns differ in length"),
-        ("demo_1", lambda demo: demo["actions"].__setitem__((0, 6), 0.4), "action -1 in .*demo_1 is in 0.4..1"),
+        ("demo_1", delete("obs/agentview_rgb"), "data/demo_1 has no dataset 'obs/agentview_rgb'"),
+        ("demo_1", shorten, "data/demo_1: the columns have the lengths"),
+        ("demo_1", lambda demo: demo["actions"].__setitem__((0, 6), 0.4), "action -1 of .*demo_1, which is in 0.4..1"),
         ("demo_1", lambda demo: demo["obs/ee_states"].__setitem__((2, 3), np.inf), "observation.state of step 2"),
-        ("demo_1", link_outside, "data/demo_1/rewards is missing, or a link"),
-        ("demo_1", store_outside, "the data of /data/demo_1/obs/ee_states are in another file"),
-        ("demo_1", replace("rewards", 1.0), "data/demo_1: rewards is not a numeric array with one row per step"),
+        ("demo_1", link_outside, "data/demo_1/rewards' is missing, or is a link"),
+        ("demo_1", store_outside, "the data of '/data/demo_1/obs/ee_states' are stored in another file"),
+        ("demo_1", replace("rewards", 1.0), "data/demo_1: 'rewards' is not a numeric array with one row per step"),
         (
             "demo_1",
             replace("rewards", [b"one"] * 5),
-            "data/demo_1: rewards is not a numeric array with one row per step",
+            "data/demo_1: 'rewards' is not a numeric array with one row per step",
         ),
-        ("demo_0", replace("actions", 1.0), "/data/demo_0/actions is not a numeric array with one row per step"),
+        ("demo_0", replace("actions", 1.0), "'/data/demo_0/actions' is not a numeric array with one row per step"),
         (
             "demo_0",
             lambda demo: (delete("actions")(demo), demo.create_group("actions")),
-            "actions is not a numeric array",
+            "actions' is not a numeric array",
         ),
-        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "/data/demo_0 is not a group"),
-        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "/data is not a group"),
+        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "'/data/demo_0' is an array, expected a group"),
+        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "'/data' is an array, expected a group"),
     ],
 )
 def test_error_names_the_damaged_hdf5_episode(tmp_path: Path, capsys: Any, demo: str, change: Any, error: str) -> None:
@@ -315,7 +315,7 @@ def test_success_other_than_0_or_1_is_refused(tmp_path: Path, capsys: Any) -> No
     source = write_libero(tmp_path / "libero")
     damage_demo(source, "demo_0", lambda demo: demo.__setitem__("won", [0, 0, 1, np.nan]))
     assert convert(source, tmp_path / "out", "data.keys={actions: action, won: next.success}") != 0
-    assert "data/demo_0: won must be 0 or 1 at each step" in capsys.readouterr().err
+    assert "data/demo_0: won has other values than 0 and 1" in capsys.readouterr().err
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -368,7 +368,7 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
         ),
         (lambda r: edit(r / INFO, lambda i: i.update(fileFormat="array_record")), [KEYS], "the format array_record"),
         (lambda r: None, [KEYS, "data.split=test"], "has no split .test. .*: train"),
-        (lambda r: None, ["data.keys={nothing: action}"], "nothing is not in the source. Columns: action"),
+        (lambda r: None, ["data.keys={nothing: action}"], "the source has no column nothing. Columns: action"),
         (lambda r: None, ["data.keys={observation/image: action}"], "contains image, expected numbers"),
         (
             lambda r: None,
@@ -376,7 +376,7 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
             "No column of the source is assigned to the action",
         ),
         (lambda r: None, ["data.keys={action: actions}"], "must be names of action, observation.state"),
-        (lambda r: None, ["data.keys={action: action}"], "has no instruction, expected one. Set data.instruction"),
+        (lambda r: None, ["data.keys={action: action}"], "has no instruction, expected one per episode. Set"),
         (lambda r: None, [KEYS, "data.gripper_index=5", "data.gripper=[1,0]"], "the actions have 3 numbers"),
         (lambda r: None, [KEYS, "data.grip=1"], "unknown key 'data.grip'. Did you mean 'data.gripper'"),
     ],
@@ -396,7 +396,7 @@ def test_malformed_features_of_lerobot_v2_are_refused(tmp_path: Path, capsys: An
     source = write_v2_set(tmp_path / "old")
     edit(source / "meta" / "info.json", lambda info: info.update(features=features))
     assert convert(source, tmp_path / "out") != 0
-    assert "old/meta/info.json does not describe features with a dtype" in capsys.readouterr().err
+    assert "old/meta/info.json has no features, or a feature has no dtype" in capsys.readouterr().err
 
 
 def test_unknown_sources_and_existing_outputs_are_refused(tmp_path: Path, capsys: Any) -> None:
@@ -404,11 +404,11 @@ def test_unknown_sources_and_existing_outputs_are_refused(tmp_path: Path, capsys
     write_set(tmp_path / "new")
     for source, out, error in (
         ("none", "out", "does not exist"),
-        ("empty", "out", "contains no demonstrations: expected meta/info.json"),
-        ("new", "out", "already has the layout v3.0; use it directly: embodyrl sft data.path="),
+        ("empty", "out", "contains no demonstrations of a known format: expected meta/info.json"),
+        ("new", "out", "already has LeRobot's layout v3.0. Use it without conversion: embodyrl sft data.path="),
         ("new", "empty", "already exists"),
     ):
         assert convert(tmp_path / source, tmp_path / out) == 2
         assert error in capsys.readouterr().err
     assert main(["convert", "one"]) == 2
-    assert "takes a source and an output folder" in capsys.readouterr().err
+    assert "needs a source and an output folder" in capsys.readouterr().err
