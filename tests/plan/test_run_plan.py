@@ -33,7 +33,7 @@ def test_task_weights_are_refused_with_free_reset_ids(words):
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)
     for free in ("env.train.use_fixed_reset_state_ids=false", "env.train.continue_episodes=true"):
-        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but slots"):
+        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} weights initial states, but slots"):
             run_plan(*ppo, free, training=True)
 
 
@@ -42,7 +42,7 @@ def test_task_weights_must_match_the_number_of_tasks():
     """The error is reported before workers start."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
     run_plan(*words, "env.train.task_weights=[1,1,2]", training=True)
-    with pytest.raises(ConfigError, match="names 2 weights for 3 tasks"):
+    with pytest.raises(ConfigError, match="has 2 weights for 3 tasks"):
         run_plan(*words, "env.train.task_weights=[1,2]", training=True)
 
 

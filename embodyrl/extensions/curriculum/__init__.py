@@ -1,4 +1,4 @@
-"""Weights of initial states: weights of tasks, and a curriculum over success variance."""
+"""Sampling of initial states by task weights, and by a curriculum that prefers a high success variance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec, Episode
 
 _MEMORY = 0.5
-"""Factor on the earlier counts of a task (or reset id) in each step that samples it."""
+"""Decay factor of earlier counts, applied in each training step that samples the task (or reset id)."""
 
 
 def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
@@ -25,24 +25,24 @@ def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool)
         found[1] += 1
     for name, (won, played) in now.items():
         before = seen.get(name, [0.0, 0.0])
-        # Only sampled tasks decay; the outcomes of the others stay.
+        # Only the counts of sampled tasks decay.
         seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
 
 
 def openness(seen: Outcomes, name: int) -> float:
-    """Return 4 p (1 - p) for the success rate p = (successes + 1) / (episodes + 2): normalized success variance."""
+    """Return the success variance 4 p (1 - p), in 0..1, of the success rate p = (successes + 1) / (episodes + 2)."""
     won, played = seen.get(str(name), (0.0, 0.0))
     p = (won + 1) / (played + 2)
     return 4 * p * (1 - p)
 
 
 def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
-    """Return True if sampling weights belong to tasks, False if to the reset ids of the only selected task."""
+    """Return True if tasks are weighted, or False if the reset ids of a single selected task are weighted."""
     return len(selected_tasks(env, split)) > 1
 
 
 def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
-    """Return the number of weights: one per selected task, or per reset id of a single task."""
+    """Return the number of sampling weights: one per selected task, or one per reset id of a single task."""
     tasks = selected_tasks(env, split)
     return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
 
@@ -61,27 +61,27 @@ def weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, r
     chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
     drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
     rng.shuffle(drawn)
-    # The sum of the shares may end a rounding error below 1: samples beyond it use the last group.
+    # The cumulative sum may end slightly below 1 by rounding: samples beyond the sum use the last group.
     return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 
 class WeightedGroups:
-    """Implements `GroupSampler`."""
+    """Sampler of reset ids by task weights and curriculum (implements `GroupSampler`)."""
 
     def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return errors of the keys that weight initial states.
+        """Return one line for each invalid key that weights initial states.
 
-        The number of weights must be that of the tasks; if slots choose initial states freely, there must be none.
+        Weights need one number per task (or per reset id of a single task), and slots with assigned initial states.
         """
         split = cfg.env.train
         if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
             given, wanted = len(split.task_weights or ()), count_weighed(env, split)
-            few = f"env.train.task_weights names {given} weights for {wanted} tasks; give one for each."
+            few = f"env.train.task_weights has {given} weights for {wanted} tasks; set one weight for each task."
             return [few] if given not in (0, wanted) else []
         given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
         return [
-            f"{key} selects initial states, but slots choose initial states freely; set "
-            "env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or leave it out."
+            f"{key} weights initial states, but slots choose initial states freely; set "
+            f"env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or remove {key}."
             for key, value in given.items()
             if value
         ]

@@ -1,1 +1,1 @@
-"""Inference delay: action chunks that begin some env steps after their observation was made."""
+"""Simulated inference delay: the first action of a chunk is executed some env steps after the observation."""

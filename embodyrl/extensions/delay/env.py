@@ -1,4 +1,4 @@
-"""Inference delay: a chunk begins some env steps after its observation; meanwhile the previous chunk continues.
+"""Inference delay: a chunk begins some env steps after its observation; until then, the previous chunk continues.
 
 A chunk has K actions. Its last `overlap` actions are for env steps that the next chunk also covers, so there is one
 observation every s = K - overlap steps. The delay d of a chunk is at most min(s, overlap). The chunk for the
@@ -22,31 +22,31 @@ from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import ByteArray, ChunkResult, CommittedSpec, EnvSpec, EpisodeStart, FloatArray, IntArray
 
 WINDOW = 10
-"""Number of recent delays; the policy observes their maximum."""
+"""Number of recent delays whose maximum the policy observes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Distribution of the inference delay of an environment, and the overlap of consecutive chunks."""
+    """Distribution of the inference delay in env steps, and the overlap of consecutive chunks."""
 
     low: int
     high: int
-    """Maximum delay; delays are uniform in low..high."""
+    """Maximum delay in env steps; delays are sampled uniformly from low..high."""
     overlap: int
-    """Number of actions at the end of a chunk for env steps that the next chunk also covers."""
+    """Number of actions at the end of a chunk whose env steps the next chunk also covers."""
     observed: bool
     """True if the state contains the committed actions: those of the previous chunk that will still be executed."""
 
     def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
-        """See `envs.factory.Delay` and `with_delay`."""
+        """Return the spec of the delayed environment (see `with_delay`)."""
         return with_delay(spec, self, chunk)
 
     def original(self, spec: EnvSpec) -> EnvSpec:
-        """See `envs.factory.Delay`."""
+        """Return the spec without committed actions (see `without_committed`)."""
         return without_committed(spec)
 
     def wrap(self, env: ChunkedEnv, num_slots: int) -> Env:
-        """See `envs.factory.Delay`."""
+        """Wrap the environment in a `DelayedEnv`."""
         return DelayedEnv(env, self, num_slots)
 
     def fits(self, chunk: int) -> bool:
@@ -88,13 +88,13 @@ def with_delay(spec: EnvSpec, timing: Timing, chunk: int) -> EnvSpec:
     if chunk and not timing.fits(chunk):
         problems.append(
             f"rollout.chunk_overlap={timing.overlap} and env.control.latency_steps={timing.high} do not fit into "
-            f"chunks of {chunk} actions: the overlap and the rest must each be at least the delay. Set "
+            f"chunks of {chunk} actions: the overlap and the remaining actions must each be at least the delay. Set "
             f"model.num_action_chunks to {max(timing.overlap, timing.high) + max(1, timing.high)} or more, or lower "
             "the delay."
         )
     if spec.simulator.lockstep:
         problems.append(
-            f"env '{spec.name}' steps all its slots at once, but a delay steps some of them. Set "
+            f"env '{spec.name}' can only step all its slots at once, but a delay needs steps of single slots. Set "
             "env.control.latency_steps=0 and leave out rollout.chunk_overlap, or use another env."
         )
     if problems:
@@ -143,7 +143,7 @@ class _Running:
 
 
 class DelayedEnv:
-    """Implements `Env` around another environment, whose chunks begin after a delay."""
+    """Wrapper that delays the action chunks of another environment (implements `Env`)."""
 
     def __init__(self, inner: ChunkedEnv, timing: Timing, num_slots: int) -> None:
         self.inner = inner

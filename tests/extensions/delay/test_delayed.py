@@ -162,7 +162,7 @@ def test_chunks_too_short_for_the_delay_are_refused(overlap, delay):
 
 def test_batched_simulators_are_refused_with_a_delay():
     spec = ScriptedBatch((steps_of([0.0]),)).spec
-    with pytest.raises(ConfigError, match="steps all its slots at once"):
+    with pytest.raises(ConfigError, match="can only step all its slots at once"):
         with_delay(spec, Timing(low=1, high=1, overlap=4, observed=False), 8)
 
 
