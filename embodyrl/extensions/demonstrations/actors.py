@@ -1,4 +1,4 @@
-"""Start the training processes (actor ranks) of SFT, which needs no simulators."""
+"""Start of the training processes (actor ranks) of SFT."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class SupervisedActors(Started):
     loop: EventLoop
 
     def save(self, folder: Path) -> None:
-        """Write policy and training state in `folder`."""
+        """Save the policy and the training state to `folder`."""
         self.loop.call(SaveRequest(folder=str(folder)))
 
     @contextmanager
     def holding(self, samples: Samples, rows: IntArray, plain: BoolArray | None = None) -> Iterator[IntArray]:
-        """Write the samples with indices `rows` into arena records, and yield their tickets; freed after the block.
+        """Write the samples `rows` to arena records; yield the tickets, which are freed after the `with` block.
 
         `plain`: mask of the samples to write without the suffix of the instruction.
         """
@@ -66,7 +66,7 @@ def start_supervised(
     log_dir: Path,
     say: Callable[[str], None],
 ) -> SupervisedActors:
-    """Start the ranks and wait until they are ready.
+    """Start the actor ranks of an SFT run, and wait until they are ready.
 
     Args:
         cfg: config of the run.

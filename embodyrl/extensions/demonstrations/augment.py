@@ -29,7 +29,7 @@ def draw(count: int, seed: int) -> Tensor:
 
 
 def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray:
-    """Augment each frame independently.
+    """Augment each frame independently with the recipe of this module.
 
     Args:
         images: [B, C, H, W, 3] uint8.

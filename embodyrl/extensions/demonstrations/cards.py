@@ -37,7 +37,7 @@ _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 PLAIN = DemonstrationSettings()
-"""Settings of a data set that contains the description of its environment."""
+"""Default settings, for data sets that contain the description of their environment."""
 
 
 def camera_column(data: DemonstrationSettings, camera: str) -> str:
@@ -46,7 +46,7 @@ def camera_column(data: DemonstrationSettings, camera: str) -> str:
 
 
 def _checked_gripper(root: Path, data: DemonstrationSettings, width: int) -> GripperConvention | None:
-    """Return the gripper convention of the settings for actions of `width` numbers.
+    """Return the gripper convention of the settings, checked against the action dimension `width`.
 
     Raises:
         ConfigError: the actions have no number of that index.
@@ -55,14 +55,14 @@ def _checked_gripper(root: Path, data: DemonstrationSettings, width: int) -> Gri
         return None
     if not -width <= data.gripper_index < width:
         raise ConfigError(
-            f"data.gripper_index={data.gripper_index}: the actions of {root} have {width} numbers. "
-            "Set an index of the action."
+            f"data.gripper_index={data.gripper_index} is out of range, because the actions of {root} have {width} "
+            f"numbers. Set an index from {-width} to {width - 1}."
         )
     return GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
 
 
 def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
-    """Read the card of a data set, with the observation history of the settings.
+    """Read the card of a data set, and add the observation history of the settings.
 
     Raises:
         EmbodyError, ConfigError: see `stored_card`.
@@ -94,7 +94,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
         raise EmbodyError(f"{path} has no field {error}. Download or collect the data set again.") from error
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
-            f"{path} is not usable ({reason_of(error)}). Download or collect the data set again, or choose another "
+            f"{path} cannot be read ({reason_of(error)}). Download or collect the data set again, or choose another "
             "folder."
         ) from error
     given = [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]
@@ -108,7 +108,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
         return replace(card, env=replace(card.env, action=action, cameras=cameras))
     if given:
         raise ConfigError(
-            f"{', '.join(given)}: {root} was written by `embodyrl collect` and contains its description; remove these "
+            f"{', '.join(given)}: {root} was written by embodyrl and already contains this description. Remove these "
             "keys."
         )
     return card
@@ -122,8 +122,8 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
         raise ConfigError(
-            f"data.path={root}: its images differ in size or kind ({found}). Select images of one size and type with "
-            "data.cameras={name: column, ...}."
+            f"data.path={root}: the image columns differ in size or type ({found}). Select columns of one size and "
+            "type with data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
     vectors = [
@@ -173,7 +173,7 @@ def _camera_columns(
     if strangers := [key for key in pictures if not key.startswith(prefix)]:
         example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)
         raise ConfigError(
-            f"data.path={root}: its images {', '.join(strangers)} are not named {image_key('<camera>')}. "
+            f"data.path={root}: the image columns {', '.join(strangers)} are not named {image_key('<camera>')}. "
             f"Select the cameras: 'data.cameras={{{example}}}'."
         )
     return {key.removeprefix(prefix): key for key in pictures}
@@ -183,13 +183,13 @@ def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int
     """Return height and width of a camera column; channels are the first or the last dimension of its shape."""
     info = feature.get("info") or {}
     if info.get("video.is_depth_map") or info.get("is_depth_map"):
-        raise ConfigError(f"data.path={root}: '{key}' is a depth map; choose color cameras with data.cameras.")
+        raise ConfigError(f"data.path={root}: column '{key}' is a depth map. Select color cameras with data.cameras.")
     shape, names = _shape(root, key, feature), [str(name) for name in feature.get("names") or ()]
     ends = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
     if not ends:
         raise ConfigError(
             f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels. "
-            "Leave the camera out with data.cameras."
+            "Select other cameras with data.cameras."
         )
     first = len(ends) == 2 and names[:1] and names[0].startswith("c")
     size = shape[1:] if first or ends[0] == 0 else shape[:2]
@@ -214,6 +214,6 @@ def _shape(root: Path, key: str, feature: Mapping[str, Any]) -> list[int]:
     shape = feature.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise EmbodyError(
-            f"{root / INFO_PATH}: the shape of '{key}' is {shape!r}, expected a list of numbers. Correct the file."
+            f"{root / INFO_PATH}: the shape of '{key}' is {shape!r}, expected a list of integers. Correct the file."
         )
     return shape

@@ -1,4 +1,4 @@
-"""Checks of a data set on disk: consistency of its files."""
+"""Checks of the consistency of a data set's files, and comparisons of data sets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
-"""Keys of `ENV_FIELDS` that determine the shape and meaning of frames."""
+"""Keys of `ENV_FIELDS` that determine the shape and the meaning of observations and actions."""
 _SAME_RATE = 0.01
-"""Maximum relative difference of equal frame rates, such as 29.97 and 30."""
+"""Maximum relative difference of frame rates that count as equal, for example 29.97 and 30."""
 _TOLERANCE_S = 1e-4
 """Maximum difference between a timestamp and frame_index / fps that LeRobot accepts, in seconds."""
 
@@ -37,7 +37,7 @@ _Episodes = list[dict[str, Any]]
 def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     """Return the errors of a data set, one line each.
 
-    For a data set of another program, the errors are properties that would be misinterpreted.
+    A data set of another program is checked only for properties that would be misinterpreted.
 
     Raises:
         ConfigError: the data set has another format, or contradicts the keys that describe it.
@@ -63,7 +63,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
 
 
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
-    """Describe the fields in which two environment specs differ; `alike`: additional fields to compare."""
+    """Describe the fields in which two environment specs differ; `alike` names additional fields to compare."""
     read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
     found = {name: (get(one), get(other)) for name, get in read.items() if get(one) != get(other)}
     shown = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in found.items()}
@@ -73,9 +73,9 @@ def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
 def set_differences(
     one: tuple[Path, Card], other: tuple[Path, Card], *alike: str, data: DemonstrationSettings = PLAIN
 ) -> str:
-    """Describe the differences of two data sets, each a folder and its card, that rule out training on both.
+    """Describe the differences between two data sets (folder, card) that prevent training on both.
 
-    These are the fields of `differences`, the frame rate, and the order of named numbers.
+    Compared are the fields of `differences`, the frame rate, and the order of named dimensions.
     """
     differs, rates = differences(one[1].env, other[1].env, *alike), (one[1].fps, other[1].fps)
     if not differs and not math.isclose(*rates, rel_tol=_SAME_RATE):
@@ -103,7 +103,7 @@ def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(_task_names(rows)), check_metadata=True):
-        yield f"{layout.TASKS_PATH}: not the {len(_task_names(rows))} instructions of the episodes, in their order."
+        yield f"{layout.TASKS_PATH} does not list the {len(_task_names(rows))} instructions of the episodes in order."
 
 
 def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
@@ -111,9 +111,9 @@ def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     for key, feature in layout.features_of(card).items() if rows else ():
         image = feature["dtype"] in ("image", "video")
         if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
-            yield f"{layout.STATS_PATH}: no statistics of '{key}'."
+            yield f"{layout.STATS_PATH} has no statistics of '{key}'."
         for name, values in stats.get(key, {}).items():
-            # Of images one number a channel, shaped so that it broadcasts over [3, H, W].
+            # Images have one number per channel, in a shape that broadcasts over [3, H, W].
             shape = (1,) if name == "count" else (3, 1, 1) if image else tuple(feature["shape"])
             if np.shape(values) != shape:
                 yield f"{layout.STATS_PATH}: {key}/{name} has shape {np.shape(values)}, expected {shape}."
@@ -140,7 +140,7 @@ def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 
 def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
-    """Yield errors of the table of episodes; `exact`: numbers must have no gaps, as of deleted episodes."""
+    """Yield errors of the episode table; with `exact`, also gaps in the numbers, for example of deleted episodes."""
     start, last = 0, -1
     for place, row in enumerate(rows):
         number = row["episode_index"]
@@ -157,7 +157,7 @@ def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
 
 
 def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    """Yield one line per file that is missing, has other columns, or belongs to no episode."""
+    """Yield one line per file that is missing, has unexpected columns, or is not part of an episode."""
     named: set[str] = set()
     for number, row in enumerate(rows):
         paths = paths_of(card, row)
@@ -165,7 +165,7 @@ def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
             yield f"{missing[0]} of episode {number} is missing."
             return
         if paths[0] not in named and not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
-            yield f"{paths[0]}: columns differ from those of meta/info.json."
+            yield f"{paths[0]}: the columns differ from those in meta/info.json."
         named.update(paths)
     there = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
     yield from (f"{path}: no episode refers to this file." for path in sorted(there - named))

@@ -37,12 +37,12 @@ from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode
 
 _HOPELESS = 20
-"""Maximum number of trials per requested episode of a task; beyond it, `collect` fails."""
+"""Maximum number of trials per requested episode of a task before `collect` fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectResult:
-    """Result of one call of `collect`: contents of the data set, and env steps and time of the call."""
+    """Result of one call of `collect`: size of the data set, and outcomes and duration of the call."""
 
     folder: Path
     episodes: int
@@ -54,7 +54,7 @@ class CollectResult:
 
 
 def collection_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the start banner of a collection, as pairs of name and text."""
+    """Return the lines of the start banner of a collection as (name, text) pairs."""
     run_plan = draw_collection(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
@@ -81,7 +81,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
 
 
 def draw_collection(cfg: Config) -> RunPlan:
-    """Derive the run plan of a collection: slots of the training split, one record per env step.
+    """Build the run plan of a collection, with the slots of the training split and one record per env step.
 
     Raises:
         ConfigError: incompatible components, or a task without an expert.
@@ -95,13 +95,13 @@ def draw_collection(cfg: Config) -> RunPlan:
     if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
         known = ",".join(map(str, base.env.expert.tasks))
         raise ConfigError(
-            f"env '{base.env.name}' has no scripted expert for tasks {unknown}; set env.train.task_ids=[{known}]."
+            f"env '{base.env.name}' has no scripted expert for tasks {unknown}. Set env.train.task_ids=[{known}]."
         )
     if labelled and not base.policy.scripted and not base.env.expert.reacts:
         raise ConfigError(
-            f"env '{base.env.name}': its expert follows a plan, so it cannot label states that another policy "
+            f"env '{base.env.name}': the scripted expert follows a plan and cannot label states that another policy "
             f"visits. Collect episodes of the expert instead: embodyrl collect model=scripted (model.expert_noise "
-            "adds recoveries), and use data.more with embodyrl sft."
+            "adds recoveries). Add them to SFT with data.more."
         )
     if cfg.command == "dagger":
         _check_demonstrations(cfg, base.env)
@@ -132,8 +132,8 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
     ]
     if differs := differences(cards[0], played):
         problems.append(
-            f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
-            "the cameras that they were collected with, or other data."
+            f"The demonstrations in {first} and env '{played.name}' differ in {differs}. Choose the environment and "
+            "the cameras of the demonstrations, or other data."
         )
     problems += [line for folder in folders for line in check_layout(resolve_asset(folder), cfg.data)]
     if problems:
@@ -141,12 +141,12 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
 
 
 def write_environment(cfg: Config, folder: Path) -> None:
-    """Store the environment's settings with the data, for `embodyrl eval` of policies trained on them."""
+    """Save the environment's settings in the data set, for `embodyrl eval` of policies trained on the data."""
     write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
 
 
 def card_of(run_plan: RunPlan) -> Card:
-    """Return the metadata card of the data set; collections with equal cards contain the same episodes."""
+    """Return the metadata card of a collection; collections with equal cards contain the same episodes."""
     cfg = run_plan.cfg
     return Card(
         env=run_plan.env,
@@ -254,12 +254,12 @@ class _Collecting:
         return trials
 
     def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
-        """Run one list of episodes and write them in the order of the list."""
+        """Run the episodes of `trials`, and write the kept episodes in this order."""
         ended: dict[int, Demonstration | None] = {}
         waiting = list(range(len(trials)))
 
         def write(*, all_that_came: bool) -> None:
-            # In the order of trials, not of ends: the data set does not depend on the number of workers.
+            # In the order of trials, not of completion: the data set does not depend on the number of workers.
             while waiting and (waiting[0] in ended or all_that_came):
                 demonstration = ended.pop(waiting.pop(0), None)
                 if demonstration is not None:
@@ -275,7 +275,7 @@ class _Collecting:
             actor = Actor.expert if spec.labelled or spec.policy.scripted else Actor.policy
             source = source_of(episode, trial=trial, version=self.version)
             ended[episode.spec.episode_id] = copy_episode(workers.arena, episode, source, actor) if wanted else None
-            # Copied above: the arena holds one running episode a slot and no more.
+            # Copied above: the arena has space for only one running episode per slot.
             workers.scheduler.release(rollout.out, [episode])
             write(all_that_came=False)
             self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")
@@ -304,13 +304,13 @@ class _Collecting:
 
 
 def source_of(episode: Episode, *, trial: int, version: int) -> Source:
-    """Return the origin of an episode; `trial`, `version`: see `Source`."""
+    """Return the origin of an episode; `trial` and `version` are fields of `Source`."""
     spec = episode.spec
     return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)
 
 
 def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
-    """Copy an episode with one env step per record out of the arena, whose records are reused later."""
+    """Copy an episode, which has one env step per record, from the arena, whose records are reused later."""
     records = episode.records
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(

@@ -1,4 +1,4 @@
-"""DAgger (arXiv 1011.0686): the policy acts, an expert labels or corrects, in rounds of collection and training."""
+"""DAgger (arXiv 1011.0686): in each round, the policy acts, an expert labels or corrects the episodes, and SFT runs."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -22,16 +22,16 @@ from embodyrl.plan.weights import resolve_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaggerResult:
-    """Result of the last round."""
+    """Result of `dagger`: the SFT run of the last round, and the data of all rounds."""
 
     run: Path
-    """Run folder of the SFT run of the round."""
+    """Run folder of the last round's SFT run."""
     data: tuple[Path, ...]
     """Folder with the labelled episodes of each round."""
 
 
 class ScriptedExpert:
-    """DAgger expert: the scripted expert of the environment, which labels every state that the policy visits."""
+    """DAgger expert that labels every visited state with the action of the environment's scripted expert."""
 
     scripted: ClassVar[bool] = True
     authors: ClassVar[tuple[str, ...]] = ()
@@ -40,7 +40,7 @@ class ScriptedExpert:
         """Create the expert, which has no settings."""
 
     def collect(self, cfg: Config) -> None:
-        """Record episodes of the policy with labels of the expert."""
+        """Collect episodes of the policy with actions of the scripted expert as labels."""
         collect(overridden(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
@@ -110,5 +110,5 @@ def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
 
 
 def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the start banner of DAgger, as pairs of name and text."""
+    """Return the lines of the start banner of DAgger as (name, text) pairs."""
     return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]

@@ -11,9 +11,9 @@ from embodyrl.types import EnvSpec, EpisodeSpec
 
 
 def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
-    """Return the episode list for trials (task id, trial number), which determine the episodes.
+    """Return the episodes of trials, each of which is a pair of task id and trial number.
 
-    The trials of a task use the initial states of `env.train` in seeded permutations, so each equally often.
+    The trials of a task use the initial states of `env.train` in seeded permutations, each state equally often.
     """
     split = cfg.env.train
     episodes = []

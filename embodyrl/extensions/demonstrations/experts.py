@@ -18,7 +18,7 @@ class Expert(Protocol):
     def __init__(self, cfg: Config) -> None: ...
 
     def collect(self, cfg: Config) -> None:
-        """Record one round of episodes into `collect.out`; an incomplete round is resumed."""
+        """Record the episodes of one round in `collect.out`; resume an incomplete round."""
         ...
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:

@@ -15,11 +15,11 @@ from embodyrl.types import ByteArray, IntArray
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 """Image formats that Pillow reads without other programs."""
 _LISTING_S = 120.0
-"""Deadline for listing the frame times of a video, seconds."""
+"""Time limit for listing the frame times of a video, in seconds."""
 _SHIFT = 0.4
-"""Maximum distance of a frame from equal spacing, in frames."""
+"""Maximum deviation of a frame time from equal spacing, in frame intervals."""
 _SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations that exchange width and height."""
+"""EXIF orientations that swap width and height."""
 
 
 def encode_png(frame: ByteArray) -> bytes:
@@ -46,11 +46,12 @@ def decode_png(content: bytes, out: ByteArray) -> None:
                     f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
                 )
             if image.mode.startswith(("I", "F")):
-                raise EmbodyError(f"The frame has the mode {image.mode} (a depth map?). Choose color cameras.")
+                raise EmbodyError(f"The frame is probably a depth map (mode {image.mode}). Choose color cameras.")
             pixels = np.asarray((image if turned == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
-            f"The frame is not a {' or '.join(_FORMATS)} image. Download or collect the data set again."
+            f"The frame is not an image in a known format ({', '.join(_FORMATS)}). Download or collect the data set "
+            "again."
         ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise EmbodyError(f"The frame cannot be decoded: {error}. Download or collect the data set again.") from error
@@ -58,7 +59,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
 
 
 def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
-    """Write concatenated parts [T, H, W, 3] of a video as H.264; height and width must be even.
+    """Concatenate the parts [T, H, W, 3] of a video, and write it as H.264; height and width must be even.
 
     Raises:
         EmbodyError: the encoder failed.
@@ -71,24 +72,24 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
             fps=fps,
             codec="libx264",
             macro_block_size=2,
-            # A key frame every second frame, as lerobot has it: loaders look up single frames in any order.
+            # Every second frame is a key frame, like in lerobot: loaders read single frames in any order.
             output_params=["-crf", "18", "-g", "2"],
         )
     except (OSError, RuntimeError) as error:
-        raise EmbodyError(f"Cannot encode {path}: {error}. Use collect.images=png.") from error
+        raise EmbodyError(f"The video {path} cannot be encoded: {error}. Set collect.images=png.") from error
 
 
 def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
-    """Return the frame rate of a file in Hz; `expected` if the stored number is a rounded `expected`.
+    """Return the frame rate of a video in Hz, or `expected` if the stored rate differs only by rounding.
 
     Raises:
-        EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or it has fewer
-            frames per second.
+        EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or its frame rate
+            is lower than `expected` or variable.
     """
     import imageio_ffmpeg  # here, because commands that read no video import this module too
 
     if not path.is_file():
-        raise EmbodyError(f"{path} cannot be read: the file is missing. Download or collect the data set again.")
+        raise EmbodyError(f"The video {path} is missing. Download or collect the data set again.")
     try:
         # The first item describes the file; no frame is decoded for it.
         meta = next(frames := imageio_ffmpeg.read_frames(str(path)))
@@ -112,7 +113,7 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
 
 
 def _require_constant_rate(path: Path, program: str) -> None:
-    """Check that the frames of a file are equally spaced; the times are read without decoding.
+    """Check that the frames of a video are equally spaced in time, without decoding the frames.
 
     Raises:
         EmbodyError: the frame rate is variable, so that times of steps do not give indices of frames.
@@ -122,7 +123,7 @@ def _require_constant_rate(path: Path, program: str) -> None:
         listed = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise EmbodyError(
-            f"{path}: its frame times cannot be read: {error}. Download or collect the data set again."
+            f"The frame times of {path} cannot be read: {error}. Download or collect the data set again."
         ) from error
     lines = [line.split(",") for line in listed.stdout.decode(errors="replace").splitlines() if line[:1] != "#"]
     times = np.sort(np.array([line[2] for line in lines if len(line) > 2]).astype(np.float64))
@@ -133,13 +134,13 @@ def _require_constant_rate(path: Path, program: str) -> None:
     wrong = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
     if len(wrong):
         raise EmbodyError(
-            f"{path} has a variable frame rate: frame {wrong[0]} is {(times - even)[wrong[0]] / step:+.1f} frames away "
-            "from its place. Encode the video with the frame rate of meta/info.json."
+            f"{path} has a variable frame rate: frame {wrong[0]} is displaced by "
+            f"{(times - even)[wrong[0]] / step:+.1f} frames. Encode the video with the frame rate of meta/info.json."
         )
 
 
 def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exact: bool) -> None:
-    """Decode frames of a file.
+    """Decode selected frames of a video.
 
     Args:
         path: the file.
@@ -156,7 +157,7 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
             while done < len(outs) and numbers[done] == count:
                 if frame.shape != outs[done].shape:
                     raise EmbodyError(
-                        f"{path} has frames of {frame.shape}, but the data set declares {outs[done].shape}. "
+                        f"{path} has frames of shape {frame.shape}, but the data set declares {outs[done].shape}. "
                         "Encode the video again."
                     )
                 outs[done][...] = frame
@@ -169,6 +170,6 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
     if done < len(outs) or (exact and count != numbers[-1] + 1):
         many = f"more than {count - 1}" if done == len(outs) else str(count)
         raise EmbodyError(
-            f"{path} contains {many} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect it "
-            "again."
+            f"{path} contains {many} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect the "
+            "data set again."
         )

@@ -1,4 +1,4 @@
-"""Learner of SFT; observations and target actions are arena records, as in RL."""
+"""SFT learner, which reads observations and target actions from arena records, like the RL learners."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 
 @runtime_checkable
 class ImitatesPadded(Policy, Protocol):
-    """Policy whose imitation loss uses a mask of padded actions."""
+    """Interface of a policy whose imitation loss masks padded actions."""
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H, A] (see `Policy.imitate`); `padding` [B, H] is True for padded actions."""
@@ -37,12 +37,12 @@ class TokenPolicy(Policy, Protocol):
     """Interface of a policy whose tokens can represent any action."""
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Return tokens [B, L] of actions [B, K, A] in the environment's units."""
+        """Return the tokens [B, L] of actions [B, K, A] in the environment's units."""
         ...
 
 
 class ImitationLearner(Learner):
-    """SFT of the policy on one rank, on records of the arena."""
+    """Learner that runs SFT of the policy on one rank, on samples in arena records."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.objective is not None
@@ -58,12 +58,13 @@ class ImitationLearner(Learner):
             self._policy.conditioning = rule if labels else None
         elif labels:
             raise ConfigError(
-                f"objective.labels: model '{self._policy.spec.name}' cannot be conditioned on an instruction suffix."
+                f"objective.labels: model '{self._policy.spec.name}' cannot be conditioned on an instruction suffix. "
+                "Remove objective.labels, or choose another model."
             )
         if self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
             raise ConfigError(
-                f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for recorded actions; use an "
-                "OpenVLA-OFT model with discrete actions."
+                f"objective.name=dpo: model '{self._policy.spec.name}' cannot encode recorded actions as tokens. Use "
+                "an OpenVLA-OFT model with discrete actions."
             )
 
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
@@ -74,11 +75,11 @@ class ImitationLearner(Learner):
         """
         records = self._samples(self._arena.read(request.tickets))
         self._trainer.ranks.train()
-        # Dropout and the like; RL never gets here, acting and scoring must be one function.
+        # Enable dropout; RL does not, because acting and scoring must be the same function.
         self._policy.module.train(request.learn)
         if not request.learn:
             return self._measure(records)
-        # By sample and not by rank: the images are the same on any number of ranks.
+        # Seeded by sample and not by rank: the images are the same on any number of ranks.
         draws = self._draws(request.augment, len(records))
         taken = yield from self._trainer.descend(
             self._deal(records),
@@ -100,7 +101,7 @@ class ImitationLearner(Learner):
             if counts:
                 error = {} if scores.error is None else {"error": float(scores.error.sum())}
                 parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum()), **error})
-        # Sums travel, not means: ranks may have measured different numbers of samples.
+        # Exchange sums, not means: ranks may have measured different numbers of samples.
         parts = ranks.exchange(parts)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
@@ -110,9 +111,7 @@ class ImitationLearner(Learner):
         return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _costs(self, records: IntArray) -> IntArray:
-        """Return the number of tokens of each sample's forward pass; both answers of a pair are padded to the same
-        length.
-        """
+        """Return the number of tokens of each sample's forward pass, including the padding of pairs of answers."""
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
             return np.ones(len(records), np.int64)
         asked = self._policy.prompt_lengths(read_observation(self._arena, records))
@@ -167,7 +166,7 @@ class ImitationLearner(Learner):
         return self._compared(self._value(_twice(obs, said)))
 
     def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Return the cross-entropy of the classifier "goal reached"; the logit is the value of the observation."""
+        """Return the cross-entropy loss of the success classifier, whose logit is the value of the observation."""
         value = self._value(obs)
         label = on_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
@@ -186,7 +185,7 @@ class ImitationLearner(Learner):
 
     def _value(self, obs: Observation) -> Tensor:
         """Return the value [B] of each observation, with gradients."""
-        # The value head reads only the input before the actions, so any tokens will do.
+        # The value head reads only the input before the actions, so the tokens have no effect.
         nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
         return self._policy.score(obs, nothing).value[:, 0]
 
@@ -197,7 +196,7 @@ class ImitationLearner(Learner):
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Return the augmentation random numbers [6, count, C] (see `draw`), the same for any number of ranks."""
+        """Return the random numbers [6, count, C] of the augmentation (see `draw`), equal for any number of ranks."""
         cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
         if not seeds or not cameras:
             return None

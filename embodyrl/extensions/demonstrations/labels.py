@@ -27,7 +27,7 @@ class Labels:
     returns: FloatArray
     """[N] normalised return-to-go, in -1..0."""
     value: FloatArray
-    """[N] value predicted by a model that did not train on the episode, if there are several folds."""
+    """[N] predicted value; with several folds, the model was not trained on the episode."""
     advantage: FloatArray
     positive: BoolArray
 
@@ -53,7 +53,7 @@ def places(demos: Demonstrations) -> tuple[IntArray, IntArray]:
 
 
 def read_positive(path: Path, demos: Demonstrations) -> IntArray:
-    """Return the positive label [N] of all frames, 0 or 1.
+    """Return the advantage label [N] of all frames: 1 for positive, 0 for negative.
 
     Raises:
         ConfigError: the file is missing or damaged, or was written for other data.
@@ -63,7 +63,7 @@ def read_positive(path: Path, demos: Demonstrations) -> IntArray:
         found = [table[name].to_numpy() for name in ("episode_index", "frame_index", "recap.indicator")]
     except (OSError, KeyError, pa.ArrowException) as error:
         raise ConfigError(
-            f"objective.labels={path} cannot be read: {reason_of(error)}. Run `embodyrl recap`."
+            f"objective.labels={path} cannot be read: {reason_of(error)}. Write the file with `embodyrl recap`."
         ) from error
     if any(not np.array_equal(one, other) for one, other in zip(found, places(demos), strict=False)):
         raise ConfigError(

@@ -55,7 +55,7 @@ class Actor(IntEnum):
     """Author of a recorded action."""
 
     unknown = -1
-    """Not recorded: third-party data, or data of older versions."""
+    """The author was not recorded: third-party data, or data of older versions."""
     policy = 0
     expert = 1
     """The scripted expert, including labels for states that another policy visited."""
@@ -87,9 +87,9 @@ class Card:
     actors: bool = False
     """True if the data files have the column `ACTOR`."""
     without: tuple[str, ...] = ()
-    """`REWARD` and `SUCCESS` if the data files have no such column, because the source of the episodes has none."""
+    """Names of the columns `REWARD` and `SUCCESS` if the data files lack them, because the source lacks them."""
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the numbers of `STATE` and `ACTION`, if the source of the episodes has names."""
+    """Names of the dimensions of `STATE` and `ACTION`, if the source of the episodes has names."""
     collected: Mapping[str, Any] = field(default_factory=dict)
     """Settings that determine the episodes; a collection resumes only with equal settings."""
 
@@ -127,7 +127,7 @@ ENV_FIELDS = {
     "unnorm_key": "benchmark.unnorm_key",
     "max_episode_steps": "max_episode_steps",
 }
-"""Keys of `meta/embodyrl.json`, each with its attribute path in `EnvSpec`."""
+"""Attribute path in `EnvSpec` of each key in `meta/embodyrl.json`."""
 
 
 def _env_to_json(env: EnvSpec) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
 
 
 def is_ours(root: Path) -> bool:
-    """Return whether `embodyrl collect` wrote the data set; its files then have additional fields."""
+    """Return whether embodyrl wrote the data set, so that its files have additional fields."""
     return (root / CARD_PATH).is_file()
 
 
@@ -241,14 +241,14 @@ def tasks_table(tasks: list[str]) -> pa.Table:
 
 
 def number_names(feature: Mapping[str, Any]) -> list[str]:
-    """Return the names of a column's dimensions, if its feature contains them as a list or as lists by kind."""
+    """Return the names of a column's dimensions, which the feature stores as one or several lists; empty if missing."""
     names = feature.get("names") or ()
     parts = names.values() if isinstance(names, dict) else [names]
     return [str(name) for part in parts if isinstance(part, list | tuple) for name in part]
 
 
 def file_place(number: int) -> dict[str, int]:
-    """Return chunk and file index of file `number`, counted from 0."""
+    """Return the chunk index and the file index of file `number`, counted from 0."""
     return {"chunk_index": number // CHUNKS_SIZE, "file_index": number % CHUNKS_SIZE}
 
 
@@ -270,7 +270,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of an episode, sufficient to repeat the episode."""
+    """Origin of an episode: the values that are needed to repeat the episode."""
 
     task_id: int
     reset_id: int
@@ -299,7 +299,7 @@ class Demonstration:
     instruction: str
     source: Source
     actor: IntArray | Actor = Actor.policy
-    """[T] `Actor` of each action, or one for all."""
+    """[T] `Actor` of each action, or one value for all actions."""
 
     def __len__(self) -> int:
         return len(self.action)

@@ -84,9 +84,9 @@ class LearnedReward:
         mine = (min(len(seen.images), shape["num_images"]), *seen.images.shape[1:3]) if images else None
         if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
             raise CheckpointError(
-                f"reward.path={self._folder}: trained on a state of {shape['state_dim']} and images {images}, but "
-                f"this environment has {len(seen.state)} and {mine}, or the network has no value head. Train it with "
-                "`embodyrl sft objective.name=success` on episodes of this environment with these cameras."
+                f"reward.path={self._folder}: the model has no value head, or its inputs ({shape['state_dim']} state "
+                f"numbers, images {images}) differ from the environment's ({len(seen.state)}, {mine}). Train a model "
+                "with `embodyrl sft objective.name=success` on episodes of this environment with these cameras."
             )
         self._weights = weights
 
@@ -96,6 +96,6 @@ def _relu(x: np.ndarray) -> np.ndarray:
 
 
 def load_reward(folder: Path) -> LearnedReward | None:
-    """Return the reward model in a folder, or None if there is none."""
+    """Return the reward model in a folder, or None if the folder contains no reward model."""
     found = (folder / CONFIG_FILE).is_file() and (folder / WEIGHTS_FILE).is_file()
     return LearnedReward(folder) if found else None

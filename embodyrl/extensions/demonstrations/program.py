@@ -24,7 +24,7 @@ def collect(cfg: Config) -> CollectResult:
 
 
 def sft(cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
-    """Train on demonstrations or text, or resume the run in `resume`; `on_step` as in `train`.
+    """Train on demonstrations or text, or resume the run in `resume`; for `on_step`, see `train`.
 
     Raises:
         EmbodyError: any failure with a known cause.

@@ -1,4 +1,4 @@
-"""Load data sets into memory; frames are decoded once, so a batch is a single indexing operation."""
+"""Load data sets into memory with decoded frames, so that a batch is a single indexing operation."""
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +37,7 @@ _Episodes = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """N consecutive env steps of E episodes."""
+    """Demonstrations in memory: N env steps of E episodes, one episode after another."""
 
     images: ByteArray
     """[N, C, H, W, 3] uint8 in the simulator's orientation."""
@@ -46,7 +46,7 @@ class Demonstrations:
     action: FloatArray
     """[N, A] in the environment's units."""
     reward: FloatArray
-    """[N] rewards; 0 if the data set has none."""
+    """[N] rewards; 0 if the data set has no rewards."""
     success: BoolArray
     """[N] True if the goal is reached after the action; False if the data set has no such column."""
     start: IntArray
@@ -96,7 +96,7 @@ class Demonstrations:
         return found, found == wanted
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
-        """Return pairs of chunk starts [M, 2]: in an episode, and in a worse episode from the same initial state.
+        """Return the steps [M, 2] at which chunks of a better and a worse episode from one initial state begin.
 
         A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
         same env step of their episodes, up to the length of the shorter episode.
@@ -213,7 +213,7 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
         episode, step, what = bad[0]
         raise EmbodyError(
             f"{root}: episode {episode}, step {step}: {what} ({len(bad)} such rows in {len(found)} episodes). Correct "
-            "the data, or set data.skip_nonfinite=true to leave out these episodes."
+            "the data, or set data.skip_nonfinite=true to skip these episodes."
         )
     return found
 
@@ -242,14 +242,14 @@ def check_gripper(where: str, gripper: GripperConvention | None, action: FloatAr
     between = len(found) < 3 and ((found > low + slack) & (found < high - slack)).any()
     if len(found) and (between or found[0] < low - slack or found[-1] > high + slack):
         raise ConfigError(
-            f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {where} is "
-            f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values of an open and a closed gripper, or set "
-            "data.gripper_index."
+            f"data.gripper=[{gripper.open:g},{gripper.closed:g}] does not match action {gripper.index} of {where}, "
+            f"which is in {found[0]:g}..{found[-1]:g}. Set data.gripper to the actions that open and close the "
+            "gripper, or set data.gripper_index."
         )
 
 
 def gripper_doubts(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
-    """Return warnings if the gripper actions in [N, A] are constant or cover at most half of the declared range."""
+    """Return a warning if the gripper actions in `action` [N, A] cover at most half of the declared range."""
     if gripper is None or not len(action):
         return ()
     values = action[:, gripper.index]
@@ -276,7 +276,7 @@ def _read_frames(
     """Decode the frames of the rows in `keep`, in order; `whole`: require that video files have no later frames."""
     shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
-    # Decoded into their place: a list of frames that is stacked later takes the memory twice.
+    # Decode in place: stacking a list of frames would take twice the memory.
     images = np.empty(shape, np.uint8)
     columns = [camera_column(data, camera) for camera in card.env.cameras.names]
     if card.video:
@@ -341,7 +341,7 @@ def _read_videos(
         if len(twice):
             one, other = sorted(owner[order][twice[0] : twice[0] + 2].tolist())
             raise EmbodyError(
-                f"{path}: episodes {one} and {other} have the same frame {numbers[order][twice[0]]}. Correct "
+                f"{path}: episodes {one} and {other} both refer to frame {numbers[order][twice[0]]}. Correct "
                 f"videos/{column}/from_timestamp in meta/episodes, or download the data set again."
             )
         decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=exact)
@@ -357,13 +357,13 @@ def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[byt
             file = (root / path).resolve()
             if not file.is_relative_to(root.resolve()) or not file.is_file():
                 raise EmbodyError(
-                    f"{place} refers to the image {path}, which is not a file in the data set. Write the "
-                    "images into the data files, or copy them there."
+                    f"{place} refers to the image {path}, which is not a file in the data set. Copy the image to this "
+                    "path, or store the images in the data files."
                 )
             try:
                 content = read_small(file)
             except (OSError, ValueError) as error:
-                raise EmbodyError(f"{place}: {error}. Download the data set again.") from error
+                raise EmbodyError(f"{place} cannot be read: {error}. Download the data set again.") from error
         if not isinstance(content, bytes):
             raise EmbodyError(f"{place} has no image. Download the data set again.")
         yield content
@@ -387,6 +387,6 @@ def _require_memory(root: Path, needed: int) -> None:
     free = available_bytes()
     if needed > _MEMORY_SHARE * free:
         raise EmbodyError(
-            f"{root}: decoded frames need {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free. "
-            "Collect with smaller cameras (env.init_params) or fewer episodes."
+            f"{root}: the decoded frames need {needed / 2**30:.1f} GiB of memory, but only {free / 2**30:.1f} GiB are "
+            "free. Collect smaller images (env.init_params) or fewer episodes."
         )

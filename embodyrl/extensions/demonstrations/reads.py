@@ -15,12 +15,12 @@ _RECORDED = {
 
 def _collect_problems(cfg: Any) -> Iterator[str]:
     if cfg.collect.out is None:
-        yield "collect.out is not set. Name the folder for the demonstrations, for example demos/a."
+        yield "collect.out is not set. Set a folder for the demonstrations, for example collect.out=demos/a."
 
 
 def _data_problems(cfg: Any) -> Iterator[str]:
     if cfg.data.path is None:
-        yield "data.path is not set. Name a folder with demonstrations; `embodyrl collect` writes one."
+        yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
 
 
 def _dagger_problems(cfg: Any) -> Iterator[str]:

@@ -62,7 +62,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         if length != row["length"]:
             raise EmbodyError(
                 f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
-                f"{row['length']} in the table of episodes. Download the data set again."
+                f"{row['length']} in the episode table. Download the data set again."
             )
     counters = {
         name: np.concatenate([_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
@@ -104,7 +104,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Read columns of a file.
+    """Read the named columns of a parquet file.
 
     Raises:
         EmbodyError: the file is damaged, or lacks a column.
@@ -164,7 +164,7 @@ def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = No
     if lossy and doubts is not None:
         doubts.append(
             f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "
-            "numbers. Subtract a constant, or leave these numbers out."
+            "numbers. Subtract a constant, or remove these dimensions."
         )
     return values
 
@@ -215,7 +215,7 @@ def _lossy(values: npt.NDArray[Any]) -> set[int]:
 
 
 def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) -> tuple[str, npt.NDArray[np.float64]]:
-    """Return the video file of an episode (a relative path), and the timestamp [T] of each step in the file in s.
+    """Return the video file of an episode (a relative path), and the time [T] of each step in the file, in seconds.
 
     Raises:
         EmbodyError: a timestamp is outside the episode's part of the video.
@@ -226,15 +226,15 @@ def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) ->
     if None in values:
         raise EmbodyError(
             f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Download "
-            "the data set again, or leave this camera out with data.cameras."
+            "the data set again, or select other cameras with data.cameras."
         )
     begin, end = map(float, values[2:])
     times = begin + rows.counters["timestamp"][part].astype(np.float64)
     outside = np.flatnonzero((times < begin - 0.5 / fps) | (times > end - 0.5 / fps))
     if len(outside):
         raise EmbodyError(
-            f"episode {episode['episode_index']}, step {outside[0]}: time {times[outside[0]]:.3f} s of '{column}' is "
-            f"outside the episode's segment {begin:.3f}..{end:.3f} s of its video. Download the data set again."
+            f"Episode {episode['episode_index']}, step {outside[0]}: the time {times[outside[0]]:.3f} s of '{column}' "
+            f"is outside the episode's segment {begin:.3f}..{end:.3f} s of the video. Download the data set again."
         )
     return video_file(episode, column), times
 

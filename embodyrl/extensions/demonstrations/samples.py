@@ -26,22 +26,22 @@ class Samples:
     history: int = 1
     """Number of observation steps per sample."""
     tags: Sequence[str] = ()
-    """[M] suffix of the instruction (label of the advantage); empty: no suffixes."""
+    """[M] suffixes of the instructions (advantage labels); empty: no suffixes."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1
-    """Number of entries of `steps` per sample; 2: a chunk of a better and a chunk of a worse episode."""
+    """Number of entries of `steps` per sample: 1, or 2 for pairs of chunks of a better and a worse episode."""
 
     def __len__(self) -> int:
         return len(self.steps) // self.width
 
     def instruction(self, row: int, *, plain: bool = False) -> str:
-        """Return the instruction of a sample; `plain`: without the suffix."""
+        """Return the instruction of a sample; `plain` omits the suffix."""
         text = str(self.demos.instruction[self.steps[row]])
         return text if plain or not self.tags else tagged(text, self.tags[row])
 
     def write(self, arena: Arena, record: int, row: int, *, plain: bool = False) -> None:
-        """Write step `row` of the samples into an arena record; `plain`: without the suffix of the instruction."""
+        """Write entry `row` of `steps` to an arena record; `plain` omits the suffix of the instruction."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
         if self.history == 1:

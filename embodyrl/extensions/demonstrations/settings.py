@@ -23,10 +23,10 @@ class DemonstrationSettings(DataSettings):
     state_key: str = "observation.state"
     """Column of the state."""
     cameras: dict[str, str] = {}
-    """Cameras to read and the column of each, for example {front: observation.image}; default: all columns named
+    """Column of each camera to read, for example {front: observation.image}; default: all columns named
     observation.images.<camera>. Use the camera names of the environment."""
     gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
-    """Actions that open and close the gripper, for example [1,0].
+    """Action values that open and close the gripper, for example [1,0].
     Without this key, the policy is rejected in environments that declare a gripper."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
     """Index of the gripper in the action vector."""
@@ -36,14 +36,14 @@ class DemonstrationSettings(DataSettings):
     """Number of observation steps per sample, oldest first, for policies with n_obs_steps; the action chunk begins at
     the oldest step."""
     skip_nonfinite: bool = False
-    """Skip episodes with NaN or infinite numbers; false: report an error."""
+    """If true, skip episodes with NaN or infinite numbers; if false, report an error."""
     actors: list[Literal["policy", "expert", "person", "unknown"]] = []
-    """Train only on chunks whose actions are all by these actors; default: all actions. unknown: third-party data or
-    data without recorded actors."""
+    """Train only on chunks whose actions were all chosen by these actors; default: all chunks. unknown: third-party
+    data or data without recorded actors."""
     needs = {"gripper": "gripper_index"}
 
     image_aug: bool = True
-    """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
+    """Augment images by random crop, brightness, contrast, saturation and hue, like OpenVLA's fine-tuning recipe."""
 
 
 Objective = StrEnum("Objective", ["imitation", "dpo", "preference", "success"])
@@ -73,10 +73,10 @@ class ObjectiveSettings(Settings):
     reference_path: Path | None = None
     """dpo: weights of the reference; default: the initial weights."""
     labels: Path | None = None
-    """File with the label of each frame (`embodyrl recap` writes it): instructions get the suffix "Advantage: positive"
-    or "Advantage: negative", and the trained policy acts with the positive suffix."""
+    """File with the advantage label of each frame, from `embodyrl recap`: instructions get the suffix "Advantage:
+    positive" or "Advantage: negative", and the trained policy acts with the positive suffix."""
     label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    """Fraction of the samples without a suffix; guidance weights other than 1 need samples without a suffix."""
+    """Fraction of training samples without the suffix; a guidance weight other than 1 needs such samples."""
     guidance: Annotated[float, Field(ge=0, lt=1000)] = 1.0
     """Weight w of classifier-free guidance of the trained policy: null + w (positive - null). 1: one pass per
     inference; 0: the policy without the suffix."""
@@ -85,11 +85,11 @@ class ObjectiveSettings(Settings):
         """Yield an error if the guidance weight needs samples without a suffix, but `label_dropout` is 0."""
         yield from super().problems()
         if self.labels is not None and self.label_dropout == 0 and self.guidance != 1:
-            yield "objective.label_dropout=0 trains no sample without a suffix; raise it, or set objective.guidance=1."
+            yield "objective.label_dropout=0 trains no sample without a suffix. Raise it, or set objective.guidance=1."
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the loss compares the policy with a reference policy."""
+        """True if the loss compares the policy with a reference policy."""
         return self.name is Objective.dpo
 
     @property
@@ -123,21 +123,21 @@ class DaggerSettings(Settings):
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Local port of the page for corrections; 0: any free port."""
     correction_timeout_s: Seconds = 3600.0
-    """Seconds without input on the page before the command ends. The same command resumes."""
+    """Maximum time without input on the page, in seconds; then the command exits, and the same command resumes."""
     needs = {"expert!=scripted": "corrections port correction_timeout_s"}
 
 
 class CollectSettings(Settings):
-    """Config keys for recorded demonstrations."""
+    """Config keys for the collection of demonstrations."""
 
     out: Path | None = None
-    """Output folder of the demonstrations; an incomplete data set is continued."""
+    """Output folder of the demonstrations; an incomplete collection is resumed."""
     episodes: Count = 50
     """Number of episodes to record, distributed evenly over the tasks."""
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
     labels: Labels = Labels.executed
-    """Recorded actions: the executed actions, or the expert's actions for the same states."""
+    """executed: record the executed actions; expert: record the expert's actions for the same states."""
     images: FrameFormat = FrameFormat.png
     """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""
 

@@ -1,4 +1,4 @@
-"""SFT on demonstrations or text, with the actor workers of RL."""
+"""SFT on demonstrations or text, which uses the same actor workers as RL."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sft(
 
 
 class _Sft:
-    """State of an SFT run in this process."""
+    """SFT run in this process."""
 
     def __init__(self, cfg: Config, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
         self.cfg = cfg
@@ -91,7 +91,7 @@ class _Sft:
         start = session.find_start()
         try:
             self.material = load_material(self.cfg, folder.root / START_FOLDER)
-        except EmbodyError:  # the data or the model are none of these
+        except EmbodyError:  # the data or the model cannot be used
             folder.discard()
             raise
         told = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
@@ -158,7 +158,7 @@ class _Sft:
         losses: list[float] = []
         began = time.perf_counter()
         while session.step < session.total:
-            actors.supervisor.pump(0.0)  # between two steps a signal takes effect
+            actors.supervisor.pump(0.0)  # signals take effect between two steps
             with actors.supervisor.shield():
                 row = self._update(actors)
                 session.step += 1
@@ -198,7 +198,7 @@ class _Sft:
         parts: list[IntArray] = []
         position, missing = step * size, size
         while missing:
-            # Computed from the step and not remembered: a resumed run finds its place in the data again.
+            # Computed from the step and not stored: a resumed run continues at the same position in the data.
             epoch, offset = divmod(position, count)
             part = self._order(epoch)[offset : offset + missing]
             parts.append(part)
@@ -206,10 +206,10 @@ class _Sft:
         return np.concatenate(parts)
 
     def _plain(self, step: int) -> BoolArray | None:
-        """Return a mask of the samples in the batch of a step without the instruction suffix (label dropout)."""
+        """Return the mask of the samples in the batch of a step that get no instruction suffix (label dropout)."""
         if not self.material.train.tags:
             return None
-        # Computed from the step, as the batch is: the same samples in a resumed run and for any number of ranks.
+        # Computed from the step, like the batch: the same samples in a resumed run and for any number of ranks.
         rng = np.random.default_rng(derive(self.cfg.seed, "label-dropout", step))
         return rng.random(self.cfg.actor.global_batch_size) < self.cfg.objective.label_dropout
 
@@ -221,9 +221,7 @@ class _Sft:
         return self._orders[epoch]
 
     def _measure(self, actors: SupervisedActors) -> dict[str, float]:
-        """Return loss and token accuracy on held-out episodes, and on an equal number of training samples without
-        augmentation.
-        """
+        """Return the loss and the accuracy on held-out samples, and on training samples without augmentation."""
         started = time.perf_counter()
         metrics = self._score(actors, self.material.train, "train")
         judged = metrics["train/loss"]
@@ -236,14 +234,14 @@ class _Sft:
 
     def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
         count, size = len(samples), self.cfg.actor.global_batch_size
-        # Spread over all of them and always the same samples, so that losses of two steps can be compared.
+        # Always the same samples, spread over all samples, so that the losses of two steps can be compared.
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
         sums: dict[str, float] = {}
         for start in range(0, len(rows), size):
             with actors.holding(samples, rows[start : start + size]) as tickets:
                 done = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
             sums = {key: sums.get(key, 0.0) + value for key, value in done.metrics.items()}
-        if "error" in sums:  # real numbers are never equal
+        if "error" in sums:  # continuous actions have an error instead of an accuracy
             right, total = "action_error", sums["error"]
         else:
             right = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"

@@ -41,8 +41,8 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     val_path = None if data.val_path is None else _same_kind(data.val_path, data)
     first = load_demonstrations(resolve_asset(cfg.data.path), data)
     demos = join_demonstrations([first, *(load_demonstrations(path, data) for path in more)])
-    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
-    # Of `data.path` only: rounds of DAgger add folders, and no round may train on later validation data.
+    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # pairs: hold out whole initial states
+    # Hold out episodes of `data.path` only: DAgger adds folders, and no round may train on later validation data.
     known, count = np.unique(kinds[: first.num_episodes]), 0
     if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
         count = max(1, round(cfg.data.val_share * len(known)))
@@ -83,7 +83,7 @@ def _labelled(
             "model with instructions, for example model=flow_small."
         )
     if cfg.data.val_path is not None or cfg.data.history > 1:
-        raise ConfigError("objective.labels cannot be combined with data.val_path or data.history; remove these keys.")
+        raise ConfigError("objective.labels cannot be combined with data.val_path or data.history. Remove these keys.")
     suffixes = np.array([NEGATIVE, POSITIVE], object)[read_positive(Path(str(cfg.objective.labels)), demos)]
     chosen = [np.flatnonzero(kind).tolist() for kind in (~aside, aside) if kind.any()]
     plain = [_samples(cfg, demos, episodes, env, policy) for episodes in chosen]
@@ -92,7 +92,7 @@ def _labelled(
 
 
 def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
-    """Return a folder of demonstrations whose fields, and those in `alike`, equal those of `data.path`.
+    """Return the path of `folder` after checking that its demonstrations can be combined with those of `data.path`.
 
     Raises:
         ConfigError: the demonstrations differ from those of `data.path`.

@@ -56,11 +56,11 @@ class Material:
     train: Samples
     validation: Samples | None
     doubts: tuple[str, ...] = ()
-    """Warnings about the data."""
+    """Warnings about the data, one line each."""
 
     @property
     def left_out(self) -> str:
-        """Text about skipped episodes and samples with an empty instruction."""
+        """Text for the start banner about skipped episodes and empty instructions."""
         demos = self.train.demos
         numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
         skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
@@ -84,7 +84,7 @@ class Material:
 
 
 def load_material(cfg: Config, folder: Path) -> Material:
-    """Load the data; `folder` receives a copy of the model's small files with the statistics of the demonstrations.
+    """Load the training data; create a checkpoint folder `folder` that contains the statistics of the demonstrations.
 
     Raises:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
@@ -94,7 +94,7 @@ def load_material(cfg: Config, folder: Path) -> Material:
         raise ConfigError(
             f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot be trained as a reward "
             f"model. Use "
-            "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
+            "model=causal_lm with all weights (model.is_lora=false) for text, or model=cnn or model=mlp for robots."
         )
     if material.policy.steering:
         key = material.policy.steering.key
@@ -102,9 +102,9 @@ def load_material(cfg: Config, folder: Path) -> Material:
     seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
-            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success; a "
-            "classifier needs both. Collect with collect.filter=all and env.train.ignore_terminations=true, which "
-            "continues episodes after success; data sets of other programs do not record success."
+            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, but a classifier needs "
+            "frames with and without success. Collect with collect.filter=all and env.train.ignore_terminations=true, "
+            "which continues episodes after success; data sets of other programs do not record success."
         )
     return material
 
@@ -113,20 +113,19 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     assert isinstance(cfg.data, DemonstrationSettings)
     env, model = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
-    # Random initial weights need no statistics. In DPO, policy and reference are one model, so actions keep their
-    # meaning.
+    # Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
     measured = model.weights is not None and not ranked
     source = resolve_asset(model.weights or "")
     key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
     if measured:
-        # The source may have no entry for these data, and their statistics depend on the policy's gripper: any
-        # statistics will do for the spec.
+        # The source may have no entry for these data, and their statistics depend on the policy's gripper: the spec
+        # is built with placeholder statistics.
         action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
         model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
     spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
     if model.weights is None and spec.untrainable:
         raise ConfigError(
-            f"model_type '{model.model_type}' has no trainable checkpoint folder (model.path); use, for "
+            f"model_type '{model.model_type}' needs a trainable checkpoint folder (model.path) for SFT. Use, for "
             f"example, model=openvla_oft_tiny."
         )
     if problems := mismatches(env, spec):
@@ -163,7 +162,7 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     """
     mask = np.ones(actions.shape[-1], np.bool_)
     if env.action.gripper is not None:
-        # Not scaled, as in the public statistics: it is a choice and no amount.
+        # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
         mask[env.action.gripper.index] = False
     entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
     if states.shape[-1]:
@@ -204,7 +203,7 @@ def augments(cfg: Config) -> bool:
 
 
 def sft_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the start banner, as pairs of name and text.
+    """Return the lines of the start banner as (name, text) pairs.
 
     Raises:
         EmbodyError: the data set is damaged or missing.
@@ -269,8 +268,8 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
     if ActionKind.text not in factory.spec(cfg.model, ANY_TEXT, values).action_kinds:
         raise ConfigError(
-            f"data.path={cfg.data.path} contains text, but model '{cfg.model.model_type}' outputs actions; "
-            "use model=causal_lm, or a folder that `embodyrl collect` wrote."
+            f"data.path={cfg.data.path} contains text, but model '{cfg.model.model_type}' outputs actions. "
+            "Use model=causal_lm, or a folder that `embodyrl collect` wrote."
         )
     rows = checked_rows(cfg, cfg.data)
     env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
@@ -329,7 +328,10 @@ def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
     """
     shape = (len(chosen), rows.pictures, *rows.image_size, 3)
     if math.prod(shape) > available_bytes() // 2:
-        raise ConfigError(f"The decoded images need {math.prod(shape) >> 20} MiB; lower data.max_image_edge.")
+        raise ConfigError(
+            f"The decoded images need {math.prod(shape) >> 20} MiB, which is more than half of the free memory. "
+            "Lower data.max_image_edge."
+        )
     images = np.zeros(shape, np.uint8)
     for rooms, row in zip(images, chosen, strict=True):
         for room, picture in zip(rooms, row.pictures, strict=False):

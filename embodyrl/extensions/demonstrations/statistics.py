@@ -6,7 +6,7 @@ import numpy.typing as npt
 from embodyrl.types import IntArray
 
 Stats = dict[str, npt.NDArray[np.float64]]
-"""min, max, mean, std, q01, q10, q50, q90, q99 and count of one feature."""
+"""Statistics of one feature by name: min, max, mean, std, q01, q10, q50, q90, q99 and count."""
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 

@@ -30,7 +30,7 @@ from embodyrl.files import by_number, read_json, read_lines
 
 ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
 VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
-"""Versions of the layout that can be read."""
+"""Supported versions of LeRobot's layout."""
 DATA_FILE = "data/path"
 """Column with the path of an episode's data file, relative to the data set; only in v2.0 and v2.1."""
 _EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
@@ -50,7 +50,7 @@ def read_info(root: Path) -> dict[str, Any]:
     info = read_json(root / INFO_PATH)
     features = info.get("features") if isinstance(info, dict) else None
     if not isinstance(features, dict) or not all(isinstance(f, dict) and "dtype" in f for f in features.values()):
-        raise EmbodyError(f"{root / INFO_PATH} does not describe features with a dtype. {_FETCH}")
+        raise EmbodyError(f"{root / INFO_PATH} has no features, or a feature has no dtype. {_FETCH}")
     version = info.get("codebase_version")
     if version not in VERSIONS:
         cure = (
@@ -109,7 +109,7 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
 
 
 def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number the steps of data of other programs from 0 without gaps, as `find_rows` does.
+    """Number the steps of third-party data from 0 without gaps, like `find_rows`.
 
     Overlapping or inconsistent episodes stay unchanged, and are reported by the checks.
     """
@@ -210,7 +210,7 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
         try:
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise EmbodyError(f"{path}, line {number}: not JSON ({error}). {_FETCH}") from None
+            raise EmbodyError(f"{path}, line {number} is not valid JSON ({error}). {_FETCH}") from None
         for field, kind in fields.items():
             if not isinstance(row, dict) or not isinstance(row.get(field), kind):
                 raise EmbodyError(f"{path}, line {number}: {field} is missing or not of type {kind.__name__}. {_FETCH}")
@@ -232,11 +232,12 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
         path = PurePosixPath("" if wrong else template.format(**values))
     except (ValueError, TypeError) as error:
         raise EmbodyError(
-            f"{root / INFO_PATH}: the path {template!r} is not a template ({error}). Download the file again."
+            f"{root / INFO_PATH}: the path {template!r} is not a valid template ({error}). Download the file again."
         ) from None
     if wrong:
         raise EmbodyError(
-            f"{root / INFO_PATH}: the path {template!r} has the field {{{wrong[0]}}}, expected {', '.join(values)}."
+            f"{root / INFO_PATH}: the path {template!r} has the unknown field {{{wrong[0]}}}. Fields: "
+            f"{', '.join(values)}."
         )
     if path.is_absolute() or ".." in path.parts:
         raise EmbodyError(

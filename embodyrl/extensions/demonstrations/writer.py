@@ -26,10 +26,10 @@ from embodyrl.types import FloatArray, IntArray
 
 FLUSH_EPISODES = 20
 FLUSH_BYTES = 512 * 2**20
-"""Maximum size in bytes of raw frames per batch; a crash loses at most one batch."""
+"""Size of raw frames in bytes from which a batch is written; a crash loses at most one batch."""
 _ENCODERS = 2
 _PIXELS = f"{layout.OWN}pixels/"
-"""Prefix of columns in meta/episodes with histograms of pixels, from which quantiles of all frames are computed."""
+"""Prefix of the pixel histogram columns in meta/episodes, from which quantiles over all frames are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class DatasetWriter:
 
     @property
     def num_frames(self) -> int:
-        """Number of env steps of all episodes, including those that are not flushed."""
+        """Number of env steps of all episodes on disk."""
         return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
 
     def append(self, demonstration: Demonstration) -> None:
-        """Add an episode; the next `flush`, called automatically at intervals, writes it to disk.
+        """Add an episode to the current batch; `flush`, which is called for full batches, writes the batch to disk.
 
         Raises:
             EmbodyError: a state, action or reward is not finite; the message names the step.
@@ -122,7 +122,7 @@ class DatasetWriter:
         self._write_summary()
 
     def close(self) -> None:
-        """Stop the encoders and drop episodes that were not flushed. Idempotent."""
+        """Stop the encoders, and drop episodes that were not flushed; idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._batch, self._batch_bytes = [], 0
 
@@ -136,7 +136,7 @@ class DatasetWriter:
         # A process that was killed before it wrote the card leaves a scratch file.
         if any(entry.is_file() and not entry.name.startswith(SCRATCH) for entry in self.root.rglob("*")):
             raise EmbodyError(
-                f"{self.root} is not empty and contains no data set of this package ({layout.CARD_PATH} is missing). "
+                f"{self.root} is not empty and contains no data set of embodyrl ({layout.CARD_PATH} is missing). "
                 "Choose another folder."
             )
         layout.write_file(path, self.card.to_json().encode())
@@ -170,7 +170,7 @@ class DatasetWriter:
         info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
         parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
-        # Of all frames: quantiles of episodes cannot be joined.
+        # Computed over all frames: quantiles of episodes cannot be combined.
         parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._vectors.items()}
         stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in parts.items()}
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
@@ -210,7 +210,7 @@ class DatasetWriter:
             if not self.card.video:
                 images[key] = [encode_png(frame) for frame in d.images[:, c]]
             pixels[key] = pixel_counts(d.images[:, c])
-        # Encoded frames are small; the raw ones of a whole batch would not be.
+        # Encoded frames are small; the raw frames of a whole batch are not.
         return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, pixels)
 
     def _table(self, pending: _Pending, index: int, start: int) -> pa.Table:
@@ -236,7 +236,7 @@ class DatasetWriter:
                 rows = [{"bytes": png, "path": None} for png in pending.images[field.name]]
                 columns.append(pa.array(rows, field.type))
             elif pa.types.is_fixed_size_list(field.type):
-                # From one flat array: Arrow would make a Python list of every row.
+                # Built from one flat array: otherwise Arrow makes a Python list of every row.
                 flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
                 columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
             else:
@@ -248,7 +248,7 @@ class DatasetWriter:
     ) -> dict[str, Any]:
         d = pending.demonstration
         row: dict[str, Any] = {"episode_index": index, "tasks": [d.instruction], "length": len(d)}
-        # By these columns readers of the layout find an episode without opening the data.
+        # Readers of the layout find an episode by these columns, without opening the data.
         row |= {f"data/{name}": value for name, value in place.items()}
         row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
         for camera in self.card.env.cameras.names if self.card.video else ():
@@ -271,7 +271,7 @@ class DatasetWriter:
 
 
 def _episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return meta/episodes as a table; a column without values has the type bool, for example unknown success."""
+    """Return rows of meta/episodes as a table; columns without values, for example unknown success, have type bool."""
     table = pa.Table.from_pylist(rows)
     fields = [pa.field(f.name, pa.bool_()) if pa.types.is_null(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields, table.schema.metadata))
@@ -293,7 +293,7 @@ def _number(row: dict[str, Any]) -> int:
 
 
 def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
-    """Return `before` plus the pixel histograms and the numbers of frames of the episodes, by feature."""
+    """Add the pixel histograms and the numbers of frames of episodes to those in `before`, by feature."""
     found = dict(before)
     for row in rows:
         for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
@@ -309,6 +309,6 @@ def _refuse_other(path: Path, card: Card) -> None:
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             raise EmbodyError(
-                f"{path.parents[1]} was collected with other settings: its {name} is {theirs.get(name)!r}, not "
-                f"{ours.get(name)!r}. Use the same settings to continue it, or choose another collect.out."
+                f"{path.parents[1]} was collected with other settings: {name} is {theirs.get(name)!r} there and "
+                f"{ours.get(name)!r} in this run. Use the same settings to resume, or choose another collect.out."
             )

@@ -50,7 +50,7 @@ def test_dagger_refuses_mismatched_data_before_the_first_round(tmp_path: Path, p
     words = (f"{place}={other}",)
     cfg = learning(tmp_path, *words)
     for act in (dagger, describe):
-        with pytest.raises(ConfigError, match=r"other d.*image_rotation_deg \(180 and 0\)"):
+        with pytest.raises(ConfigError, match=r"other (d|and env).*image_rotation_deg \(180 and 0\)"):
             act(cfg)
     assert not (tmp_path / "rounds").exists()
 

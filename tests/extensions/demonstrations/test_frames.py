@@ -62,8 +62,8 @@ def test_video_of_another_size_is_refused_by_its_header(tmp_path: Path):
     with pytest.raises(EmbodyError, match=r"frames of 48x64, but the data set declares 64x48"):
         frame_rate(tmp_path / "a.mp4", 10.0, (64, 48))
     (tmp_path / "b.mp4").write_bytes((tmp_path / "a.mp4").read_bytes()[:200])
-    for name in ("b.mp4", "c.mp4"):
-        with pytest.raises(EmbodyError, match="cannot be read"):
+    for name, reason in (("b.mp4", "cannot be read"), ("c.mp4", "is missing")):
+        with pytest.raises(EmbodyError, match=reason):
             frame_rate(tmp_path / name, 10.0, (48, 64))
 
 

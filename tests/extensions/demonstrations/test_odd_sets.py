@@ -175,7 +175,7 @@ def test_episodes_with_the_same_video_frames_are_an_error(tmp_path: Path) -> Non
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     ends = {f"videos/{FRONT}/from_timestamp": 0.0, f"videos/{FRONT}/to_timestamp": 0.7}
     edit_episodes(root, lambda rows: rows[1].update(ends))
-    with pytest.raises(EmbodyError, match=r"file-000.mp4: episodes 0 and 1 have the same frame 0\. Correct"):
+    with pytest.raises(EmbodyError, match=r"file-000.mp4: episodes 0 and 1 both refer to frame 0\. Correct"):
         load_demonstrations(root)
 
 

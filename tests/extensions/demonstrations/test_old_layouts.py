@@ -69,8 +69,8 @@ def append(root: Path, name: str, text: str) -> None:
     [
         (lambda r: (r / "meta/episodes.jsonl").unlink(), r"episodes.jsonl is missing. Download the data set again"),
         (lambda r: (r / "meta/tasks.jsonl").unlink(), r"tasks.jsonl is missing"),
-        (lambda r: append(r, "meta/episodes.jsonl", "{"), r"episodes.jsonl, line 4: not JSON"),
-        (lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000), r"episodes.jsonl, line 4: not JSON"),
+        (lambda r: append(r, "meta/episodes.jsonl", "{"), r"episodes.jsonl, line 4 is not valid JSON"),
+        (lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000), r"episodes.jsonl, line 4 is not valid JSON"),
         (lambda r: append(r, "meta/episodes.jsonl", "[1]\n"), r"line 4: episode_index is missing or not of type int"),
         (lambda r: append(r, "meta/tasks.jsonl", '{"task_index": 1}\n'), r"tasks.jsonl, line 2: task is missing"),
         (lambda r: edit_info(r, total_episodes=4), r"declares 4 episodes, but meta/episodes.jsonl has 3"),
@@ -89,9 +89,12 @@ def append(root: Path, name: str, text: str) -> None:
         ),
         (lambda r: edit_info(r, data_path="../{episode_index}.parquet"), r"outside the data set"),
         (lambda r: edit_info(r, data_path="/tmp/{episode_index}.parquet"), r"outside the data set"),
-        (lambda r: edit_info(r, data_path="{episode_index.__class__}"), r"has the field {episode_index.__class__}"),
-        (lambda r: edit_info(r, data_path="{episode_index:>99999999d}"), r"has the field"),
-        (lambda r: edit_info(r, data_path="{episode_index"), r"is not a template"),
+        (
+            lambda r: edit_info(r, data_path="{episode_index.__class__}"),
+            r"has the unknown field {episode_index.__class__}",
+        ),
+        (lambda r: edit_info(r, data_path="{episode_index:>99999999d}"), r"has the unknown field"),
+        (lambda r: edit_info(r, data_path="{episode_index"), r"is not a valid template"),
         (lambda r: edit_info(r, data_path=None), r"has no path template"),
     ],
 )
@@ -105,7 +108,7 @@ def test_damaged_old_layout_is_refused(tmp_path: Path, damage: Callable[[Path], 
 def test_missing_video_of_an_old_layout_is_refused(tmp_path: Path) -> None:
     root = write_v2_set(tmp_path / "set", video=True)
     (root / "videos/chunk-000/observation.images.wrist/episode_000001.mp4").unlink()
-    with pytest.raises(EmbodyError, match=r"wrist/episode_000001.mp4 cannot be read"):
+    with pytest.raises(EmbodyError, match=r"wrist/episode_000001.mp4 is missing"):
         load_demonstrations(root)
     data = DemonstrationSettings(cameras={"front": "observation.images.front"})
     assert load_demonstrations(root, data).images.shape[:2] == (21, 1)

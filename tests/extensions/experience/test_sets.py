@@ -228,12 +228,12 @@ def test_copied_third_party_set_is_read_without_convention_keys(tmp_path: Path) 
         assert read_card(root).env.action.gripper is None
         env = read_card(root, DemonstrationSettings(gripper=[1, 0], image_rotation_deg=180)).env
         assert (env.action.gripper, env.cameras.rotation_deg) == (GripperConvention(open=1, closed=0, index=-1), 180)
-        with pytest.raises(ConfigError, match=r"action -1 in .* is in 0..1"):
+        with pytest.raises(ConfigError, match=r"action -1 of .*, which is in 0..1"):
             load_demonstrations(root, DemonstrationSettings(gripper=[1, -1]))
-        with pytest.raises(ConfigError, match="contains its description"):
+        with pytest.raises(ConfigError, match="contains this description"):
             read_card(root, DemonstrationSettings(gripper=[1, 0], action_key="other"))
     write(tmp_path / "own", range(2), Actor.policy, 7)
-    with pytest.raises(ConfigError, match=r"data.gripper: .* contains its description"):
+    with pytest.raises(ConfigError, match=r"data.gripper: .* contains this description"):
         read_card(tmp_path / "own", DemonstrationSettings(gripper=[1, 0]))
 
 
