@@ -1,4 +1,4 @@
-"""The command `bench`: run one of the benchmarks of a source checkout."""
+"""The command `bench`, which runs a benchmark of a source checkout."""
 
 import argparse
 import os
@@ -12,18 +12,16 @@ from embodyrl.registry import closest
 
 
 def bench(args: argparse.Namespace) -> NoReturn:
-    """Run `embodyrl bench NAME [its flags]`; the exit code is the benchmark's."""
+    """Run `embodyrl bench NAME`, which replaces this process with the benchmark."""
     folder = Path(embodyrl.__file__).parents[1] / "benchmarks"
     found = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
     if not found:
         raise ConfigError(
-            f"{folder} contains no benchmarks. The installed package has no benchmarks; use a source checkout."
+            f"{folder} contains no benchmarks, because the installed package has none. Use a source checkout."
         )
     if not args.words or args.words[0] not in found:
-        hint = closest(args.words[0], found) if args.words else ""
-        raise ConfigError(
-            f"embodyrl bench needs a benchmark name.{hint} One of: {', '.join(found)}. --json OUT writes the results."
-        )
+        hint = f" '{args.words[0]}' is unknown.{closest(args.words[0], found)}" if args.words else ""
+        raise ConfigError(f"embodyrl bench needs the name of a benchmark.{hint} Benchmarks: {', '.join(found)}.")
     sys.stdout.flush()
-    # In place of this process, so that a signal to it is one to the benchmark.
+    # Replaces this process, so that its signals reach the benchmark.
     os.execv(sys.executable, [sys.executable, str(found[args.words[0]]), *args.words[1:]])

@@ -23,7 +23,7 @@ def list_things(args: argparse.Namespace) -> int:
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
     if what not in kinds:
         said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "the kind to list is missing."
-        raise ConfigError(f"{said} One of: {', '.join(kinds)}.")
+        raise ConfigError(f"embodyrl list: {said} Kinds: {', '.join(kinds)}.")
     if what == "runs":
         folder = _runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]
@@ -65,7 +65,7 @@ def _runs_folder(overrides: list[str]) -> Path:
     given = dict(map(parse_word, overrides))
     folder = given.pop("runner.output_dir", RunnerSettings().output_dir)
     if given:
-        raise ConfigError(f"embodyrl list runs reads only runner.output_dir; remove '{next(iter(given))}'.")
+        raise ConfigError(f"embodyrl list runs accepts only the key runner.output_dir; remove '{next(iter(given))}'.")
     return Path(str(folder))
 
 
@@ -103,7 +103,7 @@ def show(args: argparse.Namespace) -> int:
     if not names:
         tops = ", ".join(name for name in type(cfg).model_fields)
         hint = suggest(group)
-        raise ConfigError(f"unknown group or key '{group}'.{hint} One of: {', '.join(commands)}, {tops}, or a key.")
+        raise ConfigError(f"unknown group or key '{group}'.{hint} Commands: {', '.join(commands)}. Groups: {tops}.")
     rows, lines = [], []
     for name in names:
         key = keys[name]
@@ -122,7 +122,7 @@ def completion(args: argparse.Namespace) -> int:
     from embodyrl.plan.keys import all_keys
 
     if args.words not in (["bash"], ["zsh"]):
-        raise ConfigError('embodyrl completion takes bash or zsh: eval "$(embodyrl completion bash)".')
+        raise ConfigError('embodyrl completion needs a shell, bash or zsh: eval "$(embodyrl completion bash)".')
     flags = [f'        {name}:-*) words="{" ".join([*c.flags, "--help"])}" ;;' for name, c in COMMANDS.items()]
     parts = {
         "commands": " ".join(COMMANDS),

@@ -10,7 +10,7 @@ from embodyrl.files import by_number
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """Return name, path, local start time, last step, and newest success rate (0 to 1) and return (None: unknown)."""
+    """Return the id, path, local start time, last step, success rate (0 to 1) and mean return of a run."""
     from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))

@@ -7,7 +7,7 @@ from embodyrl.config.settings import Settings, doc_of
 
 
 def json_schema(kind: type[Settings]) -> dict[str, Any]:
-    """Return a JSON schema of a class with the documentation of every key."""
+    """Return the JSON schema of a settings class with the documentation of every key."""
     schema = kind.model_json_schema()
     parts = {"": kind, **{part.__name__: part for part in _parts(kind)}}
     for name, inlined in kind.inlined.items():

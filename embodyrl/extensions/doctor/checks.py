@@ -1,4 +1,4 @@
-"""Registration of the checks of `embodyrl doctor --gpu` that need no other extension."""
+"""Checks of `embodyrl doctor --gpu` that need no other extension."""
 
 from embodyrl.extensions.findings import GpuCheck
 

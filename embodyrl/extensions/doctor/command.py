@@ -1,4 +1,4 @@
-"""Command `doctor`: checks of this machine, each with a fix."""
+"""The command `doctor`, which checks this machine and suggests a fix for each problem."""
 
 import argparse
 import dataclasses
@@ -37,12 +37,12 @@ def doctor(args: argparse.Namespace) -> int:
     if args.out:
         raise ConfigError("--out sets the file of the --gpu report; add --gpu, or remove --out.")
     if args.json and args.report:
-        raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of the two.")
+        raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of these flags.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     places = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(place) for place in dict.fromkeys(places) if place is not None]
     if args.json or args.report:
-        print("looking at this machine ...", file=sys.stderr, flush=True)
+        print("checking this machine ...", file=sys.stderr, flush=True)
     findings: list[Finding] = []
     for finding in _findings(cfg, folders):
         findings.append(finding)

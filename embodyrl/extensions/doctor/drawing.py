@@ -20,7 +20,7 @@ _MIB = 2**20
 _MOST = 32
 """Maximum number of concurrent rendering processes in the measurement."""
 _SCALES = 1.5
-"""Minimum speed-up over one process; below it the report contains "more processes do not render faster"."""
+"""Minimum speed-up of several processes over one process; a lower speed-up is noted in the report."""
 _FRAMES = """
 import sys, time
 import mujoco
@@ -46,7 +46,7 @@ with mujoco.Renderer(model, 224, 224) as renderer:
 
 
 def check_drawing() -> GpuResult:
-    """Render on each visible GPU with EGL."""
+    """Check EGL rendering on each visible GPU, and measure the speed on one GPU."""
     parts, gpus = GpuParts(), visible_gpus()
     table = egl_table()
     parts.note("EGL devices by CUDA number", table)
@@ -109,7 +109,7 @@ def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int
         # The check itself has a deadline, after which its children are killed.
         started = [process.stdout.readline() for process in running if process.stdout]
         if started != ["ready\n"] * count:
-            raise RuntimeError(f"{started.count('ready' + chr(10))} of {count} rendering processes started")
+            raise RuntimeError(f"only {started.count('ready' + chr(10))} of {count} rendering processes started")
         during = _free(gpu)
         for process in running:
             if process.stdin:

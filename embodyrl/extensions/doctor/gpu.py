@@ -28,7 +28,7 @@ GPU_CHECKS: Registry[GpuCheck] = Registry(
 )
 _PACKAGES = ("torch", "transformers", "numpy", "peft", "mujoco", "robosuite", "sapien", "mani_skill", "vllm", "ray")
 _LOG_LINES = 40
-"""Number of log lines of a failed check in the report."""
+"""Maximum number of log lines of a failed check in the report."""
 
 
 def check_gpus(args: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def check_gpus(args: argparse.Namespace) -> int:
     path = Path(args.out or "gpu_report.json").absolute()
     page = path.with_suffix(".md")
     if page == path:
-        raise ConfigError(f"--out={args.out} is also the name of the Markdown report; use a name that ends in .json")
+        raise ConfigError(f"--out={args.out} is also the name of the Markdown report; use a name that ends in .json.")
     report = _header()
     for name, check in chosen:
         print(f"  ...   {name}: {check.title}", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ def _chosen(names: Sequence[str]) -> list[tuple[str, GpuCheck]]:
     known = GPU_CHECKS.names()
     for name in names:
         if name not in known:
-            raise ConfigError(f"unknown GPU check '{name}'.{closest(name, known)} Checks: {', '.join(known)}.")
+            raise ConfigError(f"There is no GPU check '{name}'.{closest(name, known)} Checks: {', '.join(known)}.")
     found = [(name, GPU_CHECKS.get(name)) for name in names or known]
     return sorted(found, key=lambda pair: pair[1].number)
 
@@ -105,7 +105,7 @@ def _run(name: str, check: GpuCheck) -> dict[str, Any]:
 
 
 def _keep_rates(report: dict[str, Any], path: Path) -> str:
-    """Save the measured rates for predictions; return a sentence about the saved rates."""
+    """Save the measured rates for predictions of `--dry-run`; return a sentence for the report."""
     measured: dict[str, dict[str, float]] = {}
     for entry in report["checks"]:
         measured |= entry["measured"]

@@ -37,7 +37,7 @@ def check_links() -> GpuResult:
 
 
 def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: int) -> str:
-    """Run one process for each GPU; return a sentence with the times and NCCL transports.
+    """Measure the collectives with one process per GPU; return a sentence with the rates and NCCL transports.
 
     Raises:
         RuntimeError: a process failed; the message contains the last lines of its log.
@@ -56,7 +56,8 @@ def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: in
                 rank.wait()
         for number, code in enumerate(codes):
             if code != 0:
-                raise RuntimeError(f"rank {number} ended with {code}: {(folder / f'{number}.log').read_text()[-2000:]}")
+                log = (folder / f"{number}.log").read_text()[-2000:]
+                raise RuntimeError(f"rank {number} exited with code {code}; the end of its log: {log}")
         found = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(gpus))]
         logs = "\n".join(file.read_text(errors="replace") for file in folder.glob("*.log"))
     slowest = {key: max(one[key] for one in found) for key in found[0]}
@@ -87,7 +88,7 @@ def _start(folder: Path, rank: int, world: int, gpu: str, port: int, backend: st
 
 
 def take_part(out: str, rank: str, world: str, backend: str, size: str) -> None:
-    """Run as one rank and write the median time of each collective in seconds."""
+    """Run one rank, and write the median time of each collective in seconds to the JSON file `out`."""
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
     dist.init_process_group(backend, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=_JOIN_S))
     count = int(size) // 2 // int(world)
@@ -103,7 +104,7 @@ def take_part(out: str, rank: str, world: str, backend: str, size: str) -> None:
 
 def _median(call: Any, device: torch.device) -> float:
     times = []
-    for _ in range(_REPEATS + 1):  # the first one connects
+    for _ in range(_REPEATS + 1):  # the first call connects
         dist.barrier()
         begun = time.perf_counter()
         call()

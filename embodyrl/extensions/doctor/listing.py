@@ -15,7 +15,7 @@ _MORE = "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,clocks.
 
 
 def check_devices() -> GpuResult:
-    """Compare the three lists of GPUs, by UUID where possible, and read the free memory of each GPU."""
+    """Compare the GPUs of CUDA, `nvidia-smi` and embodyrl, by UUID if possible, and read their free memory."""
     parts, visible, listed = GpuParts(), visible_gpus(), query_gpus()
     parts.note("visible", list(visible))
     parts.note("nvidia-smi", [f"{gpu.number} {gpu.uuid} {gpu.name}" for gpu in listed])

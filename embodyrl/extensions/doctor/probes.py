@@ -24,7 +24,7 @@ _APT = {
 }
 TORCH_FIX = "TORCH_BUILD=cuda bash scripts/setup.sh, a newer NVIDIA driver, or CUDA_VISIBLE_DEVICES= to use the CPU"
 _VLLM_DRIVER = 580
-"""Minimum driver of CUDA 13, for which vLLM's wheels are built."""
+"""Minimum driver version for CUDA 13, for which vLLM's wheels are built."""
 
 
 def probe_python() -> Finding:
@@ -158,7 +158,7 @@ def installed_version(package: str) -> str | None:
 
 
 def probe_rendering() -> Finding:
-    """Render one MuJoCo frame with the backend that runs use, and report the reason for that choice."""
+    """Render one MuJoCo frame with the backend that runs use, and report why this backend is used."""
     version = installed_version("mujoco")
     if version is None:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")

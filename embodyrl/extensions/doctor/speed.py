@@ -21,7 +21,7 @@ _SLOW = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Measured rates of a device, per second."""
+    """Measured peak rates of a device."""
 
     flops: float
     """FLOP/s of a large matrix product."""
@@ -56,7 +56,7 @@ def product_rate(device: str, dtype: torch.dtype, side: int, seconds: float) -> 
 
 
 def measure_limits(device: str, dtype: torch.dtype, seconds: float) -> Limits:
-    """Measure a product of 8192 x 8192 matrices and a copy of 1 GiB; smaller sizes on a CPU."""
+    """Measure the rates of an 8192 x 8192 matrix product and of a 1 GiB copy; a CPU uses smaller sizes."""
     on_gpu = device.startswith("cuda")
     flops = product_rate(device, dtype, 8192 if on_gpu else 512, seconds)
     source = torch.empty(GIB if on_gpu else 2**24, dtype=torch.uint8, device=device)
@@ -75,7 +75,7 @@ def check_speed() -> GpuResult:
 
 
 def measure_device(parts: GpuParts, device: str, name: str) -> str:
-    """Measure one device; return the result as a sentence. For equal device names, the slowest rates are stored."""
+    """Measure one device; return a sentence. For several devices of one name, the slowest rates are stored."""
     rates, said = dict[str, float](), [f"{device} ({name})"]
     on_gpu = device.startswith("cuda")
     with parts.part(f"{device} products and copies"):
@@ -122,7 +122,7 @@ def _host_copies(parts: GpuParts, device: str) -> str:
 
 
 def resume_adam(device: str) -> None:
-    """Continue AdamW on a device from a state saved on the CPU; the next step must agree with that on the CPU.
+    """Resume AdamW on a device from a state of the CPU, and check that the next step agrees with the CPU's.
 
     Raises:
         AssertionError: a state tensor is on another device, or the weights differ.

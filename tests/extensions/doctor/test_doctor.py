@@ -28,7 +28,7 @@ def test_doctor_prints_json(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     done = subprocess.run(DOCTOR, cwd=tmp_path, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
-    assert done.stderr.startswith("looking at this machine ...\n"), "which takes seconds"
+    assert done.stderr.startswith("checking this machine ...\n"), "which takes seconds"
     levels = {f["name"]: f["level"] for f in report["findings"]}
     assert {"python", "torch", "memory", "ulimit -n", "rendering", "video", "packages", "sandbox"} <= set(levels)
     (sandbox,) = (f["text"] for f in report["findings"] if f["name"] == "sandbox")
