@@ -1,7 +1,9 @@
-"""Off-policy corrections as pure functions of units [B, ...], without gradients.
+"""Importance weights and masks for off-policy data, computed for the units [B, ...] of a policy loss.
+
+Units are tokens, actions or chunks (see `policy_losses.py`). No gradient flows through the results.
 
 log w = log pi_proximal - log pi_behaviour, where pi_proximal is the policy at the start of the update and pi_behaviour
-the policy that acted. Removed units still count in the denominator of the loss.
+is the policy that acted. Removed units still count in the denominator of the loss.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 def importance_weights(
     log_weight: torch.Tensor, valid: torch.Tensor, *, cap: float, mode: WeightMode, level: WeightLevel
 ) -> torch.Tensor:
-    """Return w where w <= cap, else 0 (mask; decoupled PPO, arXiv 2505.24298) or the cap (truncate; TIS).
+    """Return importance weights w, with weights above `cap` set to 0 (mask) or to `cap` (truncate).
+
+    Mode mask: decoupled PPO, arXiv 2505.24298. Mode truncate: truncated importance sampling (TIS).
 
     Args:
         log_weight: [B, ...] log w of each unit.
@@ -39,9 +43,9 @@ def importance_weights(
 
 
 def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, threshold: float) -> torch.Tensor:
-    """Drop the units with the largest (log w)^2 until the mean of the remaining units is below the threshold.
+    """Return a mask that drops units with the largest (log w)^2 until the mean of the rest is below the threshold.
 
-    At least one unit stays (M2PO, arXiv 2510.01161).
+    At least one unit is kept (M2PO, arXiv 2510.01161).
 
     Returns:
         bool, same shape.

@@ -1,4 +1,4 @@
-"""Advantage estimators (`adv_type`), from group outcomes or for each chunk or action; computed in float64."""
+"""Advantage estimators GRPO and GAE (`adv_type`), and functions shared by other estimators; computed in float64."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from embodyrl.types import BoolArray, DoubleArray, Episode, FloatArray
 def by_group(
     compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
 ) -> DoubleArray:
-    """Apply `compute` to the rewards (and additional [E] columns) of each group.
+    """Apply `compute` to the rewards of each group; return one result per episode, [E].
 
-    Groups of one, or with equal rewards, get 0.
+    Arrays [E] in `more` are passed to `compute` like the rewards. Groups of one, or with equal rewards, get 0.
     """
     group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *more)]
     assert all(column.shape == group.shape for column in columns)
@@ -43,7 +43,7 @@ def by_group(
 def grpo(
     reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, unbiased: bool = True, eps: float = 1e-6
 ) -> DoubleArray:
-    """Compute (R - mean_g) / (std_g + eps), arXiv 2402.03300; 0 for a group of one.
+    """Compute GRPO advantages (R - mean_g) / (std_g + eps) per group (arXiv 2402.03300); 0 for a group of one.
 
     Args:
         reward: [E] outcome rewards.
@@ -66,7 +66,7 @@ def grpo(
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
     """Standardise to mean 0 and variance 1: (x - mean) / sqrt(var + eps), var with ddof 1.
 
-    Fewer than two values have no variance and become 0.
+    Fewer than two values, or equal values, become 0.
     """
     values = np.asarray(values, dtype=np.float64)
     if values.size < 2 or np.ptp(values) == 0:
@@ -83,7 +83,7 @@ class StdSettings(GroupSettings, NormalizeSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Inputs of an outcome estimator."""
+    """Episodes and scores, from which an outcome estimator computes one advantage per episode."""
 
     episodes: Sequence[Episode]
     scores: Scores
@@ -95,16 +95,16 @@ class Outcomes:
 
     @property
     def groups(self) -> list[int]:
-        """Group of each episode, [E]."""
+        """Group id of each episode, [E]."""
         return [episode.spec.group_id for episode in self.episodes]
 
 
 def outcome_estimator(
     compute: Callable[[Outcomes, Any], DoubleArray], settings: type[GroupSettings] = GroupSettings
 ) -> AdvantageEstimator:
-    """Build an estimator that assigns each episode's advantage [E] to all its actions.
+    """Build an estimator in which all actions of an episode have the same advantage.
 
-    The advantage is 0 where the group is incomplete.
+    `compute` returns the advantage of each episode, [E].
     """
 
     def credits(episodes: Sequence[Episode], scores: Scores, cfg: GroupSettings) -> list[Credit]:
@@ -115,7 +115,7 @@ def outcome_estimator(
 
 
 def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
-    """Assign an advantage (scalar, [T, 1] or [T, K]) to all executed actions of an episode, without value targets."""
+    """Build the credit of an episode from its advantage (scalar, [T, 1] or [T, K]), without value targets."""
     given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
     return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
 
@@ -178,15 +178,15 @@ class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     """Settings of generalised advantage estimation."""
 
     normalize_returns: bool = False
-    """Divide rewards by the running standard deviation of discounted returns; reported returns are unscaled."""
+    """Divide rewards by the running standard deviation of discounted returns; returns in metrics are not divided."""
     gae_lambda: Share = 1.0
-    """GAE lambda."""
+    """GAE lambda, from 0 (one-step TD error) to 1 (Monte Carlo return)."""
     normalize_per_task: bool = False
-    """Whiten advantages separately for each task, so that tasks with a small variance of rewards contribute equally."""
+    """Whiten advantages per task instead of over the whole batch, so that tasks with small rewards also contribute."""
 
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
-    """Estimate advantages from a value head that predicts the return of each chunk (V = 1) or action (V = K)."""
+    """Compute GAE advantages and value targets, with one value per chunk (V = 1) or per action (V = K)."""
     valid, reward, value = (
         np.concatenate(part)
         for part in zip(*((episode.valid, episode.reward, episode.value) for episode in episodes), strict=True)
@@ -220,7 +220,7 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
 
 
 def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
-    """Whiten the masked entries over the whole batch, in place."""
+    """Whiten the entries of all `parts` selected by `masks`, with one mean and variance, in place."""
     if not parts:
         return
     flat = whiten(np.concatenate([part[m] for part, m in zip(parts, masks, strict=True)]))
@@ -230,13 +230,13 @@ def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> N
 
 
 def credited_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:
-    """Return the reward of each credited step, [T, 1] or [T, K]."""
+    """Return the reward of each chunk [T, 1] or of each action [T, K], by `reward_type`."""
     earned = np.where(valid, reward, 0.0).astype(np.float64)
     return earned.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else earned
 
 
 def credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
-    """Return the mask of credited steps: chunks with an executed action [T, 1], or executed actions [T, K]."""
+    """Return the mask of chunks with an executed action [T, 1] or of executed actions [T, K], by `reward_type`."""
     if cfg.reward_type == RewardLevel.chunk_level:
         return np.asarray(valid.any(axis=1, keepdims=True))
     return valid

@@ -1,4 +1,4 @@
-"""Metrics of a batch before its update, and metrics of the micro-batches of an optimizer step."""
+"""Training metrics: of a batch before its update, and of the micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from embodyrl.types import Episode
 
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
-"""Metrics that are weighted sums, divided by the summed weights, so they are means under every `loss_agg_func`."""
+"""Names of metrics that `merge_metrics` divides by the summed weights, to be means under any `loss_agg_func`."""
 
 
 def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return metrics of a batch before its update: advantage statistics, and the fraction of groups without gradient.
+    """Return advantage statistics of a batch, and its fractions of groups that are filtered or without gradient.
 
-    `pairs` contains the episodes to train on with their credits.
+    `pairs`: the episodes to train on, with their credits.
     """
     groups = {episode.spec.group_id for episode in episodes}
     kept = [episode.spec.group_id for episode, _ in pairs]
@@ -39,7 +39,7 @@ def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Cr
 
 
 def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return the means of values and targets, and the explained variance of the values."""
+    """Return the mean value, the mean value target, and the explained variance of the values."""
     ran, value, returns = (
         np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
     )
@@ -54,9 +54,9 @@ def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
 
 
 def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
-    """Return the metrics of each micro-batch, computed in one pass; `merge_metrics` joins the metrics of a step.
+    """Return the metrics of each micro-batch, as inputs of `merge_metrics`.
 
-    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
+    `kl` is the low-variance estimate of KL(old || policy). `logprob_gap` is the mean |log pi - log pi_old| per token.
     """
     if not parts:
         return []
@@ -90,8 +90,8 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the metrics of all micro-batches (and ranks) of one optimizer step.
 
-    Names ending in `_max` take the maximum, everything else adds up; the names in `MEANS` are then divided by the
-    summed `weight_sum`, which is dropped.
+    Metrics whose names end in `_max` are maxima, all other metrics are sums. Metrics in `MEANS` are then divided by the
+    sum of `weight_sum`, which is removed.
 
     >>> merge_metrics([{"loss": 1.0, "ratio_max": 2.0}, {"loss": 0.5, "ratio_max": 1.0}])
     {'loss': 1.5, 'ratio_max': 2.0}

@@ -1,4 +1,4 @@
-"""Policy-gradient algorithm: an advantage estimator and a policy loss with one config."""
+"""Policy-gradient algorithm, which combines an advantage estimator and a policy loss."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Algorithm:
     """
 
     def __init__(self, cfg: AlgorithmSettings, longest_episode: int = 1, scored: int = 0) -> None:
-        """Look up the estimator and the loss.
+        """Create the algorithm from its config.
 
         Args:
             cfg: the keys under `algorithm`.
@@ -70,21 +70,21 @@ class Algorithm:
         self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
         """Number of initial training steps that train only the value head."""
         self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
-        """Number of rounds in which new groups replace filtered groups."""
+        """Maximum number of rounds in which new groups replace filtered groups."""
         self._longest_episode = longest_episode
         self.scored = scored
         self._loss = LOSSES.get(cfg.loss_type)
         self.loss_settings = self._loss.settings() if cfg.loss is None else cfg.loss
         self.needs_finals = self.estimator.needs_values or cfg.transitions
-        """True if the final observation of truncated episodes is needed."""
+        """True if the final observations of truncated episodes are needed."""
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
         """True if `prepare` needs `Scores.logprob` and `Scores.ref_logprob`."""
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
-        """True if the actor recomputes the log-probabilities before the update, for the denominator of the ratio."""
+        """True if the actor recomputes the old log-probabilities of the ratio before the update."""
         self._reward_kl_beta = cfg.kl_beta
         self.seen: Outcomes = {}
-        """Outcomes of earlier steps for the curriculum; updated by the driver."""
+        """Outcomes of earlier training steps, from which the curriculum samples tasks; updated by the driver."""
         self._scale = None
         if isinstance(cfg, GaeSettings) and cfg.normalize_returns:
             self._scale = ReturnScale(cfg.gamma)
@@ -96,22 +96,22 @@ class Algorithm:
         return num_action_chunks if self.settings.reward_type is RewardLevel.action_level else 1
 
     def state(self) -> dict[str, Any]:
-        """Return the state that changes from step to step, for a checkpoint."""
+        """Return the state that changes during training, for a checkpoint."""
         scale = self._scale.state() if self._scale else {}
         return {"reward_kl_beta": self._reward_kl_beta} | scale | ({"seen": self.seen} if self.seen else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`."""
+        """Restore a state returned by `state`."""
         self._reward_kl_beta = state["reward_kl_beta"]
         self.seen = state.get("seen", {})
         if self._scale:
             self._scale.load_state(state)
 
     def prepare(self, episodes: Sequence[Episode], scores: Scores = _NO_SCORES) -> PreparedBatch:
-        """Convert episodes to a flat batch of chunk samples, episode by episode, chunk by chunk.
+        """Convert episodes to a flat batch of chunk samples with advantages, in the order of episodes and chunks.
 
-        Excluded are groups that `select` filters, truncated episodes with `truncated_episodes=mask`, and chunks without
-        an executed action. The outcome of a masked episode still counts in its group.
+        The batch excludes groups that `select` filters, truncated episodes with `truncated_episodes=mask`, and chunks
+        without an executed action. The outcome of a masked episode still counts in its group.
 
         Raises:
             NonFiniteError: a reward, value or advantage is NaN or infinite; the message names the episode.
@@ -158,7 +158,7 @@ class Algorithm:
         )
 
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
-        """Return the episodes with shaped rewards, and metrics of the KL that was subtracted."""
+        """Return the episodes with shaped rewards, and metrics of the KL subtracted from the rewards."""
         cfg, shaped = self.settings, shape_rewards(episodes, self.settings)
         if self._scale:
             shaped = self._scale.apply(shaped)
@@ -173,10 +173,10 @@ class Algorithm:
         return shaped, {"train/reward_kl": found, "train/kl_beta": beta}
 
     def weights(self, batch: PreparedBatch, samples: Sequence[int] | IntArray) -> LossWeights:
-        """Return the weights of the n samples of one whole optimizer step.
+        """Return the loss weights of the n samples of one optimizer step.
 
-        `samples` are indices into the batch and must cover all ranks: where gradients are averaged over R ranks,
-        multiply the loss by R.
+        `samples` are indices into the batch and must include the samples of all ranks. If gradients are averaged over
+        R ranks, multiply the loss by R.
         """
         rows = np.asarray(samples, dtype=np.int64)
         assert rows.size, "an optimizer step without samples"
@@ -196,14 +196,14 @@ class Algorithm:
         return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
 
     def weighs_evenly(self, batch: PreparedBatch) -> bool:
-        """Return True if the weights depend only on the number of samples in an optimizer step."""
+        """Return True if all actions of an optimizer step have the same loss weight."""
         even = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
         return even and bool(batch.valid.all())
 
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Compute correction factors from the ratio of recomputed to rollout probabilities, over the whole batch.
+        """Compute off-policy correction factors for a whole batch from recomputed and rollout log-probabilities.
 
         Args:
             proximal: [B, L] recomputed log-probabilities.
@@ -287,7 +287,7 @@ class Algorithm:
         return loss, Measured(rows=rows, sums=sums)
 
     def _terms(self, units: Units) -> LossTerms:
-        """Compute the policy loss of each unit; reject a loss that is already averaged, or that returns no terms."""
+        """Compute the policy loss of each unit, and check the type and the shapes of the result."""
         terms = self._loss.compute(units, self.loss_settings)
         if not isinstance(terms, LossTerms):
             found = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
@@ -302,7 +302,7 @@ class Algorithm:
         return terms
 
     def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
-        """Return the detached factors on the policy loss of each unit, or None."""
+        """Return the detached off-policy factors for the policy loss of each unit; None: no factors."""
         factors = inputs.correction
         if self.settings.off_policy_masking_delta is None:
             return factors
@@ -314,7 +314,7 @@ class Algorithm:
         return mask if factors is None else factors * mask
 
     def _units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-        """Return the units of tokens [B, L], without columns that have no log-probability."""
+        """Convert token values [B, L] to units, without tokens that have no log-probability."""
         return to_units(scored_columns(tokens, valid.shape[1], self.scored), valid, level)
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,10 @@ class Algorithm:
         return share * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Return the indices of unshaped episodes in groups within the bounds `filter_rewards` and `filter_returns`."""
+        """Return the indices of episodes in groups that `filter_rewards` and `filter_returns` keep.
+
+        The bounds apply to unshaped rewards.
+        """
         cfg = self.settings
         if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))
@@ -336,14 +339,14 @@ class Algorithm:
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
         """Return the mask [B] of samples without a gradient; the actor skips their forward and backward pass."""
-        # A value loss or KL has a gradient where the advantage is 0, too.
+        # A value loss or KL term has a gradient even if the advantage is 0.
         if self._has_other_terms or self._loss.needs_all_samples:
             return np.zeros(len(batch.records), dtype=np.bool_)
         return ~((batch.advantage != 0) & batch.valid).any(axis=1)
 
     @property
     def _has_other_terms(self) -> bool:
-        """Return True if samples without advantage still have a gradient."""
+        """Return True if samples with advantage 0 may have a gradient."""
         cfg = self.settings
         values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
         return (
@@ -375,7 +378,7 @@ def _refuse(episode: Episode, what: str, bad: float) -> Never:
     fix = (
         "The simulator returned this value: check the environment with `embodyrl check-env`."
         if what == "reward"
-        else "Likely cause: diverging rewards or value errors; lower actor.optim.value_lr, .lr or env.reward_coef."
+        else "Likely cause: diverging rewards or value errors. Lower actor.optim.lr, its value_lr or env.reward_coef."
     )
     raise NonFiniteError(
         f"{what} is {bad} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "

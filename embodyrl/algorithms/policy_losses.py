@@ -1,8 +1,8 @@
-"""Policy losses (`loss_type`) of units, and the weight of each unit (`loss_agg_func`).
+"""PPO clip loss, and functions shared by policy losses (`loss_type`), such as the weights of `loss_agg_func`.
 
-A unit has one probability ratio: a token, an action or a chunk (`logprob_type`). A sequence is an episode, or its part
-within the optimizer step. Only executed actions count. Weights are computed over the whole optimizer step, so
-that the losses of micro-batches add up to the loss of the step.
+A unit is a token, an action or a chunk that has one probability ratio (`logprob_type`). A sequence is an episode, or
+the part of an episode in the optimizer step. Only executed actions count. Weights are computed over the whole optimizer
+step, so that the losses of micro-batches add up to the loss of the step.
 
 A is the advantage, r = pi / pi_old, d = log r; all losses are minimised. For sequence-level methods (gspo, gmpo), one
 sample (a chunk of actions or a text response) is the sequence. Losses call tensor methods only, so that a module with
@@ -30,7 +30,7 @@ SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 
 
 def scored_columns(values: Any, actions: int, scored: int) -> Any:
-    """Return the columns [B, K * P] of tokens [B, K * D] that have a log-probability (torch or numpy).
+    """Select the columns [B, K * P] that have a log-probability from token values [B, K * D] (torch or numpy).
 
     Records of flow and diffusion policies have more tokens than log-probabilities: the first P of each action.
 
@@ -45,7 +45,7 @@ def scored_columns(values: Any, actions: int, scored: int) -> Any:
 
 
 def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
+    """Sum token values [B, L] to units: [B, K, D] tokens, [B, K, 1] actions or [B, 1, 1] chunks; 0 if not valid."""
     batch, actions = valid.shape
     assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
     # `where` instead of a product: log-probabilities of unexecuted actions may be NaN.
@@ -63,25 +63,25 @@ def unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
 
 
 def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Reshape advantages [B, K] to [B, K, 1], or to [B, 1, 1] at chunk level (executed actions share one value)."""
+    """Reshape advantages [B, K] to [B, K, 1]; at chunk level, return their mean over executed actions, [B, 1, 1]."""
     if level != TokenLevel.chunk_level:
         return advantage[:, :, None]
     return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
 
 
 def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum over actions (or chunks) of the mean over their tokens."""
+    """Return the weighted sum of units, averaged over the tokens of each action or chunk."""
     return shares(units, weight).sum()
 
 
 def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the weighted mean over the tokens of each action, [B, K], or chunk, [B, 1]."""
+    """Return each action's [B, K] or chunk's [B, 1] mean over its tokens, multiplied by its weight."""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
     return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
 
 
 def equal_shares(mask: BoolArray) -> FloatArray:
-    """Return equal weights that sum to 1 under the mask, 0 elsewhere."""
+    """Return weights that are equal and sum to 1 where the mask is True, and are 0 elsewhere."""
     return (mask / max(int(mask.sum()), 1)).astype(np.float32)
 
 
@@ -90,10 +90,10 @@ def action_weights(
 ) -> FloatArray:
     """Return the weight of each action in the loss of one optimizer step.
 
-    With u units, S sequences and u_i units of sequence i, a unit weighs: token-mean 1/u; token-sum 1;
+    With u units, S sequences and u_i units in sequence i, the weight of a unit is: token-mean 1/u; token-sum 1;
     seq-mean-token-sum 1/S; seq-mean-token-mean 1/(S u_i); seq-mean-token-sum-norm 1/(S X), where X is the number of
-    units of an episode at its time limit (arXiv 2503.20783), a constant of the run. At chunk level the weight of a
-    chunk is spread evenly over its executed actions.
+    units of an episode at its time limit (arXiv 2503.20783). At chunk level, the weight of a chunk is divided equally
+    among its executed actions.
 
     Args:
         mode: `loss_agg_func`.
@@ -128,7 +128,7 @@ def action_weights(
 
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log ratios: exp overflows fp32 at 88, and a larger ratio is outside every clip range."""
+"""Maximum absolute log ratio: exp overflows in fp32 at 88, and larger ratios are outside every clip range."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -137,19 +137,19 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 class ClipSettings(Settings):
-    """Settings of the clip range of the ratio."""
+    """Clip range of the probability ratio in PPO."""
 
     clip_ratio_low: Annotated[float, Field(gt=0, le=100)] = 0.2
-    """Distance of the lower PPO clip bound from 1; 1 or more: no lower bound, because ratios are positive."""
+    """Lower PPO clip range: ratios are clipped at 1 - clip_ratio_low; 1 or more: no lower bound."""
     clip_ratio_high: Positive = 0.28
-    """Distance of the upper PPO clip bound from 1."""
+    """Upper PPO clip range: ratios are clipped at 1 + clip_ratio_high."""
 
 
 class DualClipSettings(ClipSettings):
-    """Settings of the clip range of the ratio, and of the bound of the loss."""
+    """Clip range of the probability ratio in PPO, and constant of the dual clip."""
 
     clip_ratio_c: Annotated[float, Field(gt=1, le=10**9)] | None = None
-    """Dual clip bound for negative advantages (> 1); null: off."""
+    """Dual-clip constant c > 1, which limits the ratio for negative advantages; null: off."""
 
 
 def ratio_of(u: Units) -> torch.Tensor:
@@ -158,7 +158,10 @@ def ratio_of(u: Units) -> torch.Tensor:
 
 
 def surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -> LossTerms:
-    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
+    """Compute the clipped PPO surrogate of each unit, max(-A r, -A clip(r, 1 - low, 1 + high)).
+
+    `clipped` marks units without a gradient.
+    """
     slope = -advantage
     plain = slope * ratio
     bounded = slope * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
@@ -166,9 +169,9 @@ def surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -
 
 
 def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
-    """Clip the ratio as in PPO (arXiv 1707.06347); high > low is clip-higher (2503.14476).
+    """Compute the PPO clip loss (arXiv 1707.06347); high > low is clip-higher (arXiv 2503.14476).
 
-    `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, 1912.09729).
+    `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, arXiv 1912.09729).
     """
     terms = surrogate(u.advantage, ratio_of(u), cfg)
     if cfg.clip_ratio_c is None:

@@ -1,4 +1,4 @@
-"""Interface of algorithms: advantages (numpy, in the driver) and losses (torch, in the actor), all pure functions."""
+"""Interfaces of advantage estimators (numpy, in the driver) and policy losses (torch, in the actor)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Inputs of an estimator in addition to the episodes, in the same order; unneeded inputs are empty."""
+    """Inputs of an advantage estimator in addition to the episodes.
+
+    Tuples contain one entry per episode, in the same order, except `part_weights`. Tuples that the estimator does not
+    need are empty.
+    """
 
     logprob: tuple[FloatArray, ...] = ()
-    """[T, L] log-probabilities of the behaviour policy."""
+    """[T, L] log-probabilities of each episode's tokens under the behaviour policy."""
     ref_logprob: tuple[FloatArray, ...] = ()
-    """[T, L] log-probabilities of the reference policy."""
+    """[T, L] log-probabilities of each episode's tokens under the reference policy."""
     states: tuple[IntArray, ...] = ()
-    """[T] hash of the observation before each chunk."""
+    """[T] hashes of each episode's observations, one before each chunk."""
     greedy: tuple[Episode | None, ...] = ()
-    """Greedy episode of each episode's group; None: the episode was lost in a worker crash."""
+    """Greedy episode of each episode's group; None: the greedy episode was lost in a worker crash."""
     part_weights: tuple[float, ...] = ()
-    """[C] weight of each reward component, `RewardSpec.weights`."""
+    """Weights of the C reward components (`RewardSpec.weights`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class LossWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One micro-batch of chunk samples (torch, fp32, on the actor's device)."""
+    """Inputs of the loss for a micro-batch of B chunk samples (torch, fp32, on the actor's device)."""
 
     old_logprob: torch.Tensor
     """[B, L] log-probabilities of the policy in the ratio's denominator."""
@@ -65,7 +69,7 @@ class LossInputs:
     old_value: torch.Tensor
     """[B, V] values predicted during the rollout."""
     valid: torch.Tensor
-    """[B, K] bool; the action was executed."""
+    """[B, K] bool, True for executed actions."""
     weight: torch.Tensor
     """[B, K] weight of each action in the policy loss (`LossWeights.policy`)."""
     value_weight: torch.Tensor
@@ -75,15 +79,15 @@ class LossInputs:
     behaviour_logprob: torch.Tensor | None = None
     """[B, L] log-probabilities of the behaviour policy; None: `old_logprob`."""
     correction: torch.Tensor | None = None
-    """Factors of `Algorithm.correct`; None: no correction."""
+    """Off-policy correction factors from `Algorithm.correct`; None: no correction."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the [B, ...] tensors that are set, by name."""
+        """Return the tensors [B, ...] that are not None, by field name."""
         found = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in found if value is not None}
 
     def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
-        """Yield consecutive parts with the given sizes."""
+        """Yield consecutive parts of the micro-batch with the given numbers of samples."""
         parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
         for own in zip(*parts.values(), strict=True):
             yield replace(self, **dict(zip(parts, own, strict=True)))
@@ -94,9 +98,9 @@ class Measured:
     """Detached values from which the metrics of a micro-batch of B samples are computed."""
 
     rows: Mapping[str, torch.Tensor]
-    """[B, ...] values of each sample."""
+    """[B, ...] values of each sample, by name."""
     sums: Mapping[str, torch.Tensor]
-    """Scalars that add up over micro-batches."""
+    """Scalars that are summed over micro-batches, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,30 +108,30 @@ class Credit:
     """Advantages and value targets of one episode."""
 
     advantage: FloatArray
-    """[T, K]; entries of actions that were not executed are ignored."""
+    """[T, K] advantage of each action; entries of actions that were not executed are ignored."""
     returns: FloatArray
     """[T, V] value targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """Advantage estimator, selected by `adv_type`."""
+    """Advantage estimator that `adv_type` selects: its function, settings class and requirements."""
 
     compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
     """Function that returns the credits of the episodes of one training step, in the same order."""
     settings: type[AlgorithmSettings] = AlgorithmSettings
     """Settings class of the estimator's keys under `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
-    """Collect a fixed number of chunk steps per slot (episodes are cut and bootstrapped) instead of whole episodes."""
+    """True if rollouts collect a fixed number of chunk steps per slot and cut episodes, instead of whole episodes."""
     needs_states: bool = False
     """True if `compute` needs observation hashes (`Scores.states`)."""
     needs_greedy: bool = False
     """True if `compute` needs a greedy episode per group (`Scores.greedy`)."""
     learner: str = "embodyrl.learners.policy_gradient:PolicyGradientLearner"
-    """package.module:class of the learner (`learners/protocol.py`). Settings of a learner without a `loss_type` are
-    subclasses of `BufferSettings`."""
+    """Learner class as package.module:class (see `learners/protocol.py`). Settings of a learner without a `loss_type`
+    are subclasses of `BufferSettings`."""
     check: str = ""
-    """package.module:function of (Config, Algorithm, EnvSpec, PolicySpec) that returns problems, one line each."""
+    """package.module:function (Config, Algorithm, EnvSpec, PolicySpec) -> problems, one line each; empty: no check."""
 
     @property
     def needs_groups(self) -> bool:
@@ -141,21 +145,21 @@ class AdvantageEstimator:
 
     @property
     def needs_replay(self) -> bool:
-        """True if transitions go to a replay buffer; the learner has its own update, without a `loss_type`."""
+        """True if transitions are stored in a replay buffer; the learner then has its own update and no `loss_type`."""
         return issubclass(self.settings, BufferSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1], each with one probability ratio (`logprob_type`)."""
+    """Inputs of a policy loss per unit: tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1] (`logprob_type`)."""
 
     logprob: torch.Tensor
     """Log-probabilities of the units under the trained policy; 0 where not valid."""
     old_logprob: torch.Tensor
     advantage: torch.Tensor
-    """[B, K, 1] or [B, 1, 1]; broadcasts over the last axis."""
+    """[B, K, 1] or [B, 1, 1] advantages, which broadcast over tokens."""
     valid: torch.Tensor
-    """bool, shape of `advantage`."""
+    """Mask of valid units, bool, with the shape of `advantage`."""
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean [B, 1, 1] of `values` over the valid units of each sample."""
@@ -167,26 +171,26 @@ class Units:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """Policy loss before aggregation; tensors have the shape of the log-probabilities."""
+    """Policy loss of each unit before aggregation; all tensors have the shape of `Units.logprob`."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
     """Probability ratio new / old."""
     clipped: torch.Tensor
-    """bool, the clip removed the gradient of this entry."""
+    """bool, True where clipping removed the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Policy loss, selected by `loss_type`."""
+    """Policy loss that `loss_type` selects: its function, settings class and requirements."""
 
     compute: Callable[[Units, Any], LossTerms]
     """Function that returns the loss of each unit; sequence-level methods treat each sample as one sequence."""
     settings: type[Settings] = Settings
     """Settings class of the loss's own keys, which are set under `algorithm`; `compute` receives an instance."""
     needs_all_samples: bool = False
-    """Keep samples with advantage 0, for losses with batch statistics or with a term that does not depend on the
-    advantage."""
+    """True if samples with advantage 0 must be kept, for losses with batch statistics or with a term that does not
+    depend on the advantage."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
@@ -205,7 +209,7 @@ LOSSES.add("ppo_clip", "embodyrl.algorithms.policy_losses:PPO_CLIP")
 
 
 def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
-    """Return the settings class of an estimator, with the settings class of the loss as the type of its field `loss`.
+    """Return the settings classes of an estimator and of a policy loss.
 
     Raises:
         UnknownNameError: no such estimator or loss.

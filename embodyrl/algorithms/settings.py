@@ -1,4 +1,4 @@
-"""Config keys shared by algorithms; keys of one estimator or loss are declared in its module."""
+"""Config keys shared by algorithms; the keys of a single estimator or loss are declared in its module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHARES = only(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
 class ActingAlgorithm(Settings):
-    """Algorithm keys that affect sampling."""
+    """Config keys of `algorithm` that affect sampling."""
 
     sampling_params: SamplingSettings = SamplingSettings()
 
@@ -53,11 +53,11 @@ class AlgorithmSettings(ActingAlgorithm):
     imitates: ClassVar[bool] = False
     """True if the loss is the SFT loss."""
     transitions: ClassVar[bool] = False
-    """True if updates sample transitions from a replay buffer in one process; final observations are stored too."""
+    """True if updates sample transitions, including final observations, from a replay buffer in one process."""
     adv_type: str = "grpo"
-    """Advantage estimator."""
+    """Name of the advantage estimator."""
     loss_type: str = "ppo_clip"
-    """Policy loss."""
+    """Name of the policy loss."""
     loss: SkipJsonSchema[Settings | None] = None
     """Settings of the loss; None: the defaults."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
@@ -71,7 +71,7 @@ class AlgorithmSettings(ActingAlgorithm):
     logprob_type: TokenLevel = TokenLevel.token_level
     """Level of the probability ratio: token, action or chunk."""
     entropy_type: TokenLevel = TokenLevel.token_level
-    """Level at which entropy is averaged."""
+    """Level at which entropy is averaged: token, action or chunk."""
     entropy_bonus: Annotated[float, Field(ge=-(10**6), le=10**6)] = 0.0
     """Coefficient of the entropy bonus."""
     positive_nll_coef: Weight = 0.0
@@ -79,19 +79,19 @@ class AlgorithmSettings(ActingAlgorithm):
     kl_beta: Weight = 0.0
     """Weight of the KL to the reference (the initial weights, or those of reference_path)."""
     reference_interval: Count | None = None
-    """Training steps between copies of the policy's weights into the reference; null: never."""
+    """Interval, in training steps, at which the policy's weights are copied to the reference; null: never."""
     reference_path: Path | None = None
-    """Weights of the reference: a run, a checkpoint, or a folder in the published layout. A larger model with the same
-    tokens can be the teacher of a distillation. Default: the initial weights."""
+    """Weights of the reference: a run, a checkpoint or a model folder. For distillation, use a larger teacher model
+    with the same tokens. Default: the initial weights."""
     reference_url: _Address | None = None
-    """Language models: URL (with /v1) of an OpenAI-style completions server for the reference, for example a
+    """Language models: URL (with /v1) of an OpenAI-compatible completions server for the reference, for example a
     teacher."""
     reference_model: str | None = None
     """Model name on the server of reference_url; default: the first model of the server."""
     kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
     """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
     kl_in_reward: bool = False
-    """Subtract the KL from the rewards of each action instead of adding it to the loss."""
+    """Subtract the KL from the reward of each action instead of adding the KL to the loss."""
     kl_target: Positive | None = None
     """Target KL per token of an adaptive kl_beta (with kl_in_reward); null: constant kl_beta."""
     kl_horizon: Count = 10000
@@ -101,28 +101,28 @@ class AlgorithmSettings(ActingAlgorithm):
     reward_scale: Weight = 1.0
     """Factor on rewards, after reward_bias; 0 with kl_beta > 0: pure distillation."""
     reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
-    """Constant added to the outcome of an episode."""
+    """Constant added to the outcome (sum of rewards) of each episode."""
     reward_clip: Positive | None = None
-    """Clip outcomes to [-reward_clip, reward_clip]."""
+    """Clip the outcomes of episodes to [-reward_clip, reward_clip]."""
     reward_norm: RewardNorm = RewardNorm.none
-    """Standardise outcomes over the group or the batch."""
+    """Standardise the outcomes of episodes over the group or the batch."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
-    """Episodes that hit a limit: train on them, mask (no loss, but their outcomes count in their groups) or zero_reward
-    (outcome 0)."""
+    """Treatment of episodes that hit a limit: train, mask (no loss, but their outcomes count in their groups) or
+    zero_reward (outcome 0)."""
     curriculum: Share = 0.0
-    """Fraction of groups sampled by success variance p (1 - p) of the task (of the row or reset id if there is one
-    task); 0: uniform sampling."""
+    """Fraction of groups whose task (with a single task: row or reset id) is sampled in proportion to its success
+    variance p (1 - p); 0: uniform sampling."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Maximum lag, in weight versions, between the data of an update and its weights; 0: synchronous."""
+    """Maximum number of weight versions by which rollout data may lag behind the trained weights; 0: synchronous."""
     old_logprob: OldLogprob = OldLogprob.rollout
-    """Denominator of the ratio: log-probabilities of the rollout, or recomputed before the update."""
+    """Old log-probabilities of the ratio: rollout (recorded while sampling) or recompute (before the update)."""
     behave_weight_threshold: Positive | None = None
     """Multiply the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null:
     off."""
     behave_weight_mode: WeightMode = WeightMode.mask
     """Treatment of weights above behave_weight_threshold: mask (weight 0) or truncate (weight = threshold)."""
     behave_weight_level: WeightLevel = WeightLevel.token
-    """One weight per token, or per sample: product (sequence) or geometric mean of its tokens."""
+    """Level of the weights: token, or per sample the product (sequence) or geometric mean (geometric) over tokens."""
     m2_threshold: Positive | None = None
     """M2PO: drop the most off-policy tokens until the mean squared log-ratio is below this threshold; null: off."""
     off_policy_masking_delta: Positive | None = None
@@ -139,11 +139,11 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return True if terminated episodes need a final observation: with a relabelled goal they may continue."""
+        """Return True if terminated episodes need a final observation, as relabelled goals may undo the termination."""
         return False
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield one message per contradiction between settings."""
         yield from super().problems()
         if self.kl_in_reward and self.kl_penalty_type in ("k3+", "k3_unbiased"):
             yield (
@@ -176,7 +176,7 @@ class GroupSettings(AlgorithmSettings):
     change."""
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield one message per contradiction between settings."""
         yield from super().problems()
         if self.group_size < 2:
             yield (
@@ -189,24 +189,24 @@ class NormalizeSettings(Settings):
     """Config keys for estimators that optionally divide by a standard deviation."""
 
     normalize_advantages: bool = True
-    """grpo, pass_at_k, gigpo: divide by the group's standard deviation; gae: whiten over the batch."""
+    """Divide by the group's standard deviation (grpo, pass_at_k, gigpo), or whiten over the batch (gae)."""
 
 
 class DiscountSettings(Settings):
     """Config keys for estimators with a discount."""
 
     gamma: Share = 1.0
-    """Discount per credited step (chunk or action, see reward_type)."""
+    """Discount factor per chunk or per action (see reward_type)."""
 
 
 class CreditSettings(AlgorithmSettings):
-    """Config keys for estimators with one credit per chunk or action."""
+    """Config keys for estimators with one advantage per chunk or per action."""
 
     reward_type: RewardLevel = RewardLevel.chunk_level
-    """Assign credit per chunk or per action."""
+    """Level of rewards and advantages: per chunk or per action."""
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield one message per contradiction between settings."""
         yield from super().problems()
         if self.reward_type is RewardLevel.action_level and self.logprob_type is TokenLevel.chunk_level:
             yield (
@@ -243,13 +243,13 @@ class BufferSettings(AlgorithmSettings):
     }
 
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
-    """Replay buffer capacity in observations (FIFO)."""
+    """Capacity of the replay buffer in observations; the oldest observations are overwritten."""
     save_replay: bool = True
-    """Save the buffer in checkpoints; false: a resumed run fills a new buffer up to learning_starts first."""
+    """Save the replay buffer in checkpoints; false: a resumed run first fills a new buffer up to learning_starts."""
     learning_starts: Index = 1000
-    """Chunk samples in the buffer before the first update."""
+    """Number of chunk samples in the replay buffer before the first update."""
     updates_per_sample: Positive = 1.0
-    """Updates for each new chunk sample; each update uses actor.global_batch_size samples."""
+    """Number of updates per new chunk sample; each update uses actor.global_batch_size samples."""
     demonstrations: list[Path] = []
     """Folders of demonstrations of this environment, mixed into training batches; SAC uses their rewards."""
     demonstration_share: Share = 0.5

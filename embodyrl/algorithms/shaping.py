@@ -21,9 +21,8 @@ from embodyrl.types import DoubleArray, Episode, EpisodeSpec
 def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[Episode]:
     """Return the episodes with shaped rewards for the estimators.
 
-    First each action's reward is scaled: r = reward_scale r. Then the outcome R = sum r changes, on the last executed
-    action: by the bias, 0 for truncated episodes if configured, the clip, and the normalisation over the batch or
-    group.
+    First, each action's reward is multiplied by reward_scale. Then the reward of the last executed action is changed so
+    that the sum of rewards is the outcome after bias, zero_reward, clip and normalisation over the batch or group.
     """
     as_they_are = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (1, 0, None, RewardNorm.none)
     # Common case: return the same arrays, without copies or rounding.
@@ -59,7 +58,7 @@ def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> E
 def subtract_kl(
     episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str, scored: int = 0
 ) -> tuple[list[Episode], float]:
-    """Return the episodes with rewards r - beta KL(old || ref) per action, and the mean KL of a token.
+    """Return the episodes with rewards r - beta KL(old || ref) per action, and the mean KL per token.
 
     `scored`: as `PolicySpec.scored`.
     """
@@ -75,12 +74,12 @@ def subtract_kl(
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
-    """Return beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon) (arXiv 1909.08593)."""
+    """Return the adapted beta: beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon) (arXiv 1909.08593)."""
     return beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * samples / horizon)
 
 
 class ReturnScale:
-    """Running standard deviation of discounted returns, by which rewards are divided (arXiv 1811.02553, appendix A).
+    """Reward scaling by the running standard deviation of discounted returns (arXiv 1811.02553, appendix A).
 
     The return is the forward sum r_t + gamma r_(t-1) + ... of each episode, across training steps.
     """
@@ -92,7 +91,7 @@ class ReturnScale:
         """Partial returns of cut episodes that continue in the next training step, by episode spec."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Update the statistics with these episodes and return the episodes with divided rewards."""
+        """Update the statistics from the rewards of the episodes, and return the episodes with scaled rewards."""
         sums: list[float] = []
         before, self._cut = self._cut, {}
         for episode in episodes:
@@ -118,8 +117,8 @@ class ReturnScale:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; without it, start with empty statistics."""
-        # A resumed run starts all episodes again; a repeated step continues the cut episodes.
+        """Restore a state returned by `state`; missing keys: start with empty statistics."""
+        # A resumed run restarts all episodes; a repeated step continues the cut episodes.
         self._cut = {EpisodeSpec(**began): total for began, total in state.get("returns_cut", ())}
         self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))
 
@@ -137,7 +136,7 @@ class ReturnScale:
 def within_bounds(
     episodes: Sequence[Episode], *, success: Sequence[float] | None, returns: Sequence[float] | None
 ) -> list[int]:
-    """Return the indices of episodes whose group has a mean success and a mean return within [low, high]."""
+    """Return the indices of episodes whose group has a mean success and a mean return within the bounds."""
     groups: dict[int, list[Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.spec.group_id].append(episode)

@@ -1,4 +1,4 @@
-"""Additional loss terms: value, KL, preference."""
+"""Additional loss terms: value loss and KL estimates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 MAX_KL = 10.0
-"""Bound of a sampled KL, which limits the effect of one improbable token on its batch."""
+"""Bound on a KL estimate, which limits the effect of a single improbable token on its batch."""
 
 
 def value_loss(
@@ -25,10 +25,9 @@ def value_loss(
     clip: float | None,
     huber_delta: float | None,
 ) -> torch.Tensor:
-    """Return half the squared (or Huber) error of the value or of the clipped value, whichever is larger.
+    """Return the value loss of each entry: the larger error of the value and of the value clipped around the old value.
 
-    1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal. The value is clipped around the old
-    value.
+    The error is e^2 / 2; with Huber loss, it is delta (|e| - delta / 2) where |e| > delta. All shapes are equal.
     """
     from torch.nn import functional
 
@@ -44,29 +43,32 @@ def value_loss(
 
 
 def k1(gap: Any) -> Any:
-    """Return `gap` d: an unbiased estimate with a large variance, whose expected gradient is 0."""
+    """Estimate the KL as d = `gap`: unbiased, with a high variance and an expected gradient of 0."""
     return gap
 
 
 def absolute(gap: Any) -> Any:
-    """Return the absolute value |d| of `gap` d: a biased estimate."""
+    """Estimate the KL as |d|, with d = `gap`: biased."""
     return abs(gap)
 
 
 def k2(gap: Any) -> Any:
-    """Return d^2 / 2 of `gap` d: a biased estimate whose expected gradient equals that of the true KL."""
+    """Estimate the KL as d^2 / 2, with d = `gap`: biased, but with the expected gradient of the true KL."""
     return 0.5 * gap**2
 
 
 def k3(gap: Any) -> Any:
-    """Return exp(-d) + d - 1 within +-`MAX_KL`: unbiased, never negative, with a low variance."""
+    """Estimate the KL as exp(-d) + d - 1, with d = `gap`: unbiased, never negative, with a low variance.
+
+    The result is at most `MAX_KL`.
+    """
     gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inverse_ratio = np.exp(-gap) if isinstance(gap, np.ndarray) else (-gap).exp()
     return (inverse_ratio + gap - 1.0).clip(-MAX_KL, MAX_KL)
 
 
 def k3_with_gradient_of_k2(gap: torch.Tensor) -> torch.Tensor:
-    """Return the value of k3 with the gradient of k2."""
+    """Estimate the KL with the value of k3 and the gradient of k2."""
     return k2(gap) + (k3(gap) - k2(gap)).detach()
 
 
@@ -81,12 +83,12 @@ KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
 }
 """KL estimators by `kl_penalty_type`: KL(p || q) from d = log p - log q at samples of p.
 
-They work elementwise on torch tensors (for the loss) or numpy arrays (for rewards; k3+ has no use there). Source:
+All estimators work elementwise on torch tensors (for the loss) and, except k3+, on numpy arrays (for rewards). Source:
 joschu.net/blog/kl-approx.html."""
 IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
-"""Estimators multiplied by the probability ratio new / old, with gradient (arXiv 2512.02556)."""
+"""Names of KL estimators that are multiplied by the probability ratio new / old, with gradient (arXiv 2512.02556)."""
 
 
 def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimate KL(policy || other) per entry, with one of `KL_ESTIMATORS`."""
+    """Estimate KL(policy || other) of each entry with the estimator `kind` of `KL_ESTIMATORS`."""
     return KL_ESTIMATORS[kind](logprob - other_logprob)
