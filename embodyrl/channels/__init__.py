@@ -1,1 +1,1 @@
-"""The data plane: arrays are in shared memory; pipes carry messages with handles (tickets) of records."""
+"""Data plane: records of arrays in shared memory, and pipe messages that refer to records by tickets."""

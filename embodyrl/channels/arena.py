@@ -28,7 +28,7 @@ class RecordState:
     FREE, ALLOCATED, WRITING, READY = range(4)
 
 
-# Up to 67 million records, and 10^11 tickets, in a signed 64-bit integer.
+# A signed 64-bit integer has room for the index of 67 million records and for 10^11 sequence numbers.
 _RECORD_BITS = 26
 _RECORDS = (1 << _RECORD_BITS) - 1
 
@@ -36,8 +36,8 @@ _RECORDS = (1 << _RECORD_BITS) - 1
 class Ticket(int):
     """Handle of one record, which becomes stale when the record is freed.
 
-    An int, so that many tickets are an int64 array. The low bits are the record's index in the arena. The high bits are
-    a sequence number, so all tickets of an arena are unique.
+    A ticket is an int, so that an int64 array can contain many tickets. The low bits are the record's index in the
+    arena. The high bits are a sequence number, so all tickets of an arena are unique.
     """
 
     @property
@@ -47,7 +47,7 @@ class Ticket(int):
 
     @property
     def sequence(self) -> int:
-        """Sequence number of the ticket."""
+        """Sequence number, which is unique among the tickets of an arena."""
         return self >> _RECORD_BITS
 
 
@@ -55,13 +55,13 @@ Tickets = Sequence[int] | npt.NDArray[np.int64]
 
 
 def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
-    """Return the record indices [n] (first axis of each field) of tickets [n], without checking for stale tickets."""
+    """Return the record indices [n] (along the first axis of each field) of tickets [n], which may be stale."""
     return np.asarray(tickets, np.int64) & _RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHandle:
-    """Path of the owner's file descriptor in /proc."""
+    """Description of an arena, from which another process maps it (`Arena.attach`)."""
 
     path: str
     """Path of the owner's file descriptor in /proc."""
@@ -70,19 +70,19 @@ class ArenaHandle:
 
 
 class ArenaFullError(EmbodyError):
-    """Raised if more records are in use than planned."""
+    """No record of the arena is free: more records are in use than the run plan reserved."""
 
 
 class Fields(Protocol):
-    """Mapping from a field name to an array of all records."""
+    """Mapping from field names to arrays, with one entry per record along the first axis."""
 
     def __getitem__(self, field: str, /) -> npt.NDArray[Any]:
-        """Return the array [n, ...] of a field, for n records."""
+        """Return the array [n, ...] of a field for n records."""
         ...
 
 
 class Arena:
-    """Fixed-size records with a free list.
+    """Shared memory with a fixed number of records of one layout, and a list of free records.
 
     The owner (the process that created the arena) allocates and frees; any attached process may write and read records
     by ticket. Fields are numpy arrays [capacity, *shape], accessed by `arena[Record.images]`.
@@ -105,7 +105,7 @@ class Arena:
 
     @classmethod
     def create(cls, layout: RecordLayout, capacity: int) -> Arena:
-        """Reserve memory for `capacity` records.
+        """Create an arena with memory for `capacity` records.
 
         Raises:
             EmbodyError: the host has not enough free memory; the message contains the required size.
@@ -121,7 +121,7 @@ class Arena:
                 "algorithm.rollout_epoch or the camera size."
             )
         fd = os.memfd_create("embodyrl-arena", os.MFD_CLOEXEC)
-        # Reserve the memory here: later, a lack of memory would be a SIGBUS in some worker.
+        # Reserve the memory here: otherwise, a lack of memory would later be a SIGBUS in a worker.
         os.posix_fallocate(fd, 0, size)
         handle = ArenaHandle(path=f"/proc/{os.getpid()}/fd/{fd}", layout=layout, capacity=capacity)
         return cls(mmap.mmap(fd, size), layout, capacity, handle, fd)
@@ -136,7 +136,7 @@ class Arena:
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise StaleTicketError(f"Cannot attach to the record arena {handle.path}: {error}.") from error
+            raise StaleTicketError(f"Cannot attach to the arena {handle.path}, its owner exited: {error}.") from error
         _, size = handle.layout.offsets(handle.capacity)
         return cls(mmap.mmap(fd, size), handle.layout, handle.capacity, handle, fd)
 
@@ -149,7 +149,7 @@ class Arena:
         return self._num_free
 
     def allocate(self) -> Ticket:
-        """Take a record from the free list (owner only).
+        """Allocate a free record and return its ticket (owner only).
 
         Raises:
             ArenaFullError: no record is free.
@@ -157,10 +157,10 @@ class Arena:
         return Ticket(self.allocate_all(1)[0])
 
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
-        """Allocate `count` records (see `allocate`); return their tickets [count]."""
+        """Allocate `count` free records and return their tickets [count] (owner only)."""
         if count > self._num_free:
             raise ArenaFullError(
-                f"Cannot allocate {count} records: {self._num_free} of {self.capacity} arena records are free."
+                f"Cannot allocate {count} records: {self._num_free} of {self.capacity} are free. Report this bug."
             )
         self._num_free -= count
         # Reversed, so that tickets are in the order of single allocations.
@@ -185,13 +185,13 @@ class Arena:
 
     @contextmanager
     def write(self, ticket: int) -> Iterator[int]:
-        """Open a record for writing; it becomes readable at the end of the block, unless the block raises."""
+        """Open a record for writing and yield its index; the record becomes readable if the block does not raise."""
         with self.write_all([ticket]) as records:
             yield int(records[0])
 
     @contextmanager
     def write_all(self, tickets: Tickets) -> Iterator[npt.NDArray[np.int64]]:
-        """Open several records for writing (see `write`); yield their indices [n]."""
+        """Open several records for writing and yield their indices [n] (see `write`)."""
         records, state = self._valid(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
@@ -199,7 +199,7 @@ class Arena:
         state[records] = RecordState.READY
 
     def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Return the record indices [n] (first axis of each field) of tickets [n] whose records are readable.
+        """Return the record indices [n] (along the first axis of each field) of tickets [n] with readable records.
 
         Raises:
             StaleTicketError: a record was freed, or not completely written.
@@ -208,7 +208,7 @@ class Arena:
         unready = records[self._fields[STATE][records] != RecordState.READY]
         for record in unready[:1].tolist():
             state = ("FREE", "ALLOCATED", "WRITING", "READY")[self._fields[STATE][record]]
-            raise StaleTicketError(f"Record {record} is not readable: state {state}.")
+            raise StaleTicketError(f"Record {record} cannot be read: its state is {state} instead of READY.")
         return records
 
     def _valid(self, tickets: Tickets) -> npt.NDArray[np.int64]:
@@ -217,15 +217,15 @@ class Arena:
         records = numbers & _RECORDS
         free, now = self._fields[STATE][records] == RecordState.FREE, self._fields[SEQUENCE][records]
         for i in np.flatnonzero(free | (now != numbers >> _RECORD_BITS))[:1].tolist():
-            what = "free" if free[i] else f"at sequence {now[i]}"
+            what = "was freed" if free[i] else f"has sequence {now[i]}"
             raise StaleTicketError(
-                f"The ticket of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the record is "
+                f"The ticket of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the record "
                 f"{what}."
             )
         return records
 
     def close(self) -> None:
-        """Remove the mapping of the memory in this process; the last process to do so frees it. Idempotent."""
+        """Release this process's mapping of the arena; the last release frees the memory. Idempotent."""
         self._fields = {}
         if self._fd >= 0:
             # The mapping exists as long as an array references it; the fields above hold our references.
@@ -242,7 +242,7 @@ def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[s
 
 
 def read_observation(fields: Fields, records: IntArray) -> Observation:
-    """Gather a batch of stored observations."""
+    """Gather the observations of n records as a batch."""
     return Observation(
         images=fields[Record.images][records],
         state=fields[Record.observed_state][records],

@@ -1,4 +1,4 @@
-"""Message channel between two processes; the payload stays in the arena."""
+"""Message channel between two processes of a host; arrays stay in the arena."""
 
 import os
 import pickle
@@ -12,17 +12,17 @@ from typing import Any
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 _LENGTH = struct.Struct("!Q")
-"""Format of the prefix of a message: the length of the message in bytes."""
+"""Format of the prefix of each message, which contains the message's length in bytes."""
 _PART = 1 << 16
-"""Bytes per read."""
+"""Maximum number of bytes per read."""
 
 
 class PipeChannel:
-    """Channel between two processes of one host.
+    """Message channel over a pipe between two processes of a host.
 
-    Uses plain pickle and one persistent poll object: `Connection.send` and `Connection.poll` create a pickler or
-    selector for every message, which takes longer than the round trip. Partial messages are supported:
-    `Connection.recv` would block on a message whose writer was stopped.
+    The class uses plain pickle and one persistent poll object: `Connection.send` and `Connection.poll` create a
+    pickler or selector for every message, which takes longer than the round trip. Partial messages are supported,
+    whereas `Connection.recv` blocks on a message whose writer was stopped.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -32,12 +32,12 @@ class PipeChannel:
         self._poll.register(connection.fileno(), select.POLLIN)
         self._part = memoryview(bytearray(_PART))
         self._begun = bytearray()
-        """Received part of an incomplete message."""
+        """Received bytes of an incomplete message."""
         self.arrived: deque[Any] = deque()
-        """Messages received while a long message was sent; `get` returns them first."""
+        """Messages that were received during a blocked `put`; `get` returns these messages first."""
 
     def put(self, message: Any, timeout_s: float | None = None) -> None:
-        """Send a message.
+        """Send a picklable message.
 
         Exactly one of the two ends sets a deadline; messages received while sending are stored in `arrived`.
 
@@ -58,7 +58,7 @@ class PipeChannel:
             raise ChannelClosed(f"The other end of the channel is closed: {error}.") from error
 
     def _wait_for_room(self, timeout_s: float | None) -> None:
-        """Wait until the pipe has room; with a deadline, read incoming messages while waiting."""
+        """Wait until the pipe has room; if there is a deadline, also read incoming messages."""
         # The other end may be blocked in `put`, too. Exactly one end must read: with both pipes full, neither could
         # finish.
         reads = select.POLLIN if timeout_s is not None else 0
@@ -88,7 +88,7 @@ class PipeChannel:
         return self.arrived.popleft()
 
     def _read(self) -> None:
-        """Read the available messages or parts of messages."""
+        """Read available bytes, and store complete messages in `arrived`."""
         count = self._end.recv_into(self._part)
         if not count:
             raise EOFError
@@ -102,6 +102,6 @@ class PipeChannel:
             del self._begun[:end]
 
     def close(self) -> None:
-        """Close this end; idempotent."""
+        """Close this end of the channel; idempotent."""
         self._end.close()
         self.connection.close()

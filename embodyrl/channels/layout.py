@@ -14,7 +14,7 @@ _ALIGN = 64  # one cache line: two writers never share one between fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """An array of the arena, with `shape` per record."""
+    """Field of a record, with its name, dtype and shape; the arena stores it as an array [capacity, *shape]."""
 
     name: str
     dtype: str
@@ -22,33 +22,33 @@ class Field:
 
     @property
     def record_bytes(self) -> int:
-        """Size of the field in one record."""
+        """Size in bytes of the field in one record."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
 SEQUENCE, STATE = "sequence", "state"
-"""Fields of the arena itself: sequence number of the valid ticket, and state of the record."""
+"""Names of the fields that the arena adds to each record: sequence number of the valid ticket, and record state."""
 _HEADER = (Field(name=SEQUENCE, dtype="int64"), Field(name=STATE, dtype="uint8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLayout:
-    """Fields of a record, stored field by field, so that gathering records is one indexing operation."""
+    """Memory layout of records: one array per field, so that records are gathered by one indexing operation."""
 
     fields: tuple[Field, ...]
 
     @property
     def all_fields(self) -> tuple[Field, ...]:
-        """Fields of the arena, followed by the fields of the record."""
+        """Fields that the arena adds (sequence and state), followed by `fields`."""
         return _HEADER + self.fields
 
     @property
     def record_bytes(self) -> int:
-        """Size of one record."""
+        """Size of one record in bytes."""
         return sum(f.record_bytes for f in self.all_fields)
 
     def offsets(self, capacity: int) -> tuple[dict[str, int], int]:
-        """Return the byte offset of each field for `capacity` records, and the total size."""
+        """Return the byte offset of each field's array for `capacity` records, and the total size in bytes."""
         offsets: dict[str, int] = {}
         end = 0
         for f in self.all_fields:
@@ -58,7 +58,7 @@ class RecordLayout:
 
 
 class Column(str):
-    """Name of a field, with its dtype and the shape of one record, whose dimensions are names or numbers."""
+    """Field name with a dtype and dimensions, which are numbers or names that `record_layout` replaces by numbers."""
 
     dtype: str
     dims: tuple[str | int, ...]
@@ -73,15 +73,15 @@ class Column(str):
 
 
 class Record:
-    """Names of the fields of a record, which stores one chunk step: `arena[Record.images][record]`.
+    """Field names of a record, which stores one chunk step; for example `arena[Record.images][record]`.
 
     Dimensions: K actions per chunk, A numbers per action, L tokens per chunk, V values per observation.
     """
 
     images = Column("images", "uint8", "cameras", "height", "width", 3)
-    """Raw pixels of the observation."""
+    """Camera images of the observation, as raw pixels."""
     observed_state = Column("observed_state", "float32", "state_dim")
-    """Proprioception, unnormalised."""
+    """Proprioceptive state of the observation, unnormalised."""
     instruction = Column("instruction", "uint8", "instruction_bytes")
     """Instruction as padded UTF-8 (`encode_instruction`)."""
     tokens = Column("tokens", "int64", "L")
@@ -89,7 +89,7 @@ class Record:
     logprob = Column("logprob", "float32", "L")
     """Log-probability of each token under the weights that sampled it."""
     value = Column("value", "float32", "V")
-    """Critic's value of the observation."""
+    """Value of the observation, predicted by the value head."""
     action = Column("action", "float32", "K", "A")
     """Action executed by the environment."""
     version = Column("version", "int64")
@@ -121,7 +121,7 @@ class Record:
 TOP_BYTES = 48
 """Bytes reserved in `Record.top` for one token (`shown_token`) with its log-probability."""
 OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
-"""Inputs of the policy."""
+"""Fields that the policy reads."""
 DECISION = (
     Record.action,
     Record.tokens,
@@ -135,13 +135,13 @@ DECISION = (
 )
 """Fields that the policy writes."""
 STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid, Record.success)
-"""Simulator outputs for each action of a chunk."""
+"""Fields that the env worker writes for each action of a chunk."""
 
 
 def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, top: int = 0) -> RecordLayout:
-    """Derive the record of one chunk step from the specs of environment and policy.
+    """Derive the record layout of a chunk step from the specs of environment and policy.
 
-    `top`: value of rollout.logprobs.
+    `top`: number of stored most probable tokens (rollout.logprobs).
     """
     height, width = env.cameras.size
     sizes = {
@@ -169,13 +169,13 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
 
 
 def _instruction_width(env: EnvSpec) -> int:
-    """Return the number of bytes of the environment's longest instruction, rounded up to a multiple of 64."""
+    """Return the length in bytes of the environment's longest instruction, rounded up to a multiple of 64."""
     longest = env.text.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64
 
 
 def decode_instruction(row: ByteArray) -> str:
-    """Decode zero-padded UTF-8 bytes."""
+    """Decode an instruction from zero-padded UTF-8 bytes."""
     return bytes(row).rstrip(b"\0").decode("utf-8")
 
 
@@ -188,7 +188,7 @@ def encode_instruction(text: str, width: int) -> ByteArray:
     """
     raw = text.encode("utf-8", errors="replace")
     if len(raw) > width:
-        raise ValueError(f"The instruction {text[:60]!r} has {len(raw)} bytes, but the limit is {width}.")
+        raise ValueError(f"The instruction {text[:60]!r} has {len(raw)} bytes; the limit is {width}. Shorten it.")
     return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)
 
 
@@ -228,12 +228,12 @@ class WeightPart(NamedTuple):
 
 
 def bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
-    """Return the layout of an arena whose records are buckets."""
+    """Return the layout of an arena whose records are buckets for weight transfer."""
     return RecordLayout(fields=(Field(name=BUCKET, dtype="uint8", shape=(bucket_bytes,)),))
 
 
 def fill_buckets(weights: Sequence[WeightInfo], bucket_bytes: int) -> Iterator[tuple[WeightPart, ...]]:
-    """Assign weights to buckets in order; a weight that does not fit is split."""
+    """Yield the weight parts of each bucket; weights are assigned in order, and split if they do not fit."""
     bucket: list[WeightPart] = []
     offset = 0
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Messages between driver and workers: small, frozen, picklable. Arrays stay in the arena.
+"""Messages between driver and workers. Messages are small, frozen and picklable; arrays stay in the arena.
 
 Messages have no slots: pickling frozen dataclasses with slots is several times slower.
 """
@@ -14,24 +14,24 @@ from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_
 from embodyrl.types import EpisodeStart, IntArray
 
 _LIST_LENGTH = 64
-"""Longer arrays are pickled faster than lists."""
+"""Maximum length of arrays that `portable` converts to lists; longer arrays are pickled faster than lists."""
 POLICY_FOLDER = "policy"
-"""Subfolder with the policy in the folder of a SaveRequest."""
+"""Name of the subfolder with the policy in the folder of a SaveRequest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReady:
-    """The worker is built and ready for requests."""
+    """Message of a worker that is built and ready for requests."""
 
     task_limit: int | None = None
-    """Env workers: maximum number of distinct tasks in the slots; None: unlimited."""
+    """Env workers: maximum number of distinct tasks in all slots at a time; None: unlimited."""
     weights: tuple[WeightInfo, ...] = ()
     """Disaggregated mode: names, dtypes and sizes of this process's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed:
-    """The worker raised an exception and exits after this message."""
+    """Message of a worker that raised an exception and exits afterwards."""
 
     error: str
     traceback: str
@@ -40,30 +40,30 @@ class WorkerFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class ResetRequest:
-    """Start an episode in a slot; the first observation is written to `target`."""
+    """Request to start an episode in a slot and to write the first observation to the record `target`."""
 
     slot: int
     start: EpisodeStart
     target: int
     video_stem: str | None = None
-    """Record every env step to <stem>_<outcome>_<steps>steps.mp4."""
+    """Path prefix of the video <prefix>_<outcome>_<steps>steps.mp4 of all env steps; None: no video."""
     keep_video: str = "all"
-    """Outcomes whose recordings are kept: all or failures."""
+    """Episodes whose video is kept: all or failures."""
 
 
 def portable(values: IntArray) -> Sequence[int] | IntArray:
-    """Return a short array as a list, which is pickled several times faster."""
+    """Convert a short array to a list, which is pickled several times faster; return a long array unchanged."""
     return values.tolist() if len(values) <= _LIST_LENGTH else values
 
 
 class Use(NamedTuple):
-    """Record fields that a worker reads or writes for a request."""
+    """Use of records by a request: the tickets of the records, and the fields that the worker reads or writes."""
 
     tickets: Tickets
     fields: tuple[str, ...] | None = ()
     """Names of the fields; None: all fields."""
     pool: int = 0
-    """Index of the shared memory: 0 is the arena, 1 the weight buckets."""
+    """Index of the shared memory that contains the records: 0: arena, 1: weight buckets."""
     length: int | None = None
     """Number of used bytes of a bucket; None: all bytes."""
 
@@ -77,18 +77,18 @@ class Request:
     """
 
     sequence: int = 0
-    """Sequence number, set by the sender."""
+    """Sequence number of the request, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker reads, by name of the request attribute that holds the tickets of the records. The
-    state of a record is always included."""
+    """Record fields that the worker reads, by name of the request attribute with the records' tickets; None: all
+    fields. The state of a record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker writes, by name of the request attribute that holds the tickets of the records."""
+    """Record fields that the worker writes, by name of the request attribute with the records' tickets."""
     pool: ClassVar[int] = 0
-    """See `Use`."""
+    """Index of the shared memory that contains the records (see `Use.pool`)."""
 
     @property
     def label(self) -> str:
-        """Name of the request for messages and traces."""
+        """Name of the request for log messages and traces."""
         return type(self).__name__.removesuffix("Request").lower()
 
     def reads(self) -> tuple[Use, ...]:
@@ -105,7 +105,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(Request):
-    """Work for one stage (a group of slots that step together) of an env worker: chunk steps, then resets."""
+    """Request to one stage (a group of slots that step together) of an env worker: run chunks, then reset slots."""
 
     stage: int
     slots: Sequence[int] = ()
@@ -123,18 +123,18 @@ class EnvRequest(Request):
 
     @property
     def label(self) -> str:
-        """See `Request.label`."""
+        """Name of the request for log messages and traces: chunk or reset."""
         return "chunk" if len(self.slots) else "reset"
 
     @property
     def observed(self) -> Tickets:
-        """Tickets (record ids) of all records that receive an observation, also after a reset."""
+        """Tickets of all records that receive an observation, after a chunk or a reset."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A finished video recording, or the reason why there is none."""
+    """Path of an episode's finished video, or the problem because of which there is no video."""
 
     slot: int
     path: str | None
@@ -143,7 +143,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvReport:
-    """Reply to an EnvRequest with the report of its stage; the results are in the arena."""
+    """Reply to an EnvRequest with timings and videos of its stage; the results of env steps are in the arena."""
 
     sequence: int
     stage: int
@@ -159,19 +159,19 @@ class EnvReport:
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest(Request):
-    """Compute actions for a batch and write the actions into the records of the observations."""
+    """Request to compute actions for a batch of observations and to write the actions into the same records."""
 
     tickets: Tickets
-    """[n] tickets of the observations' records; `noise_seeds` and `chunks` also have length n."""
+    """[n] tickets of the records with the observations; `noise_seeds` and `chunks` also have length n."""
     noise_seeds: Sequence[int] | IntArray
     chunks: Sequence[int] | IntArray
-    """[n] number of earlier chunks of each episode."""
+    """[n] index of the next chunk in each episode, starting at 0."""
     greedy: bool
     version: int
     temperature: float | None = None
     """Sampling temperature; None: the training temperature."""
     padded_size: int = 0
-    """Fixed batch size; 0: the number of tickets."""
+    """Batch size after padding; 0: no padding."""
     rows: Sequence[int] | IntArray = ()
     """[n] row of each ticket in the padded batch."""
 
@@ -181,7 +181,7 @@ class InferRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRequest(Request):
-    """Write the value of each observation into its record."""
+    """Request to predict the value of each observation and to write the value into the same record."""
 
     tickets: Tickets
     padded_size: int = 0
@@ -192,7 +192,7 @@ class ValueRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest(Request):
-    """Write the reference policy's log-probabilities into each record."""
+    """Request to compute log-probabilities under the reference policy and to write them into the records."""
 
     tickets: Tickets
 
@@ -202,17 +202,17 @@ class ScoreRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(Request):
-    """Train on a batch whose advantages are in the records."""
+    """Request to train on a batch of records that contain advantages."""
 
     step: int
     tickets: Tickets
     episode: Sequence[int] | IntArray
     """Episode id of each ticket."""
     finals: tuple[tuple[int, int], ...] = ()
-    """Off-policy: (episode id, ticket of the final observation); terminated episodes are included only with
-    hindsight."""
+    """Off-policy: (episode id, ticket of the final observation) of each ended episode; terminated episodes are
+    included only with hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Hindsight: (episode id, index in `open` of the earlier request) of each continued episode."""
+    """Hindsight: (episode id, number in `open` of an earlier request) of each continued episode."""
     open: tuple[tuple[int, int], ...] = ()
     """Hindsight: (episode id, unique number) of each episode that may continue in a later request."""
     in_parts: bool = False
@@ -229,33 +229,33 @@ class UpdateRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class ImitateRequest(Request):
-    """Train with SFT on records with an observation and the target actions or replies."""
+    """Request to train with SFT on records that contain observations and target actions or replies."""
 
     step: int
     tickets: Tickets
     augment: tuple[int, ...] = ()
-    """Seeds of image augmentation, one for every `actor.micro_batch_size` samples; empty: none."""
+    """Seeds of image augmentation, one for every `actor.micro_batch_size` samples; empty: no augmentation."""
     learn: bool = True
-    """False: evaluate only; reply with the sums of loss and accuracy."""
+    """If False, only evaluate, and reply with the sums of loss and accuracy."""
 
     read_fields = {"tickets": (*OBSERVATION, Record.action, Record.reply, Record.success)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinueRequest(Request):
-    """Run the next part of the current update."""
+    """Request to run the next part of the current update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest(Request):
-    """Write policy, optimizer and RNG state in `folder`."""
+    """Request to write policy, optimizer and RNG state into `folder`."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest(Request):
-    """Load the files of a SaveRequest."""
+    """Request to load the files that a SaveRequest wrote into `folder`."""
 
     folder: str
 
@@ -276,7 +276,7 @@ class BucketRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishRequest(BucketRequest):
-    """Write parts of the trained weights into a bucket."""
+    """Request to write parts of the trained weights into a bucket."""
 
     read_fields = {"ticket": ()}
     written_fields = {"ticket": (BUCKET, STATE)}
@@ -284,31 +284,31 @@ class PublishRequest(BucketRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWeightsRequest(BucketRequest):
-    """Load the parts of the weights in a bucket, for inference."""
+    """Request to load the weights in a bucket for inference."""
 
     read_fields = {"ticket": (BUCKET,)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """Reply to a policy request."""
+    """Reply to a request other than an EnvRequest, with duration and metrics."""
 
     sequence: int
     seconds: float
     metrics: dict[str, float]
     error: str = ""
-    """Error of a checkpoint request; the worker continues."""
+    """Error message of a checkpoint request, after which the worker continues; empty: no error."""
     finished: bool = True
-    """False: the update is not finished and waits for a ContinueRequest."""
+    """If False, the update is not finished and waits for a ContinueRequest."""
 
 
 Reply = WorkerReady | WorkerFailed | EnvReport | Done
-"""Messages that a worker sends."""
+"""Types of messages that a worker sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Rank of a process, and address of the rendezvous."""
+    """Rank of a process in a process group, and address of the group's rendezvous store."""
 
     rank: int = 0
     world: int = 1
@@ -318,9 +318,9 @@ class RankInfo:
     secret: bytes = field(default=b"", repr=False)
     """Secret of the authenticated proxy (`extensions/sharded/rendezvous.py`); empty: the store is on this host."""
     timeout_s: float = 3600.0
-    """Timeout of a collective."""
+    """Timeout of a collective operation in seconds."""
 
-    # Round-robin: the ranks get equally many parts, or differ by one part.
+    # Round-robin: the numbers of slices of the ranks differ by at most one.
     def share(self, count: int, size: int) -> list[slice]:
         """Return this rank's slices of `count` items, each of at most `size` items."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

@@ -61,7 +61,7 @@ def test_ticket_of_a_reused_record_is_invalid(arena):
         pass
     assert arena.read([new]) == [old.record]
     for use in (lambda: arena.read([old]), lambda: arena.free([old]), lambda: arena.write(old).__enter__()):
-        with pytest.raises(StaleTicketError, match=f"stale: the record is at sequence {new.sequence}"):
+        with pytest.raises(StaleTicketError, match=f"stale: the record has sequence {new.sequence}"):
             use()
 
 
