@@ -1,4 +1,4 @@
-"""A folder of checkpoints. A checkpoint is written to a scratch folder and renamed, so a step is complete or absent."""
+"""Storage of checkpoints. A scratch folder is filled and then renamed, so a checkpoint is complete or absent."""
 
 import errno
 import hashlib
@@ -42,7 +42,7 @@ class FileEntry(BaseModel, frozen=True):
 
 
 class Manifest(BaseModel, frozen=True):
-    """Contents of a checkpoint."""
+    """Manifest of a checkpoint: its step, origin, and files with checksums."""
 
     format: int = FORMAT
     step: int
@@ -50,7 +50,7 @@ class Manifest(BaseModel, frozen=True):
     version: str
     """Version of embodyrl that wrote the checkpoint."""
     created: str
-    """ISO 8601, UTC."""
+    """Time of creation in UTC, ISO 8601."""
     files: dict[str, FileEntry]
     """Files by path relative to the checkpoint, with forward slashes."""
     meta: dict[str, Any]
@@ -58,18 +58,17 @@ class Manifest(BaseModel, frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest without checking the files.
+    """Read the manifest of a checkpoint without checking the files.
 
     Raises:
         CheckpointError: the manifest is missing, malformed, of a newer format, or lists a path outside the folder.
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` lists checkpoints.")
+        raise CheckpointError(f"The checkpoint folder {folder} does not exist. `embodyrl ckpt ls RUN` lists all.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{folder}: {MANIFEST_NAME} is missing: the folder is incomplete or not an embodyrl checkpoint; use "
-            f"another checkpoint."
+            f"{path} is missing: the folder is incomplete or not an embodyrl checkpoint. Use another checkpoint."
         )
     try:
         body = read_json(path)
@@ -79,8 +78,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {text}); use another checkpoint.") from error
     if manifest is None:
         raise CheckpointError(
-            f"{path}: format {body['format']} was written by embodyrl {body.get('version')}, which is newer (format "
-            f"{FORMAT}); upgrade embodyrl."
+            f"{path} has format {body['format']} of embodyrl {body.get('version')}, but this version reads formats up "
+            f"to {FORMAT}. Upgrade embodyrl."
         )
     for name in manifest.files:
         _require_plain_name(path, name)
@@ -90,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _require_plain_name(path: Path, name: str) -> None:
     parts = PurePosixPath(name).parts
     tricky = not parts or name.startswith("/") or "\\" in name or ":" in name or "\0" in name
-    # Files are opened by these names: one with `..` could be any file of this host.
+    # Files are opened by these names; a name with `..` could be any file of this host.
     if tricky or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
         raise CheckpointError(
             f"{path}: the file name {name!r} is not a relative path inside the checkpoint. The checkpoint was tampered "
@@ -112,8 +111,8 @@ def contents(folder: Path) -> Iterator[tuple[str, Path]]:
             continue
         if not stat.S_ISREG(mode):
             raise CheckpointError(
-                f"{path}: a checkpoint must not contain links or special files. "
-                f"Delete this file, or use another "
+                f"{path} is a link or special file, which a checkpoint must not contain. "
+                f"Delete it, or use another "
                 f"checkpoint."
             )
         yield name, path
@@ -129,7 +128,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """Compare every file with its manifest entry.
 
     Raises:
-        CheckpointError: a file is missing, unexpected, a link, or of a wrong size or content; names the first.
+        CheckpointError: a file is missing, unexpected, a link, or of a wrong size or content; the message names it.
     """
     found = dict(contents(folder))
     for name, entry in manifest.files.items():
@@ -139,24 +138,24 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         size = path.stat().st_size
         if size != entry.size:
             raise CheckpointError(
-                f"{path} has {size} bytes instead of {entry.size}: truncated or changed; use another checkpoint."
+                f"{path} has {size} bytes instead of {entry.size}: it is truncated or changed. Use another checkpoint."
             )
     # Before hashing, which takes minutes: most damage shows in sizes and names.
     if surplus := sorted(found.keys() - manifest.files.keys()):
         raise CheckpointError(
-            f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files); "
-            "delete or move the file."
+            f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files). "
+            "Delete or move the file."
         )
     for name, entry in manifest.files.items():
         if describe(folder / name).sha256 != entry.sha256:
             raise CheckpointError(
-                f"{folder / name}: sha256 differs from {MANIFEST_NAME}: the content was damaged or changed; "
-                "use another checkpoint."
+                f"{folder / name}: sha256 differs from {MANIFEST_NAME}, so the content is damaged or changed. "
+                "Use another checkpoint."
             )
 
 
 def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
-    """Return the training step, the best validation score so far (None: none), and the step of that score.
+    """Return the training step, the best validation score so far (None: no validation), and the step of that score.
 
     Raises:
         CheckpointError: the file is missing or malformed.
@@ -167,14 +166,14 @@ def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
         best = [best] if isinstance(best, float) else best  # written by older versions
         numbers = all(type(number) is int for number in (step, 0 if best_step is None else best_step))
         if not numbers or not all(type(score) is float for score in ([] if best is None else best)):
-            raise ValueError("values have wrong types")
+            raise ValueError("step, best or best_step has a wrong type")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / LOOP_FILE} is not usable: {error}; use another checkpoint.") from error
+        raise CheckpointError(f"{folder / LOOP_FILE} cannot be read: {error}. Use another checkpoint.") from error
     return step, best, best_step
 
 
 class CheckpointStore:
-    """Checkpoints in folders such as `root/step_000200/`, each with a manifest of file sizes and checksums."""
+    """Checkpoints of a run in folders such as `root/step_000200/`, each with a manifest of files and checksums."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -203,12 +202,12 @@ class CheckpointStore:
         return said
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, not verified yet."""
+        """Return the folder of the newest complete checkpoint without verification; None: there is no checkpoint."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def manifest(self, step: int) -> Manifest:
-        """Return the manifest of a step, not verified."""
+        """Return the manifest of a step without verification of the files."""
         return read_manifest(self.path(step))
 
     def best(self) -> int | None:
@@ -281,7 +280,7 @@ class CheckpointStore:
             raise
 
     def verify(self, path: Path) -> Manifest:
-        """Verify all bytes of a checkpoint before its use.
+        """Verify size and checksum of all files of a checkpoint, and return its manifest.
 
         Raises:
             CheckpointError: names the damaged file and, if there is one, the next older complete checkpoint.
@@ -323,7 +322,7 @@ class CheckpointStore:
 
 
 def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
-    """Flush the files to disk, then the manifest, then the folder."""
+    """Flush the files to disk, write the manifest, and flush the folder."""
     files = {}
     for name, path in contents(folder):
         # Hashes of the written files: later changes on the disk are detected on use.
@@ -345,7 +344,7 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
 
 
 def size_bytes(folder: Path) -> int:
-    """Return the total size of all files in a folder tree."""
+    """Return the total size in bytes of all files in a folder tree."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
@@ -358,7 +357,7 @@ def _sync(path: Path) -> None:
 
 
 def _is_full_disk(error: BaseException) -> bool:
-    """Return True for disk-full errors, also if another exception wraps them: safetensors keeps only the error text."""
+    """Return True for disk-full errors, including wrapped errors; safetensors keeps only the error text."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _FULL_DISK:

@@ -1,4 +1,4 @@
-"""State of optimizers, schedulers and random generators as safetensors and JSON, exact and without pickle."""
+"""Exact files of optimizer, scheduler and RNG states in safetensors and JSON, without pickle."""
 
 import json
 import math
@@ -21,12 +21,12 @@ _TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float"})
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Convert file-system errors (such as a full disk) to a `CheckpointError` with the folder."""
+    """Convert file-system errors (such as a full disk) to a `CheckpointError` that names the folder."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         number = f" (os error {error.errno})" if isinstance(error, OSError) else ""
-        raise CheckpointError(f"{folder}: {error}{number}") from error
+        raise CheckpointError(f"Cannot write to {folder}: {error}{number}") from error
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -54,7 +54,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is not a readable safetensors file ({error}): truncated or damaged; use another checkpoint."
+            f"{path} is not a readable safetensors file ({error}); it is truncated or damaged. Use another checkpoint."
         ) from error
 
 
@@ -86,12 +86,12 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = _decode(read_json(path), tensors)
         if not isinstance(state, dict):
-            raise TypeError("the header is not a JSON object")
+            raise TypeError("the top level is not a JSON object")
         return state
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is damaged or does not fit {name}.safetensors ({type(error).__name__}: {error}); "
-            "use another checkpoint."
+            f"{path} is damaged or does not fit {name}.safetensors ({type(error).__name__}: {error}). "
+            "Use another checkpoint."
         ) from error
 
 
@@ -119,7 +119,7 @@ def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     if node is None or isinstance(node, (bool, int, str)):
         return node
     if isinstance(node, float):
-        # JSON has no infinity or NaN.
+        # JSON cannot represent infinity or NaN.
         return node if math.isfinite(node) else {"$float": repr(node)}
     if isinstance(node, torch.Tensor):
         return {"$tensor": _add(node, tensors, path)}
@@ -136,7 +136,7 @@ def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
             return {key: _encode(value, tensors, f"{path}/{key}") for key, value in node.items()}
         if all(isinstance(key, (str, int)) for key in node):
             return {"$dict": [[k, _encode(v, tensors, f"{path}/{i}")] for i, (k, v) in enumerate(node.items())]}
-    raise TypeError(f"state '{path}' of type {type(node).__name__} cannot be saved as JSON and safetensors.")
+    raise TypeError(f"Cannot save state '{path}' of type {type(node).__name__}; use tensors, numbers, text or lists.")
 
 
 def _add(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:

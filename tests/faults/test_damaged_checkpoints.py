@@ -53,13 +53,13 @@ def empty_the_manifest(newest):
 def come_from_the_future(newest):
     path = newest / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "version": "9.0"}))
-    return "which is newer"
+    return "reads formats up to"
 
 
 def lead_out_of_the_folder(newest):
     (newest / "loop.json").unlink()
     (newest / "loop.json").symlink_to("/etc/hostname")
-    return "links or special files"
+    return "link or special file"
 
 
 @pytest.mark.parametrize(
