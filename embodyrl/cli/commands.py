@@ -1,4 +1,4 @@
-"""The commands of the program, read from the commands.toml files of this folder and of extensions; no heavy imports."""
+"""Commands of the command line, read from the commands.toml files of this folder and of extensions."""
 
 import shutil
 import textwrap
@@ -23,22 +23,22 @@ _SURFACE = _open(Path(__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command of the program."""
+    """A command of the command line, with its function, flags and help texts."""
 
     target: str
-    """`module:function` that gets the parsed arguments and returns the exit code; default: the target of the entry
+    """`module:function` that receives the parsed arguments and returns the exit code; default: the target of the entry
     point."""
     summary: str
     usage: str
     words: str = "override"
     words_help: str = "group=option or key=value"
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of `argparse.add_argument` for each `--flag`."""
+    """Keyword arguments of `argparse.add_argument` by flag, for example `--json`."""
     examples: tuple[str, ...] = ()
     long_help: bool = False
-    """True: add config groups and common keys to the help."""
+    """If True, the help contains config groups and common keys."""
     own_flags: bool = False
-    """True: pass flags after the first argument to the program that the command starts."""
+    """If True, the command parses its own flags: all arguments are passed on unparsed."""
 
     def epilog(self) -> str:
         """Return the text after the flags in `--help`."""
@@ -71,7 +71,7 @@ def _of_extensions() -> dict[str, Command]:
 
 
 COMMANDS = _of_extensions()
-"""Commands of the core and of extensions, the most common first."""
+"""Commands of the core and of extensions by name, the most common commands first."""
 
 
 def of_packages() -> dict[str, Command]:

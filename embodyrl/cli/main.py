@@ -1,6 +1,6 @@
-"""Entry point of `embodyrl`: finds the subcommand, runs it, and converts errors to messages and exit codes.
+"""Entry point of `embodyrl`: runs a command, and converts errors to messages and exit codes.
 
-Nothing heavy is imported here: each command imports what it needs when it runs.
+This module imports no large packages; each command imports its own modules when it runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run the command line and return its exit code.
 
     Args:
         argv: arguments without the program name; default `sys.argv[1:]`.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         _open_streams()
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # or it would read about every installed package
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # avoid a scan of installed packages
     arguments = list(sys.argv[1:] if argv is None else argv)
     code = 1
     try:
@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     finally:
         if argv is None:
-            gc.freeze()  # or the interpreter would look through all there is at its exit
+            gc.freeze()  # the collector must not traverse all objects at exit
             exit_in_spite_of_leftovers(code)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # the terminal is gone, the disk full: the interpreter must not fail over it at exit
+            except OSError:  # a closed terminal or full disk must not fail the exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -64,13 +64,13 @@ _ERROR = "embodyrl: error: "
 _MOVED = {
     "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE."
 }
-"""Former subcommands, each with a message about its new location."""
+"""Former commands by name, each with a message about its replacement."""
 
 
 def _run(arguments: list[str]) -> int:
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()  # a closed reader is not an error here
+        sys.stdout.flush()  # a closed pipe is not an error
     except BrokenPipeError:
         # The reader of our output (head, less) has exited; prevent an error of the interpreter at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Output of commands, flushed early: text lines or JSON."""
+"""Output of commands as text lines or JSON."""
 
 import argparse
 import gc
@@ -10,18 +10,18 @@ from embodyrl.files import json_text
 
 
 def printable(text: str) -> str:
-    """Return a string without control characters, because a terminal interprets them as commands."""
+    """Replace control characters, which a terminal interprets as commands, with question marks."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
-    """Print `data` as JSON with `--json`, otherwise print `lines`."""
+    """Print `data` as JSON if `--json` is set, otherwise print `lines`."""
     print(json_text(data) if args.json else printable("\n".join(lines)) + "\n", end="")
 
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
-    """Disable Python's cycle collector, which would traverse permanent objects repeatedly during imports."""
+    """Disable Python's garbage collector, which would traverse permanent objects repeatedly during imports."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Commands with a config, such as `train` and `eval`: compose it, check it, then call the function of the command."""
+"""Commands with a config, such as `train` and `eval`: compose and check the config, then call a function."""
 
 import argparse
 import contextlib
@@ -41,23 +41,21 @@ SEQUENTIAL_TESTS: Registry[Callable[[Sequence[str], Sequence[str], Sequence[Path
 
 def run(args: argparse.Namespace) -> int:
     """Run a command with a config and return its exit code; with `--json` standard output contains only the result."""
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # SIGUSR1 requests the status of a run: without workers there is no reply
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SIGUSR1 requests the status of a run; ignore it until workers run
     named = getattr(args, "resume", None) or ""
     if "=" in named and not Path(named).exists():  # `--resume key=value` resumes the newest run
         args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
-        raise ConfigError("--json cannot be combined with --dry-run; use --print-config, or start the run.")
+        raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or start the run.")
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
-            raise ConfigError("--resume, --print-config, --dry-run and --json cannot be combined with -m.")
+            raise ConfigError("--resume, --print-config, --dry-run or --json cannot be combined with -m; remove one.")
         for sweep in SWEEPERS.every():
             return sweep(args.command, args.words, args.config_dir)
         raise ConfigError("-m: the extension 'sweep' is missing; reinstall embodyrl to get it.")
     if args.command == "eval" and args.until_significant:
         if args.resume or args.print_config or args.dry_run:
-            raise ConfigError("--resume, --print-config and --dry-run cannot be combined with --until-significant.")
+            raise ConfigError("--resume, --print-config or --dry-run cannot be combined with --until-significant.")
         for test in SEQUENTIAL_TESTS.every():
             return test(args.until_significant, args.words, args.config_dir, args.json)
         raise ConfigError("--until-significant: the extension 'results' is missing; reinstall embodyrl to get it.")
@@ -87,7 +85,7 @@ def _require_ckpt(words: list[str]) -> None:
     runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
     near = closest(path, [*runs, *(Path(run).name for run in runs)])
     raise CheckpointError(
-        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list runs` shows those in ./runs."
+        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list runs` shows all runs."
     )
 
 
@@ -99,7 +97,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
         return cfg, {} if cfg.trains and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if split_trust(words)[1] or folders:
-            raise ConfigError("--resume uses the settings of the evaluation; remove all other keys.")
+            raise ConfigError("--resume uses the saved settings of the evaluation; remove key=value and --config-dir.")
         found = _resumed(args)
         if (found / "checkpoints").is_dir():
             run, weights = map(shlex.quote, (str(found), write_word("ckpt", str(found))))
@@ -123,7 +121,7 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
 
 
 def _resumed(args: argparse.Namespace) -> Path:
-    """Return the run folder of `--resume`; without a name, the newest run folder of this command."""
+    """Return the run folder that `--resume` names; without a name, the newest run folder of this command."""
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
     return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
@@ -156,12 +154,12 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
     if cfg.runner.experiment_name is None:
-        raise ConfigError("--resume auto needs the name of an experiment: set runner.experiment_name=NAME.")
+        raise ConfigError("--resume auto needs the name of the experiment; set runner.experiment_name=NAME.")
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
 def only_look(args: argparse.Namespace, cfg: Config) -> bool:
-    """Check the config with its components; handle `--print-config` and `--dry-run`, and return True if set."""
+    """Check the config; handle `--print-config` and `--dry-run`, and return True if one of these flags is set."""
     from embodyrl.plan.checks import check_components
 
     check_components(cfg)

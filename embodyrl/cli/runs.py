@@ -1,4 +1,4 @@
-"""List and describe the runs in an output folder, from the files of each run."""
+"""Search for run folders by path, name, experiment or age."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
 NEWEST = "newest"
-"""Value of `--resume` if the flag has no argument."""
+"""Value of `--resume` without an argument."""
 
 
 def run_folders(output_dir: Path) -> list[Path]:
-    """Return the runs in a folder and its subfolders, newest first."""
+    """Return the run folders in an output folder, newest first."""
     files = sorted(output_dir.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent for file in files]
 
 
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
-    """Return the newest training run of an experiment, or None if there is none."""
+    """Return the folder of the newest training run of an experiment; None: no such run."""
     from embodyrl.config.settings import flat
 
     for folder in run_folders(output_dir):
@@ -29,7 +29,11 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
 
 
 def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
-    """Return the newest run in ./runs; `trained`: True for a training, False for an evaluation, None for either.
+    """Return the folder of the newest run in ./runs.
+
+    Args:
+        wanted_by: command line for the error message.
+        trained: True: only training runs, False: only evaluations, None: both.
 
     Raises:
         ConfigError: there is no run.
@@ -37,7 +41,7 @@ def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
     for folder in run_folders(Path("runs")):
         if trained is None or (folder / "checkpoints").is_dir() == trained:
             return folder
-    raise ConfigError(f"{wanted_by}: no such run in ./runs; pass the folder of a run, or start a run: embodyrl train.")
+    raise ConfigError(f"{wanted_by}: no such run in ./runs. Pass the folder of a run, or start a run: embodyrl train.")
 
 
 def find_run(word: str) -> Path:
