@@ -24,11 +24,11 @@ _LAST_RESORT_S = 10
 
 
 class Abandoned(BaseException):
-    """Raised to interrupt the running request. Not an `Exception`, because simulators may catch exceptions."""
+    """The running request was interrupted. Not an `Exception`, because simulators may catch exceptions."""
 
 
 class Deadline:
-    """Interrupts code in the main thread after a timeout. In other threads, which get no signals, there is no timeout.
+    """Time limit of code in the main thread, enforced by a timer signal. Code in other threads has no limit.
 
     The kernel's timer interrupts waits (sleeps, locks, sockets), and Python runs the handler between two instructions.
     C code that neither returns nor checks for signals cannot be interrupted: after a delay, a thread without the
@@ -46,7 +46,7 @@ class Deadline:
 
     @contextmanager
     def limit(self, seconds: float, *, stoppable: bool) -> Iterator[None]:
-        """Raise `Abandoned` in the block after `seconds`, or when it is `stoppable` and `interrupt` is called."""
+        """Raise `Abandoned` in the block after `seconds`, or at a call of `interrupt` if the block is `stoppable`."""
         if not self._works:
             yield
             return
@@ -54,7 +54,7 @@ class Deadline:
         self._watch()
         # Ticks instead of one alarm: only time in which this process ran counts.
         signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
-        # Last before the block: an earlier interrupt would leave the timer running.
+        # Set immediately before the block: an earlier interrupt would leave the timer running.
         self._stoppable = stoppable
         try:
             yield
@@ -63,7 +63,7 @@ class Deadline:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def interrupt(self) -> None:
-        """Interrupt the current block of `limit` if it is stoppable; called by a signal handler."""
+        """Interrupt the current block of `limit` if the block is stoppable; called by a signal handler."""
         if self._stoppable:
             raise Abandoned("was interrupted")
 
@@ -107,16 +107,16 @@ class InlineLauncher:
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
-        """See `Launcher.preview`."""
+        """Return an empty string: all workers run on this host."""
         return ""
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """See `Launcher.nodes`."""
+        """Assign all components to this host."""
         return ON_THIS_HOST
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
-        """See `Launcher.start`."""
+        """Build a worker in this process."""
         for key, value in spec.environ.items():
             os.environ.setdefault(key, value)
         if spec.simulates:
@@ -131,11 +131,11 @@ class InlineLauncher:
         self._events.append(Event(worker=spec.name, message=worker.ready()))
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
-        """See `Launcher.send`."""
+        """Queue a request, which `wait` runs."""
         self._requests.append((worker, request, timeout_s))
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """See `Launcher.wait`."""
+        """Run the next request, and return its replies or the death of its worker."""
         # One request at a time, so that the loop can handle its reply first.
         if not self._events and self._requests:
             self._run(*self._requests.popleft())
@@ -174,7 +174,7 @@ class InlineLauncher:
         self._events.append(Event(worker=name, message=died))
 
     def stop(self, *, grace_s: float = 10.0) -> None:
-        """See `Launcher.stop`."""
+        """Close all workers; idempotent."""
         for worker in self._workers.values():
             worker.close()
         if self._simulating:

@@ -45,7 +45,7 @@ class _Handle(Handle):
 
 
 class LocalLauncher(OpenRequests[_Handle]):
-    """Launcher of spawned processes, which reports a death or a missed deadline as an event within milliseconds."""
+    """Launcher of worker processes on this host, which detects deaths and missed deadlines within milliseconds."""
 
     sections = {}
     host = LOOPBACK
@@ -57,10 +57,10 @@ class LocalLauncher(OpenRequests[_Handle]):
         # One persistent selector: `multiprocessing.connection.wait` registers all files at each call.
         self._poll = select.poll()
         self._watched: dict[int, str] = {}
-        """Worker of each pipe and process sentinel, by file descriptor."""
+        """Worker name by file descriptor, for each pipe and process sentinel."""
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
-        """See `Launcher.start`."""
+        """Start a worker process with its own log file and pipe."""
         from embodyrl.workers.lifecycle import worker_main  # here, because every command imports this class's settings
 
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
@@ -88,7 +88,7 @@ class LocalLauncher(OpenRequests[_Handle]):
                     os.environ.pop(key, None)
                 else:
                     os.environ[key] = value
-        # Close our copy, or the child's end would not close the pipe.
+        # Close our copy; otherwise the pipe would stay open after the child's exit.
         theirs.close()
         channel, limits = PipeChannel(ours), deque([timeout_s])
         handle = _Handle(process=process, channel=channel, log=log, since=self._clock.now(), limits=limits)
@@ -98,7 +98,7 @@ class LocalLauncher(OpenRequests[_Handle]):
             self._poll.register(descriptor, select.POLLIN)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
-        """See `Launcher.send`."""
+        """Send a request through the worker's pipe."""
         # Also for a broken pipe: the death that `wait` reports answers this request.
         handle = self._ask(worker, timeout_s)
         try:
@@ -113,7 +113,7 @@ class LocalLauncher(OpenRequests[_Handle]):
                 self._drain(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """See `Launcher.wait`."""
+        """Wait for events, and return replies, deaths and missed deadlines."""
         ready = self._poll.poll(self._patience(timeout_s) * 1000)
         for name in sorted({self._watched[descriptor] for descriptor, _ in ready}):
             self._drain(name)
@@ -168,7 +168,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         handle.channel.close()
 
     def stop(self, *, grace_s: float = 10.0) -> None:
-        """See `Launcher.stop`."""
+        """Stop all workers; kill processes that do not exit within `grace_s` seconds."""
         handles = list(self._handles.values())
         self._handles.clear()
         self._events.clear()

@@ -1,4 +1,4 @@
-"""Interface of launchers: start workers, send requests, wait for replies and deaths, with deadlines."""
+"""Interface of launchers, which start workers, send requests, and report replies, deaths and missed deadlines."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 
 class FaultSettings(Settings):
-    """Config keys for faults: responses to failing workers and updates, and time limits of workers."""
+    """Config keys for failures of workers, videos and updates, and for the time limits of workers."""
 
     needs = {"on_env_crash=restart": "max_restarts_per_worker"}
 
     step_timeout_s: Seconds = 120.0
-    """Time limit of an env worker for one action chunk or reset, per slot."""
+    """Time limit of an env worker per action chunk and per reset of a slot."""
     start_timeout_s: Seconds = 600.0
     """Time limit for the start of a worker: imports, simulators, weights."""
     update_timeout_s: Seconds = 3600.0
-    """Time limit of an update, a checkpoint or the log-probabilities of the actor."""
+    """Time limit of the actor for an update, a checkpoint, or log-probabilities."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
-    """Restart a crashed env worker (its running episodes restart) or killed rollout process, or stop the run."""
+    """Response to a crashed env worker or a killed rollout process: restart (its episodes start again), or fail."""
     max_restarts_per_worker: Index = 3
-    """Maximum restarts of one worker before the run fails with exit code 4; also maximum attempts of an episode that
-    crashes its worker."""
+    """Maximum number of restarts of a worker before the run fails with exit code 4; also the maximum number of attempts
+    at an episode that crashes its worker."""
     on_video_error: OnVideoError = OnVideoError.warn
-    """Response to a failed recording: warn and continue, or stop."""
+    """Response to a failed video recording: warn and continue, or stop."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """Response to non-finite numbers in an update: stop with exit code 5, or skip and count the update."""
 
@@ -72,9 +72,9 @@ class ClusterSettings(Settings):
     num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Number of hosts."""
     min_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Minimum number of hosts: with fewer, the run saves a checkpoint, if possible, and stops."""
+    """Minimum number of hosts; with fewer hosts, the run saves a checkpoint, if possible, and stops."""
     silence_timeout_s: Seconds = 120.0
-    """Time without a connection to the cluster, or a response of its head node, after which workers exit."""
+    """Time without a connection to the cluster, or without a response of its head node, after which workers exit."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
     """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
 
@@ -87,45 +87,45 @@ class ClusterSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDied:
-    """A worker died; its handle is invalid."""
+    """Report of the death of a worker."""
 
     reason: str
     """Human-readable reason: "died with SIGKILL", "did not respond for 120 s", or the exception."""
     log: str
-    """Path of the worker's log, or an empty string."""
+    """Path of the worker's log; empty: no log."""
     traceback: str = ""
     exit_code: int = 1
-    """Exit code of the worker's error."""
+    """Exit code of the error that ended the worker."""
     raised: bool = False
-    """The worker raised an exception."""
+    """True if the worker raised an exception."""
 
 
 Message: TypeAlias = "Reply | WorkerDied"
-"""Reply of a worker, or its death."""
+"""Message about a worker: a reply, or the report of its death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A message, and the name of the worker that sent it."""
+    """A message with the name of its worker."""
 
     worker: str
     message: Message
 
 
 class Launcher(Protocol):
-    """Runs workers. Not thread-safe: only the driver's main thread uses it."""
+    """Interface of launchers, which run workers. Not thread-safe: only the driver's main thread calls a launcher."""
 
     host: str
     """Address at which workers reach the driver."""
     where: str
     """Names of the workers' hosts for messages; empty: all workers are on the driver's host."""
     lost: str
-    """Reason why workers cannot be started any more; empty: they can."""
+    """Reason why no more workers can be started; empty: workers can be started."""
 
     settings: ClassVar[type[LauncherSettings]]
     """Settings class of the launcher's keys under `launcher`."""
     sections: ClassVar[Mapping[str, type[Settings]]]
-    """Settings classes of the launcher's config sections, by name."""
+    """Settings classes of the config sections that the launcher adds, by name."""
     in_process: ClassVar[bool]
     """True if workers are objects in the driver's process."""
 
@@ -133,7 +133,7 @@ class Launcher(Protocol):
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
-        """Describe the hosts of a run before its start; empty: this host."""
+        """Describe the hosts of a run before its start; an empty string: only this host."""
         ...
 
     @classmethod
@@ -156,14 +156,14 @@ class Launcher(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return replies and deaths; empty after the timeout, or one second, without events.
+        """Wait for events and return them; return an empty list after `timeout_s` or one second without events.
 
-        Deadlines count the time in which the driver ran, so call this method often.
+        Deadlines exclude the time in which the driver is suspended, so call this method at least once per second.
         """
         ...
 
     def interrupt(self) -> None:
-        """Interrupt a wait in this thread; called by the handler of the first signal."""
+        """Interrupt the running request, if possible; called by the handler of the first stop signal."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """Stop all workers, by force if necessary; idempotent."""
@@ -191,7 +191,7 @@ def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
 
 @dataclass(kw_only=True)
 class Handle:
-    """A running worker."""
+    """State of a running worker: its log, and the time limits of its pending requests."""
 
     log: Path
     since: float
@@ -209,7 +209,7 @@ H = TypeVar("H", bound=Handle)
 
 
 class OpenRequests(Generic[H]):
-    """Pending requests of a launcher's workers."""
+    """Base class of launchers with worker processes, which tracks pending requests and their deadlines."""
 
     settings = ProcessSettings
     in_process = False
@@ -223,16 +223,16 @@ class OpenRequests(Generic[H]):
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
-        """See `Launcher.preview`."""
+        """Return an empty string: all workers run on this host."""
         return ""
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """See `Launcher.nodes`."""
+        """Assign all components to this host."""
         return ON_THIS_HOST
 
     def _ask(self, worker: str, timeout_s: float) -> H:
-        """Append a pending request to the queue of a worker.
+        """Record a pending request of a worker, and return the worker's handle.
 
         Raises:
             WorkerError: the worker is not running.
@@ -246,13 +246,13 @@ class OpenRequests(Generic[H]):
         return handle
 
     def _answered(self, handle: H) -> None:
-        """Remove the oldest pending request, and start the time limit of the next."""
+        """Remove the oldest pending request, and start the time limit of the next request."""
         handle.since = self._clock.now()
         if handle.limits:
             handle.limits.popleft()
 
     def _patience(self, timeout_s: float) -> float:
-        """Return the seconds to wait: 0 if there are events, else until the next deadline, at most one second."""
+        """Return the number of seconds to wait: 0 if there are events, else until the next deadline, at most 1."""
         due = min((handle.due for handle in self._handles.values()), default=float("inf"))
         return 0.0 if self._events else max(0.0, min(timeout_s, due - self._clock.now(), 1.0))
 

@@ -1,4 +1,4 @@
-"""Supervision of all workers: passes replies to callbacks, and restarts dead workers or ends the run."""
+"""Supervision of all workers: pass replies to callbacks, and restart dead workers or end the run."""
 
 import signal
 import time
@@ -22,7 +22,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class StopRequest:
-    """Stores a stop signal until the loop reaches a point at which the run can stop."""
+    """Stop signals of a run, stored until the loop reaches a point at which the run can stop."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -36,7 +36,7 @@ class StopRequest:
         return looked
 
     def check(self) -> None:
-        """Raise if a stop signal has arrived; call between steps.
+        """Raise `Interrupted` if a stop signal has arrived; call between steps.
 
         Raises:
             Interrupted: a signal arrived.
@@ -48,9 +48,9 @@ class StopRequest:
     def listening(
         self, on_first: Callable[[], None] = lambda: None, on_second: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP as stop requests; a second one exits immediately, after `on_second`.
+        """Handle SIGINT, SIGTERM and SIGHUP as stop requests; a second signal calls `on_second` and exits immediately.
 
-        With nohup, SIGHUP stays ignored. `PARENT_EXITED` is a stop request too, but never a second one.
+        With nohup, SIGHUP stays ignored. `PARENT_EXITED` is a stop request too, but never counts as a second signal.
         SIGUSR1 is stored for `looked`.
         """
 
@@ -87,13 +87,13 @@ _BACKOFF_S = 0.5
 
 
 class RequestObserver(Protocol):
-    """Observer of all requests and replies."""
+    """Interface of observers of all requests to workers and their replies, for example for traces."""
 
     clock_metrics: frozenset[str]
     """Names of `metrics` that depend on the speed of the machine."""
 
     def begin(self) -> None:
-        """Start a new training step."""
+        """Start the metrics of a new training step."""
         ...
 
     def sent(self, worker: str, request: Request) -> None:
@@ -221,7 +221,7 @@ class Supervisor:
         where, reason = f" Log: {died.log}" if died.log else "", died.reason.removesuffix(".")
         # A worker that never worked will fail again: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
-        # Ranks hold the only copy of the training state. The error of a rollout process would occur again.
+        # Only the ranks contain the training state. The error of a rollout process would occur again.
         final = spec.component == "actor" or (spec.component == "rollout" and died.raised)
         if final or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
             raise _worker_error(f"worker {name} {reason}.{where}", died)
@@ -269,12 +269,12 @@ class Supervisor:
             self._shielded = previous
 
     def stop(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         self._launcher.stop()
 
 
 def _worker_error(text: str, died: WorkerDied) -> EmbodyError:
-    """Return the error that ends the run, with the exit code of the worker's error."""
+    """Return the error that ends the run after a worker's death, with the exit code of the worker's error."""
     if died.exit_code == NonFiniteError.exit_code:
         return NonFiniteError(died.reason.removeprefix("raised "))
     if died.exit_code == EmbodyError.exit_code:
