@@ -1,4 +1,4 @@
-"""Output of `--dry-run`: a description of the run that needs no worker processes."""
+"""Output of `--dry-run`: a description of the run, built without worker processes."""
 
 import importlib
 
@@ -11,7 +11,7 @@ from embodyrl.plan.schema import READS, Config
 
 
 def describe(cfg: Config) -> str:
-    """Return the output of `--dry-run`, from the function that the command registers in `READS`."""
+    """Return the output of `--dry-run` for a config; the command's function in `READS` provides the lines."""
     module, _, name = READS.get(cfg.command).dry_run.partition(":")
     lines: list[tuple[str, str]] = getattr(importlib.import_module(module), name)(cfg)
     if launcher := getattr(cfg, "launcher", None):
@@ -21,7 +21,7 @@ def describe(cfg: Config) -> str:
 
 
 def run_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines (label, text) about a training or an evaluation."""
+    """Return the `--dry-run` lines (label, text) of a training or an evaluation."""
     training = cfg.trains and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
     if not training:

@@ -1,4 +1,4 @@
-"""Results of an evaluation: per task, per suite and overall, with confidence intervals, and compared to a baseline."""
+"""Results of an evaluation per task, per suite and overall, with confidence intervals and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TaskResult:
     states: int
     """Number of distinct initial states."""
     solved: int | None
-    """Number of states with at least one success; None: the environment does not report success."""
+    """Number of initial states with at least one success; None: the environment does not report success."""
     voted: float | None
     """Fraction of initial states whose majority answer is correct; None: one answer per state, or not a text task."""
     effective_episodes: float
@@ -43,13 +43,13 @@ class TaskResult:
     success_at_end: float | None
     mean_return: float
     return_low: float | None
-    """Lower bound of the mean return. This and the next field are None for a single initial state."""
+    """Lower confidence bound of the mean return. This and the next field are None for a single initial state."""
     return_high: float | None
     mean_steps: float
     suite: str = ""
     """Name of the task's suite; empty if there is only one suite."""
     number: int = -1
-    """Number of the task in the suite."""
+    """Index of the task in the suite; -1: several tasks."""
 
     @property
     def rate(self) -> Rate:
@@ -67,14 +67,14 @@ class TaskResult:
 
 
 class Conversations(Protocol):
-    """Reads conversations of text tasks from instructions and episodes."""
+    """Interface of an extension that reads the conversations of text tasks."""
 
     def turns(self, instruction: str) -> tuple[tuple[str, str], ...]:
-        """Return (role, text) of each turn of a conversation; empty for any other instruction."""
+        """Return (role, text) of each turn of a conversation; empty if the instruction is not a conversation."""
         ...
 
     def majority(self, episodes: Sequence[EpisodeRow]) -> float | None:
-        """Return the accuracy of the most frequent answer to each initial state; None: there are no answers."""
+        """Return the accuracy of majority voting over the answers to each initial state; None: no answers."""
         ...
 
 
@@ -87,7 +87,7 @@ CONVERSATIONS: Registry[Conversations] = Registry(
 
 
 class Comparison(Protocol):
-    """Comparison of two evaluations of one suite, a dataclass whose fields are saved in `eval.json`."""
+    """Comparison of two evaluations of a suite; the implementation is a dataclass, saved in `eval.json`."""
 
     def line(self, names: tuple[str, str]) -> str:
         """Return the comparison in one line, with the names of both evaluations."""
@@ -96,7 +96,7 @@ class Comparison(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EvalResult:
-    """Results and files of an evaluation."""
+    """Result of an evaluation, with its metrics, folder and videos."""
 
     dropped: int
     """Number of episodes dropped after repeated worker crashes; the results exclude them."""
@@ -119,9 +119,9 @@ class EvalResult:
     paired: tuple[Comparison, ...] = ()
     """Comparisons with `eval.baseline`, one per suite."""
     baseline: str | None = None
-    """Run folder of the earlier evaluation in `paired`."""
+    """Name of the run folder of the earlier evaluation in `paired`."""
     protocol: dict[str, Any] | None = field(default=None)
-    """Requested evaluation protocol, with the settings that differ from the protocol."""
+    """Requested evaluation protocol and the settings that differ from this protocol; None: no protocol requested."""
 
     def __repr__(self) -> str:
         return f"EvalResult({self.overall.score}, {len(self.tasks)} tasks, {self.folder})"
@@ -143,7 +143,7 @@ class EvalResult:
 
     @property
     def losses(self) -> str:
-        """Return the warning about dropped episodes."""
+        """Warning about dropped episodes."""
         planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
             f"INCOMPLETE: {self.dropped} of {planned} episodes crashed their simulator repeatedly and are not "
@@ -151,7 +151,7 @@ class EvalResult:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `eval/*` of the result by name."""
+        """Return the metrics of the result by name, such as `eval/success_once`."""
         rows = {
             "eval/success_once": self.overall.success_once,
             "eval/success_at_end": self.overall.success_at_end,
@@ -176,7 +176,7 @@ class EvalResult:
 
 
 def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
-    """Print an evaluation: tasks, suites, the comparison with an earlier evaluation, protocol, files."""
+    """Print the result of an evaluation: tasks, suites, comparison with an earlier evaluation, protocol and files."""
     if result.dropped:
         say(f"  {result.losses}")
     known = result.overall.success_once is not None
@@ -238,7 +238,7 @@ def _summarise_task(
     count, score = len(episodes), score_of(episodes)
     rate = score if isinstance(score, Rate) else None
     voted = next((talks.majority(episodes) for talks in CONVERSATIONS.every()), None)
-    # In one order, so that a resumed evaluation adds the same numbers in the same order.
+    # Sorted, so that a resumed evaluation adds the numbers in the same order.
     earned = Mean.of((e.reset_id, e.episode_return) for e in sorted(episodes, key=lambda e: e.episode))
     return TaskResult(
         task_id=task_id,
@@ -290,12 +290,12 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
-    """Convert an episode to a row; its return is divided by the reward factor of training."""
+    """Convert an episode to a row of `episodes.jsonl`; its return is divided by the reward factor of training."""
     number = episode.spec.task_id
-    # An environment that does not declare success may report it: some do so only at the end.
+    # An environment that does not declare success may report success at the end of an episode.
     known = env.reward.reports_success or episode.success_once
     turns = next((talks.turns(episode.instruction) for talks in CONVERSATIONS.every()), ())
-    # The instruction of a conversation is all its messages; of a game of several turns it is the last message.
+    # The instruction is all messages of a conversation, or the last message of a game with several turns.
     named = bool(turns) or env.text.max_replies > 1
     suite = env.benchmark.suites[number] if env.benchmark.suites else ""
     first = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start

@@ -56,15 +56,15 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     run_plan = build_run_plan(cfg, training=False)
     if keeps_episodes(run_plan):
         run_plan = with_every_step(run_plan)
-    find_baseline(cfg)  # before anything starts
+    find_baseline(cfg)  # check before workers start
     weights = first_weights(cfg, run_plan.env)
     step = step_of(weights)
-    # A process that was killed early leaves no evaluation; this one is its first.
+    # A process that was killed early has no evaluation folder yet.
     begun = [] if resume is None else sorted(entry.name for entry in (resume / "eval").glob("step_*"))
     if begun and f"step_{step:06d}" not in begun:
         raise ConfigError(
-            f"{resume} has the evaluation {begun[-1]}, but ckpt={cfg.ckpt} is step {step}. Start a new evaluation: "
-            "remove --resume."
+            f"{resume} evaluates {begun[-1]}, but ckpt={cfg.ckpt} is a checkpoint of step {step}. Remove --resume to "
+            "start a new evaluation."
         )
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
         lines = [
@@ -81,7 +81,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
                 result = run_evaluation(run_plan, workers, folder, monitor, step, resume=resume is not None)
         except (Interrupted, WorkerError) as error:
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
-                raise  # another try would end like this one
+                raise  # a resumed evaluation would fail again
             said, *details = str(error).splitlines()
             again = ["embodyrl", "eval", "--resume", str(folder.root), *trust_words(cfg)]
             said += f"; resume with: {shlex.join(again)}"
@@ -117,7 +117,7 @@ def run_evaluation(
         _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
     _begin_files(folder, rows)
-    keeps = run_plan.single_step  # validations of a training keep nothing
+    keeps = run_plan.single_step  # validations during training keep no episodes
     writing = open_writer(run_plan, workers.arena, run.root, monitor.text) if keeps else nullcontext()
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log, writing as writer:
 
@@ -156,7 +156,7 @@ def run_evaluation(
 
 
 def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Write the rows of finished episodes; delete `eval.json`, without which an evaluation is incomplete."""
+    """Write the rows of finished episodes, and delete `eval.json`, which marks an evaluation as complete."""
     (folder / TABLE_FILE).unlink(missing_ok=True)
     # Rewrite the file, because the last row of a killed process may be truncated.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
@@ -165,7 +165,7 @@ def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
 def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None]) -> None:
     failed = collection.video_problems
     if failed and cfg.faults.on_video_error == OnVideoError.stop:
-        raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn continues)")
+        raise EmbodyError(f"{len(failed)} recordings failed (faults.on_video_error=warn continues): {failed[0]}")
     for problem, times in Counter(failed).most_common(3):
         warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
     collection.report_reward_errors(warn, set())
@@ -183,16 +183,16 @@ LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Regis
     wants="a function of a Config and its episodes that yields lines",
     fits=takes(2),
 )
-"""Functions that yield additional output lines of a finished evaluation."""
+"""Functions of extensions that yield additional output lines of a finished evaluation."""
 Baseline = Callable[[Sequence[EpisodeRow]], Sequence[Comparison]]
-"""Function that compares an earlier evaluation with episodes, suite by suite."""
+"""Function from the episodes of an evaluation to comparisons with an earlier evaluation, one per suite."""
 BASELINES: Registry[Callable[[Config], Baseline]] = Registry(
     "baseline", group="embodyrl.baselines", wants="a function of a Config that returns a Baseline", fits=takes(1)
 )
 
 
 def find_baseline(cfg: Config) -> Baseline | None:
-    """Return the comparison with `eval.baseline`; None: the key is not set.
+    """Return the function that compares episodes with the run `eval.baseline`; None: the key is not set.
 
     Raises:
         ConfigError: the run has no comparable evaluation, or no extension reads runs.
@@ -218,21 +218,21 @@ def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Pat
 
 
 def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
-    """Return the file name of an episode's recording, without the outcome and the number of steps."""
+    """Return the first part of the file name of an episode's video; outcome and number of steps are appended later."""
     task = re.sub(r"[^a-z0-9]+", "_", env.tasks[spec.task_id].lower()).strip("_")[:48]
     _, state = env.task_of(spec.reset_id)
     return f"step{step:06d}_task{spec.task_id:02d}_{task}_state{state:02d}_seed{spec.seed}_ep{spec.episode_id:03d}"
 
 
 def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
-    """Write the actions [T, K, A] of each episode by episode id, so that any episode can be replayed and recorded."""
+    """Write the actions [T, K, A] of each episode by episode id, so that episodes can be replayed and recorded."""
     held = io.BytesIO()
     np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
     write_atomically(folder / ACTIONS_FILE, held.getvalue())
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise an error before the rollout if recordings cannot be written to the folder."""
+    """Raise an error if videos cannot be written to the folder."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ Say = Callable[[str], None]
 
 
 def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
-    """Read a finished evaluation of an earlier process from the files in a folder; None if there is none."""
+    """Read the result of a finished evaluation from its folder; None: no finished evaluation."""
     rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
     if not rows or not saved:
         return None
@@ -258,7 +258,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """First and last validation (with paths of additional recordings), side-by-side videos, and output lines."""
+    """Comparison of the first and the last validation: both results, side-by-side videos, and output lines."""
 
     first: EvalResult
     last: EvalResult
@@ -277,7 +277,7 @@ COMPARISONS: Registry[Callable[..., Compared]] = Registry(
 def compare(
     run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
 ) -> Compared:
-    """Compare two validations with the first entry point of `embodyrl.comparisons`, if there is one."""
+    """Compare two validations with the function of an extension (`embodyrl.comparisons`), if one is installed."""
     for comparison in COMPARISONS.every():
         return comparison(run_plan, workers, first, last, videos, say)
     if run_plan.cfg.video.startswith("changed:"):

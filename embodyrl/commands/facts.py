@@ -1,4 +1,4 @@
-"""Lines of the banner that every command prints about its run."""
+"""Banner lines, which describe a run at its start."""
 
 import os
 import shutil
@@ -69,7 +69,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 BANNER: Registry[Callable[[RunPlan], list[tuple[str, str]]]] = Registry(
     "banner line", group="embodyrl.banner", wants="a function of a RunPlan that returns lines", fits=takes(1)
 )
-"""Functions that return additional banner lines (label, text) about an evaluation."""
+"""Functions of extensions that return additional banner lines (label, text) about an evaluation."""
 
 
 def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
@@ -91,7 +91,7 @@ def precision_facts(cfg: Config) -> list[tuple[str, str]]:
 
 
 def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
-    """Describe the memory of a loaded task, and the number of loaded tasks that each env worker keeps."""
+    """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
     kept = min(wanted, tasks_in_memory(task_bytes, workers))
     return (
@@ -135,10 +135,10 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
     written = 1 if interval == -1 else -(-total_steps // interval)
     held = min(written, cfg.checkpoint.keep + 1)
     if checkpoint * held > free:
-        kept = f"; {held - 1} are kept while one more is written" if held > 1 else ""
+        kept = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_bytes(checkpoint)}{kept}, but {_bytes(free)} are free in "
-            f"{cfg.runner.output_dir}. Fix: free disk space, checkpoint.keep=1, or another runner.output_dir."
+            f"A checkpoint needs {_bytes(checkpoint)}{kept}, but only {_bytes(free)} are free in "
+            f"{cfg.runner.output_dir}. Free disk space, set checkpoint.keep=1, or change runner.output_dir."
         )
 
 
@@ -172,5 +172,5 @@ def _free_disk(cfg: Config) -> int:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is not writable; choose another.")
+        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is not writable. Change it.")
     return shutil.disk_usage(folder).free

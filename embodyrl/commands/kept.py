@@ -1,4 +1,4 @@
-"""Episodes of a run that are kept as a data set (`runner.keep_episodes`); extensions write them."""
+"""Storage of a run's episodes as a data set (`runner.keep_episodes`) by a writer of an extension."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ EPISODES_FOLDER = "episodes"
 
 
 class EpisodeWriter(Protocol):
-    """Writer of finished episodes, whose records are still in the arena."""
+    """Interface of a writer of finished episodes, whose records are still in the arena."""
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """Store the episodes that `runner.keep_episodes` selects; `step`: training step of rollout or evaluation."""
+        """Store the episodes that `runner.keep_episodes` selects; `step`: training step of the episodes' weights."""
         ...
 
     def close(self) -> None:
-        """Finish writing the data set and free the resources."""
+        """Finish the data set and close its files."""
         ...
 
 
 class EpisodeKeeper(Protocol):
-    """Keeps episodes of runs."""
+    """Interface of an extension that opens episode writers."""
 
     def check(self, run_plan: RunPlan) -> None:
-        """Raise ConfigError if the episodes of this run cannot be kept."""
+        """Raise ConfigError if the episodes of this run cannot be stored."""
         ...
 
     def open(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> EpisodeWriter:
-        """Open the writer of a run's episodes; `say` prints a line."""
+        """Open a writer of a run's episodes to `folder`; `say` prints a line."""
         ...
 
 
@@ -48,10 +48,10 @@ EPISODE_WRITERS: Registry[EpisodeKeeper] = Registry(
 
 
 def keeps_episodes(run_plan: RunPlan) -> bool:
-    """Return True if `runner.keep_episodes` selects episodes to keep.
+    """Return True if the run stores episodes (`runner.keep_episodes` is not none).
 
     Raises:
-        ConfigError: the episodes of this run cannot be kept.
+        ConfigError: the episodes of this run cannot be stored.
     """
     cfg = run_plan.cfg
     if cfg.runner.keep_episodes is KeptEpisodes.none:
@@ -63,7 +63,7 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
 
 
 def with_every_step(run_plan: RunPlan) -> RunPlan:
-    """Return a copy of the plan with one record per env step, and an arena with space for one episode per slot."""
+    """Return a copy of the plan with one record per env step, and arena space for one episode per slot."""
     capacity = run_plan.num_slots * (run_plan.cfg.env.eval.max_episode_steps + 2)
     return replace(run_plan, single_step=True, capacity=capacity)
 
@@ -72,7 +72,7 @@ def with_every_step(run_plan: RunPlan) -> RunPlan:
 def open_writer(
     run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
 ) -> Iterator[EpisodeWriter | None]:
-    """Open and close the writer of a run's episodes around a block; yield None if the run keeps no episodes."""
+    """Open the writer of a run's episodes, and close it after the block; yield None if the run stores no episodes."""
     if not keeps_episodes(run_plan):
         yield None
         return

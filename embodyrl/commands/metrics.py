@@ -1,4 +1,4 @@
-"""Flat metrics of one training step."""
+"""Metrics of one training step, by name."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,16 +9,16 @@ from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
 _CLOCK_DEPENDENT = frozenset(("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib"))
-"""Metrics that depend on the machine.
-In deterministic mode their names begin with `time/`; `time/` metrics are not compared."""
+"""Names of metrics that depend on the speed of the machine.
+In deterministic mode, `split_clock_metrics` renames them, because metrics `time/*` are not compared."""
 
 
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
-    """Return success, return and length of episodes, throughput, times and worker restarts.
+    """Return the metrics of a rollout: success, return and length of episodes, throughput, times and worker restarts.
 
     To avoid a bias towards short episodes, only episodes that started with enough quota for the longest episode are
-    counted; if there are none, all finished episodes; if none finished, all episodes. With `continue_episodes`, the
-    whole episodes that end in this step are counted; there may be none.
+    counted. Without such episodes, all finished episodes are counted; if no episode finished, all episodes are counted.
+    With `continue_episodes`, the whole episodes that end in this step are counted, possibly none.
     """
     tally = collection.tally
     # Work during an earlier update counts only for the time that this step waited for it.
@@ -36,7 +36,7 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
         "env/dropped_episodes": float(collection.dropped),
         "rollout/infer_batch_size": tally.inferred / tally.inferences if tally.inferences else 0.0,
         "time/rollout": tally.wall_s,
-        # Seconds of the average env worker, so that they compare with wall time.
+        # Mean over env workers, to be comparable with wall time.
         "time/simulate": tally.sim_s * share / num_workers,
         "time/render": tally.render_s * share / num_workers,
         "time/reset": tally.reset_s * share / num_workers,
@@ -80,6 +80,6 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
 
 
 def split_clock_metrics(metrics: Mapping[str, float], further: Iterable[str] = ()) -> dict[str, float]:
-    """Rename clock-dependent metrics, and those named in `further`, to `time/<name>`, for deterministic mode."""
+    """Rename clock-dependent metrics, including the names in `further`, to `time/<name>`, for deterministic mode."""
     names = _CLOCK_DEPENDENT.union(further)
     return {f"time/{name}" if name in names else name: value for name, value in metrics.items()}

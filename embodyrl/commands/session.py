@@ -32,15 +32,15 @@ from embodyrl.version import __version__
 W = TypeVar("W", bound=Started)
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
-"""Called with the number of completed steps and the metrics of the last step; returning True ends the run: a
-checkpoint is written and the result is returned."""
+"""Callback with the number of completed steps and the metrics of the last step. The result True ends the run: a
+checkpoint is written, and the training function returns."""
 
 Facts = Sequence[tuple[str, str]]
-"""Banner lines: (label, text)."""
+"""Banner lines as (label, text)."""
 
 
 def screen_only(cfg: Config) -> Fanout:
-    """Return the monitor of a command without training, which logs no steps."""
+    """Build a monitor with only the console backend, for commands that log no training steps."""
     return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
 
 
@@ -73,7 +73,7 @@ def announce(
 
 
 class Session:
-    """A training run: step counter, best score, monitor, checkpoints."""
+    """State of a training run: step counter, best score, monitor and checkpoints."""
 
     def __init__(self, cfg: Config, folder: RunFolder, command: str) -> None:
         self.cfg = cfg
@@ -93,12 +93,12 @@ class Session:
         self._row: dict[str, Any] = {}
         self._telling = False
         """True while a user's callback runs, and after a callback raised an exception."""
-        # One thread, so that checkpoints are moved into place in their order.
+        # One thread, so that checkpoints are committed in order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
     def find_start(self) -> Path | None:
-        """Return the newest checkpoint of a resumed run, after restoring step counter and best score from it.
+        """Return the newest checkpoint and restore step counter and best score from it; None: start at step 0.
 
         Raises:
             CheckpointError: the newest checkpoint is damaged (older ones are never used silently), or all are missing.
@@ -107,8 +107,8 @@ class Session:
         if latest is None:
             interval = self.cfg.runner.save_interval
             newest = max((row.get("step", 0) for row in rows), default=0)
-            # The folder is there from the start on. A row is written before its checkpoint, which may be on its way for
-            # one more interval.
+            # The folder exists from the start. A row is written before its checkpoint, which may be pending for one
+            # more interval.
             gone = newest and not self._store.root.is_dir()
             late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
             if self._warnings or gone or late:
@@ -122,7 +122,7 @@ class Session:
             return None
         self._store.verify(latest)
         self.step, self._best, self._best_step = read_loop(latest)
-        # Rows of steps after the checkpoint are of an attempt that was cut off; those steps are taken again.
+        # Rows of steps after the checkpoint are from an interrupted attempt; these steps are repeated.
         before = [row for row in rows if row.get("step", 0) <= self.step]
         self._row = before[-1] if before and before[-1].get("step") == self.step else {}
         self.restarts = int(before[-1].get("env/restarts") or 0) if before else 0
@@ -144,13 +144,17 @@ class Session:
         for line in self._warnings:
             self.monitor.text(f"warning: {line}; training continues from step {self.step}")
         if self.step >= total:
-            # Epochs may have ended it before its steps did.
+            # The run may have ended by the number of epochs instead of steps.
             limits = "runner.max_steps" if self.cfg.runner.max_epochs < 0 else "runner.max_epochs or runner.max_steps"
             self.monitor.text(f"no training steps are left: this is step {self.step} of {total}; raise {limits}")
 
     @contextmanager
     def running(self, start: Callable[[], W]) -> Iterator[W]:
-        """Start the workers, stop them and close the monitor; a signal during the start raises `Interrupted`."""
+        """Start the workers for a block; stop the workers and close the monitor after the block.
+
+        Raises:
+            Interrupted: a signal arrived during the start.
+        """
         try:
             try:
                 workers = start()
@@ -172,14 +176,14 @@ class Session:
         self._telling = True
         answer: object = callback(self.step, news)
         self._telling = False
-        # Of numpy as well: `np.mean(returns) > 0.9` is not a `bool`.
+        # Numpy booleans count, too: `np.mean(returns) > 0.9` is not a `bool`.
         if isinstance(answer, (bool, np.bool_)) and answer and self.step < self.total:
             self.monitor.text(f"step {self.step}: a callback ended the run")
             self.total = self.step
 
     @contextmanager
     def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save a checkpoint if a signal, a lost cluster or an exception of a callback ends the block."""
+        """Save a checkpoint if the block ends by a signal, a lost cluster or an exception of a callback."""
         try:
             yield
         except Interrupted as interruption:
@@ -238,7 +242,7 @@ class Session:
         self._store.prune(self.cfg.checkpoint.keep, protect)
 
     def wait_for_save(self, *, wait: bool = True) -> None:
-        """Raise the error of the last asynchronous save, if any; with `wait`, first wait until the save is complete.
+        """Raise the error of the last asynchronous save, if any; if `wait`, first wait until the save is complete.
 
         Raises:
             CheckpointError: the checkpoint could not be written, or takes longer than `faults.update_timeout_s`.
@@ -256,7 +260,7 @@ class Session:
         saving.result()
 
     def save_if_due(self, save: Callable[[], Path]) -> None:
-        """Save a checkpoint if one is due, except after the last step, which the caller saves."""
+        """Save a checkpoint every `runner.save_interval` steps; the caller saves after the last step."""
         self._tolerate(partial(self.wait_for_save, wait=False))
         if self.due(self.cfg.runner.save_interval) and self.step < self.total:
             self._tolerate(save)
@@ -271,7 +275,7 @@ class Session:
             self.monitor.text(f"warning: a checkpoint could not be written, training continues: {error}")
 
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Wait for the checkpoint; add checkpoint and resume command to the message of the interruption."""
+        """Wait for a pending save, and add checkpoint and resume command to the message of the interruption."""
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
@@ -284,7 +288,7 @@ class Session:
         return f"resume with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
-        """Print the folders of a finished run, and the available commands that use the run."""
+        """Print the folders of a finished run, and commands for the next steps that are installed."""
         known = [shlex.join(["embodyrl", *use]) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):

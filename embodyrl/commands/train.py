@@ -1,4 +1,4 @@
-"""Training: the loop with run folder, validation, checkpoints and signals."""
+"""Command `train`: the training loop with validation, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STEP_CHECKS: Registry[Callable[[RunPlan], StepCheck]] = Registry(
 )
 
 OnEval = Callable[[int, EvalResult], bool | None]
-"""Called with the number of completed steps and the result of each validation; True ends the run, as in `OnStep`."""
+"""Callback with the number of completed steps and the result of a validation; True ends the run as in `OnStep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -90,7 +90,7 @@ def train(
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=True)
-    keeps_episodes(run_plan)  # refuses what cannot be kept
+    keeps_episodes(run_plan)  # raises if episodes cannot be stored
     require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
     weights = first_weights(cfg, run_plan.env)
     if resume is not None:
@@ -129,7 +129,7 @@ class _Training:
         held_out = evaluation_facts(self.run_plan) if self._validates else []
         lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), *held_out, *where]
         session.announce(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
-        # Weights of a resumed run too, for the reference policy; the checkpoint is loaded over them.
+        # Also for a resumed run, because the reference uses the initial weights; the actor loads the checkpoint.
         start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)
         with session.running(start_all) as workers:
             # Imported and built objects are permanent, so garbage collection can skip them.
@@ -143,7 +143,7 @@ class _Training:
         actors = Actors(workers, self.algorithm, self.run_plan)
 
         def save() -> Path:
-            workers.scheduler.abandon()  # what began for steps that will not come
+            workers.scheduler.abandon()  # episodes of steps that will not run
             return self._save(workers, actors)
 
         with self.session.keeping(save):
@@ -222,7 +222,7 @@ class _Training:
                 result = actors.update(step, rollout, batch)
                 # Only now: the update read these records.
                 workers.scheduler.release(rollout)
-                # Before publishing: the version of the weights is the number of updates that they have seen.
+                # Before publishing: the version of the weights is their number of updates.
                 session.step = step + 1
                 published = time.perf_counter()
                 workers.scheduler.publish(session.step)
@@ -266,7 +266,7 @@ class _Training:
         return self.cfg.runner.val_check_interval != -1
 
     def _validates_after(self, step: int) -> bool:
-        """Return True if a validation follows this step; no episode may continue into the next step then."""
+        """Return True if a validation follows this step, so that no episode may continue into the next step."""
         interval = self.cfg.runner.val_check_interval
         return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 

@@ -192,7 +192,7 @@ def test_resume_starts_the_first_evaluation_and_refuses_another_step(tmp_path):
     cfg = toy_config(tmp_path, *WORDS, command="eval")
     assert evaluate(cfg, resume=run).overall.episodes == 12
     (run / "eval" / "step_000000").rename(run / "eval" / "step_000007")
-    with pytest.raises(ConfigError, match="run has the evaluation step_000007, but ckpt=None is step 0"):
+    with pytest.raises(ConfigError, match="run evaluates step_000007, but ckpt=None is a checkpoint of step 0"):
         evaluate(cfg, resume=run)
 
 

@@ -80,7 +80,7 @@ def test_asynchronous_save_error_is_raised_later(tmp_path):
     one = session(tmp_path, "checkpoint.async_save=true")
     one.step = 1
     one.save(lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
-    with pytest.raises(CheckpointError, match="links or special files"):
+    with pytest.raises(CheckpointError, match="link or special file"):
         one.wait_for_save()
     assert CheckpointStore(one.folder.checkpoints).steps() == []
 

@@ -83,5 +83,5 @@ def test_training_continues_without_an_encoder(tmp_path, no_encoder):
 
 def test_on_video_error_stop_ends_the_evaluation(tmp_path, no_encoder):
     words = ("video=all", "eval.episodes=2", "faults.on_video_error=stop")
-    with pytest.raises(EmbodyError, match=r"was not written.*faults\.on_video_error=warn"):
+    with pytest.raises(EmbodyError, match=r"faults\.on_video_error=warn.*was not written"):
         evaluate(toy_config(tmp_path, *words, command="eval"))
