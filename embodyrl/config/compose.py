@@ -1,4 +1,4 @@
-"""Values from the command line and from the YAML files of conf/ and `--config-dir`, parsed and composed by Hydra."""
+"""Parsing of overrides, and composition of the YAML files of conf/ and `--config-dir`, both with Hydra."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 COMMAND_LINE = "command line"
-"""Source of an override."""
+"""Source of settings from the command line."""
 _LONGEST_WORD = 4000
 """Maximum number of characters of one override."""
 _REMOVED = ("rollout.dump",)
-"""Keys of version 0.1 that no longer exist; they are ignored in configs of old runs."""
+"""Removed keys of version 0.1, which are ignored in configs of old runs."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
@@ -51,20 +51,20 @@ class Setting:
 
     @property
     def text(self) -> str | None:
-        """Value as written on the command line, for keys of type str: the run name 2026_11_24 is not 20261124."""
+        """Unparsed value from the command line, for keys of type str: 2026_11_24 must not become 20261124."""
         name, _, said = self.words.partition("=")
         return said.strip() if name == self.key else None
 
     @property
     def where(self) -> str:
-        """Prefix of an error message: the source of the setting."""
+        """Prefix of error messages that contains the source of the setting."""
         return f"{short(self.words)}: " if self.typed else f"{self.source}: "
 
 
 def split_words(
     command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], list[Setting]]:
-    """Separate `group=option` from `key=value`, and report all other arguments."""
+    """Separate `group=option` from `key=value` arguments; append a message to `problems` for each invalid argument."""
     groups: dict[str, str] = {}
     settings: list[Setting] = []
     for text in words:
@@ -84,7 +84,7 @@ def split_words(
 
 
 def parse_word(text: str) -> tuple[str, Any]:
-    """Split `name=value` with Hydra's grammar.
+    """Parse `name=value` with Hydra's grammar, and return the name and the typed value.
 
     >>> parse_word("actor.optim.lr=1e-4")
     ('actor.optim.lr', 0.0001)
@@ -111,7 +111,7 @@ def parse_word(text: str) -> tuple[str, Any]:
 
 
 def write_word(name: str, text: str) -> str:
-    """Return the argument that `parse_word` parses as this text, quoted where the grammar requires quotes.
+    """Return the argument `name=text`, with quotes if Hydra's grammar requires quotes.
 
     >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
     ('ckpt=runs/a', 'ckpt="runs/a (1)"')
@@ -162,7 +162,7 @@ def read_saved(file: Path) -> list[Setting]:
 
 
 def short(text: str) -> str:
-    """Return a text for an error message, shortened to about 120 characters, without control characters."""
+    """Return a text for an error message, shortened to about 120 characters, with escaped control characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
@@ -174,7 +174,7 @@ def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]
         ConfigError: one line, with the reason given by `compose_files`.
     """
     folders = tuple(search_path(config_dirs))
-    # What ships does not change while the program runs.
+    # Included files do not change while the program runs.
     composed = compose_files if len(folders) > 1 else _compose_shipped
     try:
         return list(composed(root_file(command), tuple(groups.items()), folders))
@@ -202,13 +202,13 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
 
     groups = dict(typed)
     shipped, *more = (str(folder) for folder in folders)
-    # Before Hydra reads them: Hydra expands aliases without a limit.
+    # Check the files before Hydra reads them, because Hydra expands aliases without a limit.
     for group, option in groups.items() if more else ():
         try:
             deque(_keys_of(f"{group}/{option}", folders), maxlen=0)
         except RecursionError:
-            raise ConfigError(f"the defaults of {group}={option} form a cycle; remove one of them.") from None
-    # Hydra cannot override an option by none; null is the default of the groups that take it.
+            raise ConfigError(f"the defaults of {group}={option} form a cycle; remove one entry.") from None
+    # Hydra cannot override an option with null, but null is the default of the groups that accept null.
     _store_variants()
     words = [f"{group}={option}" for group, option in groups.items() if option != "null"]
     words += [f"hydra.searchpath={json.dumps([f'file://{folder}' for folder in more])}"] * bool(more)
@@ -219,7 +219,7 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
         raise ConfigError(" ".join(str(error).split())) from None
     choices = dict(cfg.hydra.runtime.choices)
     if wrong := next((group for group, option in groups.items() if option == "null" and choices.get(group)), None):
-        raise ConfigError(f"{wrong}=null: another option chooses {wrong}={choices[wrong]}; choose a different one.")
+        raise ConfigError(f"{wrong}=null has no effect: another option selects {wrong}={choices[wrong]}. Remove one.")
     with open_dict(cfg):
         del cfg.hydra
     values: Any = OmegaConf.to_container(cfg, resolve=False)

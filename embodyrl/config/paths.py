@@ -1,11 +1,11 @@
-"""Paths of the data included with embodyrl: in the installed package, or in the source checkout."""
+"""Paths of files included with embodyrl, in the installed package or in the source checkout."""
 
 import os
 import re
 from pathlib import Path
 
 HUB_NAME = re.compile(r"(?P<owner>[\w.-]{1,96})/(?P<name>[\w.-]{1,96})(?:@(?P<revision>[\w./-]{1,200}))?")
-"""Pattern of a Hugging Face Hub repository: owner/name, optionally with @ and a branch, tag or commit."""
+"""Pattern of a repository on the Hugging Face Hub: owner/name, optionally with @ and a branch, tag or commit."""
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -15,7 +15,7 @@ def conf_dir() -> Path:
 
 
 def assets_dir() -> Path:
-    """Return the folder of the included data: tiny checkpoints, text tasks, images."""
+    """Return the folder of included data, such as tiny checkpoints, text tasks and images."""
     return _shipped("assets", marker="")
 
 
@@ -25,17 +25,17 @@ def cache_dir() -> Path:
 
 
 def resolve_asset(path: str) -> Path:
-    """Return the path of an asset, of a snapshot in the hub's cache, or of a file.
+    """Return the local path of included data, of a snapshot in the hub's cache, or of a file.
 
-    `assets/<name>` is included data in any working directory, `owner/name@commit` a downloaded snapshot; any other path
-    is used unchanged.
+    `assets/<name>` is included data in any working directory. `owner/name@commit` is a downloaded snapshot. Any other
+    path is used unchanged.
     """
     head, _, rest = path.partition("/")
     return assets_dir() / rest if head == "assets" and rest else cached_snapshot(path) or Path(path).expanduser()
 
 
 def cached_snapshot(path: str) -> Path | None:
-    """Return the folder of `owner/name@commit` in the hub's cache; None if it is not cached."""
+    """Return the folder of `owner/name@commit` in the hub's cache; None: not cached."""
     found = HUB_NAME.fullmatch(path)
     if found is None or len(found["revision"] or "") != 40:
         return None

@@ -15,7 +15,7 @@ def no_problems(_: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Command and config values that determine whether a section exists and which settings class it has."""
+    """Command and config values from which a section's settings class is chosen."""
 
     command: str
     values: Mapping[str, Any]
@@ -29,24 +29,24 @@ class Chosen:
 class Section:
     """A config section of an extension: the keys under `<name>.`, where <name> is the name of the entry point.
 
-    The module of a section is imported by every command: it defines settings and imports nothing heavy.
+    Every command imports the module of a section, so the module must not import large packages.
     """
 
     kinds: tuple[type[Settings], ...]
-    """All classes that the section may have, for help and suggestions."""
+    """All settings classes that the section may have, for help texts and suggestions."""
     choose: Callable[[Chosen], type[Settings] | None]
-    """Return the settings class of the section for a command and config values; None: no such section."""
+    """Function that returns the settings class of the section for a command and config values; None: no section."""
     problems: Callable[[Any], Iterator[str]] = no_problems
-    """Yield contradictions between this section and others of the config, one line each with the fix."""
+    """Function that yields a message, with the fix, per contradiction between this section and the rest of a config."""
     derive: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
-    """Return derived values of keys by dotted name, computed from the config; applied before the config is final."""
+    """Function that returns derived values of keys by dotted name; applied before the config is final."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.needs`, but with full dotted names; they
     apply if the config has the section."""
 
 
 def of_commands(kind: type[Settings], *commands: str) -> Section:
-    """Return a section of one class that exists for these commands."""
+    """Return a section with one settings class, which exists only for the given commands."""
     return Section(kinds=(kind,), choose=lambda chosen: kind if chosen.command in commands else None)
 
 

@@ -38,20 +38,20 @@ def only(holds: Callable[[Any], bool]) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Description of a constraint, printed in error messages after "must be"."""
+    """Annotation of a type with the description of its constraint, printed in errors after "must be"."""
 
     wording: str
 
 
 class NumbersStates:
-    """Marks a key whose value changes which initial state a state id refers to."""
+    """Annotation of keys whose value changes the initial states that the state ids refer to."""
 
 
 Count = Annotated[int, Field(ge=1, le=10**6)]
-"""Positive count."""
+"""Integer from 1 to 10^6."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]
 CountOrAll = Annotated[int, Field(ge=-1, le=10**9), only(bool), Must("at least 1, or -1")]
-"""Count; -1: no limit, or all."""
+"""Integer of at least 1, or -1 for all or no limit."""
 Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
@@ -67,7 +67,7 @@ Name = Annotated[
 
 
 class Settings(BaseModel):
-    """Typed, frozen values by key.
+    """Base class of settings, with one config key per field; values are typed and frozen.
 
     >>> class Plan(Settings):
     ...     steps: Count = 3
@@ -76,7 +76,7 @@ class Settings(BaseModel):
     4
     """
 
-    # Validators are built when first used: a command needs few of all these classes.
+    # Validators are built at first use, because a command uses few of the classes.
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
@@ -97,11 +97,11 @@ class Settings(BaseModel):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def problems(self) -> Iterator[str]:
-        """Return conflicting values, one line each with the fix."""
+        """Yield one message per conflict between values, with the fix."""
         yield from ()
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with values replaced by dotted key; the new values are not validated.
+        """Return a copy with the given values, by dotted key; the values are not validated.
 
         Raises:
             ConfigError: a name is not a key, or belongs to a section that is None.
@@ -121,7 +121,7 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A config key, which is a leaf of the tree of settings."""
+    """A config key: the dotted name of a field of a settings class."""
 
     name: str
     """Dotted name, for example `env.train.total_num_envs`."""
@@ -140,7 +140,7 @@ class Key:
 
     @property
     def doc(self) -> str:
-        """Documentation of the field in one line."""
+        """Help text of the key in one line."""
         return doc_of(self.owner, self.name.rpartition(".")[2])
 
     @property
@@ -166,18 +166,18 @@ class Key:
 
     @property
     def metadata(self) -> list[Any]:
-        """Bounds and error texts of the type."""
+        """Annotations of the type, such as bounds and error texts."""
         return self._type[1]
 
     @property
     def free(self) -> bool:
-        """True if the value is a mapping with arbitrary names chosen by the user."""
+        """True if the value is a mapping whose names the user chooses."""
         hint = self._type[0]
         return hint is dict or typing.get_origin(hint) is dict
 
     @property
     def choices(self) -> list[str]:
-        """Members of an enumeration; empty for other types."""
+        """Allowed values of an enumeration or literal; empty for other types."""
         hint = self._type[0]
         if typing.get_origin(hint) is typing.Literal:
             return [str(choice) for choice in typing.get_args(hint)]
@@ -193,7 +193,7 @@ class Key:
 
     @property
     def expectation(self) -> str:
-        """Description of type and range, for messages."""
+        """Description of type and range, printed in errors after "must be"."""
         hint, metadata, optional = self._type
         said = next((item.wording for item in metadata if isinstance(item, Must)), None)
         if said is None:
@@ -202,7 +202,7 @@ class Key:
 
 
 def _bare(hint: Any) -> Any:
-    """Return a list type with the bounds of its elements removed, such as list[int]; other types unchanged."""
+    """Return a list type without the bounds of its elements, such as list[int]; return other types unchanged."""
     of = typing.get_args(hint)
     return list[of[0].__origin__] if of and typing.get_origin(of[0]) is Annotated else hint
 
@@ -227,9 +227,9 @@ def _noun(hint: Any, metadata: list[Any]) -> str:
 def field_docs(kind: type) -> dict[str, str]:
     """Return the documentation of each field of a class, read from its source."""
     try:
-        # Python keeps no docstrings of attributes: they are read where the author wrote them.
+        # Python keeps no docstrings of attributes, so the source is parsed.
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except (OSError, TypeError, SyntaxError):  # a class without source, made at a prompt
+    except (OSError, TypeError, SyntaxError):  # a class without source, for example from a prompt
         return {}
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -292,7 +292,7 @@ def nodes(settings: Settings) -> Iterator[Settings]:
 
 
 def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf."""
+    """Yield (dotted name, value) of every key of settings and nested settings."""
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Settings):
@@ -311,7 +311,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings; the inverse of `flat`."""
+    """Build nested mappings from values by dotted name; the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for name, value in leaves_by_name.items():
         *parents, last = name.split(".")
@@ -323,7 +323,7 @@ def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: object) -> Any:
-    """Convert enum members to names and settings to mappings, also inside containers; other values are unchanged."""
+    """Convert enum members to their values and settings to mappings, also inside containers."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Settings):
@@ -337,7 +337,7 @@ def plain(value: object) -> Any:
 
 
 def spell(value: object) -> str:
-    """Format a value for the command line: null, true, [0,1], {a:1}."""
+    """Format a value as on the command line, for example null, true, [0,1] or {a:1}."""
     value = plain(value)
     if value is None:
         return "null"
@@ -351,7 +351,7 @@ def spell(value: object) -> str:
 
 
 def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (key, value, default) of each changed key of a saved config, spelled as on the command line."""
+    """Return (key, value, default) of each changed key of a saved config, formatted as on the command line."""
     return [
         (name, spell(value), spell(defaults[name]) if name in defaults else "")
         for name, value in flat(config).items()

@@ -1,4 +1,4 @@
-"""Settings shared by several packages."""
+"""Settings classes shared by several packages."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -12,7 +12,7 @@ Precision = StrEnum("Precision", ["bf16", "fp32"])
 
 
 class SamplingSettings(Settings):
-    """Sampling of actions during rollouts."""
+    """Config keys for the sampling of actions and tokens during rollouts."""
 
     temperature: Positive = 1.0
     """Sampling temperature of rollouts, also used for log-probabilities in the loss."""
@@ -23,17 +23,17 @@ class SamplingSettings(Settings):
     repetition_penalty: Positive = 1.0
     """Text generation only: penalty on tokens that occur in the prompt or the reply; 1: off."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Text generation only: subtracted from the logit of a token for each of its occurrences in the reply; 0: off."""
+    """Text generation only: value subtracted from a token's logit for each occurrence in the reply; 0: off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Text generation only: subtracted from the logit of a token that occurs in the reply; 0: off."""
+    """Text generation only: value subtracted from the logit of a token that occurs in the reply; 0: off."""
     max_new_tokens: Count | None = None
-    """Text generation only: maximum tokens of a reply."""
+    """Text generation only: maximum number of tokens in a reply."""
     min_new_tokens: Index = 0
-    """Text generation only: minimum tokens of a reply."""
+    """Text generation only: minimum number of tokens in a reply."""
     stop: list[str] = []
     """Text generation only: stop strings; a reply ends at the first occurrence of any of them."""
     stop_token_ids: list[Index] = []
-    """Text generation only: tokens that end a reply, in addition to the model's own."""
+    """Text generation only: ids of tokens that end a reply, in addition to the model's own end tokens."""
 
     def problems(self) -> Iterator[str]:
         """Yield an error if the minimum reply length exceeds the maximum."""
@@ -41,5 +41,5 @@ class SamplingSettings(Settings):
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             yield (
                 f"algorithm.sampling_params.min_new_tokens={self.min_new_tokens} is more than max_new_tokens="
-                f"{self.max_new_tokens}; lower it."
+                f"{self.max_new_tokens}; lower min_new_tokens."
             )

@@ -1,4 +1,4 @@
-"""The YAML files of conf/: groups, their options, and a loader that rejects YAML tags."""
+"""Config groups and their options in the YAML files of conf/, and a safe loader of plain YAML."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ class _Loader(_Base):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} occurs twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"key '{twice}' occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -44,7 +44,7 @@ _Loader.add_implicit_resolver(
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
-    """Return the folders with options: the included folder first, then the user's folders.
+    """Return the folders that contain option files: the included folder first, then the user's folders.
 
     Raises:
         ConfigError: a folder does not exist.
@@ -93,7 +93,7 @@ def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Group option without a file: values that override a base option, if there is one."""
+    """Group option without a YAML file, defined by values that override an optional base option."""
 
     base: str | None
     about: str
@@ -144,14 +144,14 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """
     try:
         if (size := file.stat().st_size) > _YAML_LIMIT:
-            raise ConfigError(f"{file}: {size} bytes; a config has at most {_YAML_LIMIT}.")
+            raise ConfigError(f"{file} has {size} bytes; a config has at most {_YAML_LIMIT} bytes.")
         text = file.read_text(encoding="utf-8")
         depth = 0
-        # On the events, before any object is made: deep nesting, aliases and tags are refused without their cost.
+        # Check parser events before objects are built, so that deep nesting and aliases use no memory.
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _YAML_DEPTH:
-                raise ConfigError(f"{file}: more than {_YAML_DEPTH} nested levels; not a saved config.")
+                raise ConfigError(f"{file} has more than {_YAML_DEPTH} nested levels. Use another file.")
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError(
                     f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (unbounded size); remove them."
@@ -162,7 +162,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
         raw = _Loader(text).get_single_data() or {}
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file}: broken YAML; correct the file: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{file} is not valid YAML; correct it: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: expected `key: value` lines at the top; not a saved config.")
+        raise ConfigError(f"{file} is not a config; write `key: value` lines.")
     return raw

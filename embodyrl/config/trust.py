@@ -1,4 +1,4 @@
-"""Checks of configs from untrusted sources for values that run code or connect to servers."""
+"""Checks of untrusted configs for values that run code or connect to servers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from embodyrl.registry import Registry, installed
 TRUST = "trust=true"
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
-"""Pattern of values that import code (package.module:attr, package:Id-v0) or receive data of the run (addresses)."""
+"""Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
 _PLAIN = ("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop")
-"""Keys whose values are never paths or addresses; extensions add theirs as `embodyrl.plain_keys`."""
+"""Keys whose values are never code or addresses; extensions add keys as `embodyrl.plain_keys`."""
 _PROGRAMS = ("env.id",)
-"""Keys whose value owner/name@revision is a hub repository with code that the run executes."""
+"""Keys whose value may be a hub repository (owner/name@revision) with code that the run executes."""
 STARTED: Registry[Any] = Registry("program key", group="embodyrl.program_keys", wants="a class", fits=callable)
-"""Keys whose value is the path of an executable that a run starts, registered with the settings class that has them."""
+"""Keys whose value is the path of a program that a run starts, each registered with its settings class."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
@@ -67,7 +67,7 @@ def _names_program(key: str, text: str) -> bool:
 
 
 def _may_execute_code_or_connect(text: str) -> bool:
-    # The values of this user's own environment are this user's; other interpolations could hide a path.
+    # This user sets the environment variables; other interpolations could hide a path.
     plain = _ENV_VALUE.sub("x", text)
     return "${" in plain or _DOOR.fullmatch(plain) is not None
 

@@ -89,9 +89,9 @@ def test_compose_keeps_the_hydra_state_of_the_process(folder: Path) -> None:
         (b"defaults: [mine]\n", "form a cycle"),
         (b"defaults: 5\n", "must be a list"),
         (b"[" * 100_000, "levels"),
-        (b"env_type: \xff\xfe\n", "broken YAML"),
+        (b"env_type: \xff\xfe\n", "not valid YAML"),
         (b"env_type: !!python/name:os.system\n", "is refused"),
-        (b"- 1\n", "expected `key: value`"),
+        (b"- 1\n", "write `key: value` lines"),
     ],
     ids=["aliases", "chain", "cycle", "defaults", "deep", "bytes", "tag", "list"],
 )

@@ -18,7 +18,7 @@ def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
         "{'a': 0.0001, 'b': '2026-08-23', 'c': 0.5, 'd': 1000, 'e': [True, None, 'no', '-inf', nan], 1: 'x'}"
     )
     for text, fragment in (
-        ("a: 1\na: 2\n", "a occurs twice"),
+        ("a: 1\na: 2\n", "key 'a' occurs twice"),
         ("a: " + "[" * 5000, "levels"),
         ("- " * 5000, "levels"),
     ):
