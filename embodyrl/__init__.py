@@ -1,4 +1,4 @@
-"""embodyrl: reinforcement learning for vision-language-action policies inside simulators.
+"""embodyrl: reinforcement learning for vision-language-action policies in simulators.
 
 compose, train, evaluate, collect, sft      run the commands
 make_env                                    create a Gymnasium environment
@@ -13,7 +13,7 @@ from typing import Any
 
 from embodyrl.version import __version__ as __version__
 
-# When it is imported torch makes the folder of its compiler cache, by default a new one in the temporary folder.
+# On import, torch creates the folder of its compiler cache; by default this is a new folder in the temporary folder.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
@@ -22,7 +22,7 @@ _NAMES = {name: f"embodyrl.program.commands:{name}" for name in ("compose", "eva
 
 
 def _names() -> dict[str, str]:
-    """Return {public name: module}, including the names that extensions add."""
+    """Return the `module:attribute` of each public name, including the names that extensions add."""
     from embodyrl.manifests import declared
 
     return {**_NAMES, **declared("embodyrl.program")}

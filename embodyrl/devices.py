@@ -24,7 +24,7 @@ for number in range(torch.cuda.device_count()):
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES, without torch."""
+    """Return the names, as in CUDA_VISIBLE_DEVICES, of the GPUs that this process may use, without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         found = len(list(DEV.glob("nvidia[0-9]*")))
@@ -36,9 +36,9 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if this host computes in bfloat16: a GPU, or a CPU with AVX-512, AMX or Arm's extension.
+    """Return True if this host has bfloat16 instructions: a GPU, or a CPU with AVX-512, AMX or Arm's extension.
 
-    A processor with unknown features counts as supported.
+    The result is also True for a CPU with unknown features.
     """
     if visible_gpus() or not PROCESSOR.is_file():
         return True
@@ -63,7 +63,7 @@ class Gpu:
 
 
 def query_gpus() -> tuple[Gpu, ...]:
-    """List all GPUs of this host, visible or not, without a CUDA context; empty if `nvidia-smi` fails."""
+    """List all GPUs of this host, visible or not, with `nvidia-smi`; return an empty tuple if the program fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -85,7 +85,7 @@ def _major(version: str) -> int:
 
 
 def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return the GPUs of `query_gpus` that this process may use; names without a match are skipped."""
+    """Return the GPUs in `gpus` that this process may use; visible names without a match are skipped."""
     return tuple(
         gpu
         for name in visible_gpus()
@@ -95,7 +95,7 @@ def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 class Gpus:
-    """Visible GPUs, read at the first access by `nvidia-smi`."""
+    """Memory and models of the visible GPUs, queried with `nvidia-smi` at the first access."""
 
     @property
     def free(self) -> int:
@@ -148,7 +148,7 @@ def _seen_by_torch() -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """GPUs of the processes of a run; empty on a host without GPUs."""
+    """Assignment of GPUs to the processes of a run; empty on a host without GPUs."""
 
     policies: tuple[str, ...] = ()
     """GPUs of the actor ranks, then of the inference processes."""
@@ -160,13 +160,16 @@ class Devices:
         return self.policies[number] if self.policies else None
 
     def of_env_worker(self, number: int, *, on_gpu: bool | None) -> str | None:
-        """Return the GPU of an env worker; an empty string: no GPU. For `on_gpu` see `SimulatorSpec.on_gpu`."""
+        """Return the GPU of an env worker; an empty string: no GPU, None: all GPUs of the driver.
+
+        `on_gpu` is `SimulatorSpec.on_gpu`.
+        """
         if on_gpu is False:
             return ""
         return self.simulators[number % len(self.simulators)] if self.simulators else None
 
 
 def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Assign a GPU to each of n policy processes; simulators use the remaining GPUs, or share all GPUs."""
+    """Assign a GPU to each of n policy processes, and the remaining GPUs (if none remain, all) to simulators."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

@@ -7,13 +7,13 @@ _hidden: dict[str, str] = {}
 
 
 def hide(name: str, value: str) -> None:
-    """Hide the value of an environment variable in all output; paths are not hidden."""
+    """Hide the value of an environment variable in all later output; paths and short values are not hidden."""
     if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter values would match too much text
         _hidden[value] = name
 
 
 def masked(text: str) -> str:
-    """Return the text with `${oc.env:NAME}` in place of each hidden value."""
+    """Return a text with each hidden value replaced by `${oc.env:NAME}`."""
     for value, name in _hidden.items():
         text = text.replace(value, f"${{oc.env:{name}}}")
     return text
@@ -46,7 +46,7 @@ class ConfigError(EmbodyError):
 
 
 class UnknownNameError(ConfigError):
-    """Unknown registered name."""
+    """No component is registered under a name."""
 
 
 class MissingDependencyError(ConfigError):
@@ -65,7 +65,7 @@ class EnvError(EmbodyError):
 
 
 class NoImageError(EnvError):
-    """An environment has nothing to render, or cannot render on this machine."""
+    """An environment has no images, or cannot render on this machine."""
 
 
 class WorkerError(EmbodyError):

@@ -1,4 +1,4 @@
-"""Atomic file writes, reading of untrusted files, and limits on cores and memory of this process."""
+"""Atomic file writes, size-limited reads of untrusted files, and the cores and memory available to this process."""
 
 import io
 import json
@@ -30,9 +30,9 @@ def by_number(name: Path | str) -> list[str | int]:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Provide a temporary name for a file or folder, which is renamed to `target` at the end of the block.
+    """Yield a temporary path for a file or folder, which is renamed to `target` at the end of the block.
 
-    After an error the temporary file is deleted.
+    The temporary file is deleted if the block raises.
     """
     scratch = target.with_name(f"{SCRATCH}{os.getpid()}-{target.name}")
     try:
@@ -62,11 +62,11 @@ def remove_scratch(folder: Path) -> None:
 
 _SMALL_BYTES = 1 << 26
 LONGEST_LINE = 1 << 24
-"""Maximum length in bytes of a line of `read_lines`."""
+"""Maximum length in bytes of the lines that `read_lines` yields."""
 
 
 def read_small(path: Path) -> bytes:
-    """Read a file that is small unless it is damaged or from an untrusted source.
+    """Read a small file; the size is limited, because the file may be damaged or from an untrusted source.
 
     Raises:
         OSError: the file is missing, or not a regular file.
@@ -94,7 +94,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
-    """Read a response with `read1` to its end, from a server that may send without end or one byte at a time.
+    """Read a response to its end with limits on size and time, for example from an untrusted server.
 
     Raises:
         OSError: the response is longer than `most_bytes`, or not complete after `timeout_s`.
@@ -110,7 +110,7 @@ def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, lines longer than `LONGEST_LINE` in parts; holes of sparse files are skipped."""
+    """Yield the lines of a file; lines longer than `LONGEST_LINE` are split, and holes of sparse files are skipped."""
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE):
             yield line
@@ -136,7 +136,7 @@ def json_text(data: Any) -> str:
 
 def cap_log(path: Path) -> None:
     """Truncate a log of more than 16 MiB to its last MiB; processes can continue to append."""
-    size = path.stat().st_size if path.exists() else 0  # it may have been deleted
+    size = path.stat().st_size if path.exists() else 0  # the log may have been deleted
     if size > _LOG_LIMIT:
         with path.open("r+b") as file:
             file.seek(size - _LOG_KEPT)
@@ -147,7 +147,7 @@ def cap_log(path: Path) -> None:
 
 
 def has_room(stream: TextIO, timeout_s: float) -> bool:
-    """Return True if a write of up to 4096 bytes will not block; a full pipe blocks its writer."""
+    """Return True if the stream accepts up to 4096 bytes within `timeout_s`; a write to a full pipe would block."""
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)
@@ -157,7 +157,7 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, True for cgroup v2) for this process's control groups and their parents.
+    """Yield (folder, True for cgroup v2) of this process's control groups and of their parents.
 
     In a container, the root is the container's own group; a Slurm job has several parent groups.
     """
@@ -174,7 +174,7 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def available_cores() -> int:
-    """Count the cores that this process may use: its affinity, or a smaller quota of a control group (rounded up)."""
+    """Count the cores that this process may use, limited by its affinity and by control-group quotas (rounded up)."""
     cores = len(os.sched_getaffinity(0))
     for folder, unified in control_groups("cpu"):
         files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -185,7 +185,7 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Return the free memory of the host in bytes, or less if a control group limits it further."""
+    """Return the memory in bytes that this process can allocate: free memory of the host, limited by control groups."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024

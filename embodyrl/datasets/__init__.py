@@ -1,1 +1,1 @@
-"""Former module of data sets; import from `embodyrl.extensions` instead. Removed in the next release."""
+"""Deprecated module of data sets, to be removed in the next release; import from `embodyrl.extensions`."""
