@@ -24,7 +24,7 @@ for number in range(torch.cuda.device_count()):
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names, as in CUDA_VISIBLE_DEVICES, of the GPUs that this process may use, without torch."""
+    """Return the GPUs that this process may use, as names for CUDA_VISIBLE_DEVICES; torch is not imported."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         found = len(list(DEV.glob("nvidia[0-9]*")))

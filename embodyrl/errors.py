@@ -119,7 +119,7 @@ class Interrupted(EmbodyError):
 
 PARENT_EXITED = signal.SIGUSR2
 """Signal to a run whose parent process exited or was stopped: the run stops as on SIGTERM. Batch systems may signal all
-processes first, so this signal never counts as the second one, which exits immediately."""
+processes first, so this signal never counts as the second signal, which exits immediately."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):

@@ -83,7 +83,7 @@ class StdSettings(GroupSettings, NormalizeSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Episodes and scores, from which an outcome estimator computes one advantage per episode."""
+    """Episodes and scores from which an outcome estimator computes one advantage per episode."""
 
     episodes: Sequence[Episode]
     scores: Scores

@@ -14,11 +14,11 @@ from embodyrl.types import Episode
 
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
-"""Names of metrics that `merge_metrics` divides by the summed weights, to be means under any `loss_agg_func`."""
+"""Names of metrics that `merge_metrics` divides by the summed weights to obtain means for any `loss_agg_func`."""
 
 
 def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return advantage statistics of a batch, and its fractions of groups that are filtered or without gradient.
+    """Return advantage statistics of a batch, and the fractions of groups that are filtered or have no gradient.
 
     `pairs`: the episodes to train on, with their credits.
     """

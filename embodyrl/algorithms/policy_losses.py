@@ -70,18 +70,18 @@ def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLev
 
 
 def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of units, averaged over the tokens of each action or chunk."""
+    """Average the units of each action or chunk over tokens, and return the weighted sum of the means."""
     return shares(units, weight).sum()
 
 
 def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return each action's [B, K] or chunk's [B, 1] mean over its tokens, multiplied by its weight."""
+    """Return the mean over tokens of each action [B, K] or chunk [B, 1], multiplied by its weight."""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
     return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
 
 
 def equal_shares(mask: BoolArray) -> FloatArray:
-    """Return weights that are equal and sum to 1 where the mask is True, and are 0 elsewhere."""
+    """Return equal weights that sum to 1 for the entries in the mask, and 0 for all other entries."""
     return (mask / max(int(mask.sum()), 1)).astype(np.float32)
 
 

@@ -122,7 +122,7 @@ class AdvantageEstimator:
     settings: type[AlgorithmSettings] = AlgorithmSettings
     """Settings class of the estimator's keys under `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
-    """True if rollouts collect a fixed number of chunk steps per slot and cut episodes, instead of whole episodes."""
+    """True if rollouts collect a fixed number of chunk steps per slot, which may cut episodes."""
     needs_states: bool = False
     """True if `compute` needs observation hashes (`Scores.states`)."""
     needs_greedy: bool = False

@@ -134,7 +134,7 @@ class EnvRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Path of an episode's finished video, or the problem because of which there is no video."""
+    """Path of an episode's finished video, or the problem that prevented the recording."""
 
     slot: int
     path: str | None

@@ -1,4 +1,4 @@
-"""Exact files of optimizer, scheduler and RNG states in safetensors and JSON, without pickle."""
+"""Exact storage of optimizer, scheduler and RNG states as safetensors and JSON, without pickle."""
 
 import json
 import math

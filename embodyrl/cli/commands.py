@@ -1,4 +1,4 @@
-"""Commands of the command line, read from the commands.toml files of this folder and of extensions."""
+"""Commands of `embodyrl`, read from the commands.toml files of this folder and of extensions."""
 
 import shutil
 import textwrap
@@ -23,7 +23,7 @@ _SURFACE = _open(Path(__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command of the command line, with its function, flags and help texts."""
+    """A command such as `embodyrl train`, with its function, flags and help texts."""
 
     target: str
     """`module:function` that receives the parsed arguments and returns the exit code; default: the target of the entry

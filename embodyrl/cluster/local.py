@@ -122,7 +122,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         return self._take_events()
 
     def _drain(self, name: str) -> None:
-        """Receive all replies of a worker, then check whether it is alive."""
+        """Receive all replies of a worker, then check whether the worker is alive."""
         from embodyrl.channels.messages import WorkerFailed
 
         handle = self._handles[name]
@@ -141,7 +141,7 @@ class LocalLauncher(OpenRequests[_Handle]):
             self._reap(name, _exit_reason(handle.process.exitcode))
 
     def _hung(self, name: str) -> None:
-        """Write the stack of a worker that missed its deadline to its log, then kill it."""
+        """Kill a worker that missed its deadline, after a stack dump to the worker's log."""
         handle = self._handles[name]
         limit = handle.limits[0]
         pid = handle.process.pid

@@ -148,7 +148,7 @@ class Launcher(Protocol):
         ...
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
-        """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""
+        """Start a worker, or restart a dead worker; `WorkerReady` arrives as an event within `timeout_s`."""
         ...
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:

@@ -118,7 +118,7 @@ class RequestObserver(Protocol):
 
 
 class Supervisor:
-    """Starts and supervises the workers, and sends requests to them; used only in the driver's main thread."""
+    """Supervisor of all workers, which also sends their requests; used only in the driver's main thread."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Supervisor:
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self.starting: set[str] = set()
-        """Workers that are not ready: starting, or dead and to be restarted."""
+        """Names of workers that are starting, or dead and waiting for a restart."""
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
@@ -148,7 +148,7 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts since the run began."""
+        """Number of worker restarts since the start of this process."""
         return sum(self._restarts.values())
 
     def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:

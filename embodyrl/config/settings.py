@@ -83,7 +83,7 @@ class Settings(BaseModel):
 
     needs: ClassVar[Mapping[str, str]] = {}
     """Conditions under which keys have an effect, as {condition: keys}: `{"kl_in_reward": "kl_target kl_horizon"}`.
-    A condition is `key` (the key is set), `key=a|b` or `key!=a|b`; join several with " or ", and append ": reason" to
+    A condition is `key` (the key is set), `key=a|b` or `key!=a|b`; join conditions with " or ", append ": reason" to
     explain. Keys that start with / are relative to the whole config. "never: reason" is always false."""
 
     flattened: ClassVar[str] = ""

@@ -31,7 +31,7 @@ class SamplingSettings(Settings):
     min_new_tokens: Index = 0
     """Text generation only: minimum number of tokens in a reply."""
     stop: list[str] = []
-    """Text generation only: stop strings; a reply ends at the first occurrence of any of them."""
+    """Text generation only: stop strings; a reply ends at the first occurrence of a stop string."""
     stop_token_ids: list[Index] = []
     """Text generation only: ids of tokens that end a reply, in addition to the model's own end tokens."""
 
