@@ -1,4 +1,4 @@
-"""Scripted experts: pick and place with object poses from the simulator, through the same 7-D actions as a policy.
+"""Scripted experts for pick and place, which read object poses from the simulator and return the policy's 7-D actions.
 
 Experts work in closed loop: every action depends on the current state, and after a missed or lost grasp the next
 grasp is tried. Experts therefore tolerate noise on their actions.
@@ -17,14 +17,14 @@ OPENING = 0.078
 """Maximum width of a graspable object, in metres."""
 
 _SQUARE = 0.075
-"""Objects narrower than this in both directions may be grasped in either direction."""
+"""Maximum width in metres of an object that may be grasped in either horizontal direction."""
 
 _RIM_INSET = 0.006
-"""Distance in metres from the rim of a bowl inwards to the grasp: half the wall, with one finger inside the bowl."""
+"""Distance in metres from the rim of a bowl inwards to the grasp point: half the wall, so that one finger is inside."""
 
 _RIM_DEPTH = 0.025
 _BODY_DEPTH = 0.035
-"""Distance of the grasp below the object's top."""
+"""Distance in metres of the grasp point below the object's top."""
 
 _FINGER_REACH = (0.045, 0.06)
 """Distances in metres of an open finger's middle and outer side from the grasp point."""
@@ -33,23 +33,23 @@ _FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
 _PALM_RADIUS = 0.02
 PALM_HEIGHT = 0.055
-"""Height of the palm's underside above the fingertips."""
+"""Height in metres of the palm's underside above the fingertips."""
 
 _MAX_REACH = 0.78
-"""Maximum distance from the robot's base at which the hand can stay vertical."""
+"""Maximum distance in metres from the robot's base at which the hand can stay vertical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grasp:
-    """A vertical grasp."""
+    """Grasp candidate for a vertical hand."""
 
     point: DoubleArray
     """[3] position of the closed fingertips, metres, world."""
     axis: DoubleArray
-    """[2] horizontal direction from finger to finger."""
+    """[2] horizontal unit vector from one finger to the other."""
     clearance: float
-    """Smaller of the hand's height above obstacles and the remaining reach, in metres, at pick and place; negative: a
-    collision, or out of reach."""
+    """Minimum of the hand's height above obstacles and its remaining reach, in metres, at pick and place; negative: the
+    hand collides or cannot reach."""
 
 
 def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> list[Grasp]:
@@ -71,7 +71,7 @@ def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> lis
 
 
 def order_grasps(grasps: list[Grasp], rng: np.random.Generator) -> list[Grasp]:
-    """Order grasps: free grasps first, shuffled by the episode's seed; then the least obstructed grasps first."""
+    """Sort grasps: first the collision-free grasps, shuffled by `rng`, then the obstructed grasps by clearance."""
     free = [grasp for grasp in grasps if grasp.clearance >= 0]
     rest = sorted((grasp for grasp in grasps if grasp.clearance < 0), key=lambda grasp: -grasp.clearance)
     return [free[i] for i in rng.permutation(len(free))] + rest
@@ -123,13 +123,13 @@ _TURN = 0.5
 _HOVER = 0.10
 """Height in metres above an object at which the hand starts to descend."""
 _CLEAR = 0.06
-"""Height of a carried object, or of the open hand, above obstacles."""
+"""Minimum height in metres of a carried object, or of the open hand, above obstacles."""
 _FINGERS = 0.05
-"""Half the width of the open fingers."""
+"""Half the width of the open fingers, in metres."""
 _PALM = 0.1
-"""Half the width of the palm."""
+"""Half the width of the palm, in metres."""
 _DROP = {"on": 0.012, "in": 0.03}
-"""Height above the target's top at which an object is released."""
+"""Height in metres above the target's top at which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
 _REST_STEPS, _RESTS = 5, 0.001
 """An object counts as set down if it sinks less than `_RESTS` metres in `_REST_STEPS` steps."""
@@ -146,7 +146,7 @@ class Expert:
     """
 
     def __init__(self, seed: int, *, nearest: bool = False) -> None:
-        """Set the seed that orders the grasps; with `nearest`, prefer the free grasp that turns the hand least."""
+        """Set the seed that orders the grasps; `nearest`: prefer the free grasp that rotates the hand least."""
         self._seed = seed
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
@@ -220,7 +220,7 @@ class Expert:
         return max(object_way + below + _CLEAR, palm_way - PALM_HEIGHT + 0.02, hand[2] + 0.12)
 
     def _next_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
-        """Return the next grasp to try; grasps are ordered again after a failed attempt."""
+        """Return the grasp for the next attempt, chosen from the candidates in the current state."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
         grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))
@@ -229,7 +229,7 @@ class Expert:
         return grasps[attempt % len(grasps)]
 
     def _effort(self, grasp: Grasp) -> tuple[float, float, float]:
-        """Return the sort key of a grasp: free first, then by turn (in eighths of a circle), then by distance."""
+        """Return the sort key of a grasp: obstruction, then rotation (in eighths of a circle), then distance."""
         way = float(np.linalg.norm(grasp.point[:2] - self._now.hand[:2]))
         return max(0.0, -grasp.clearance), round(abs(self._turn(grasp.axis)) / (np.pi / 4)), way
 
@@ -253,7 +253,7 @@ class Expert:
         speed: float = 1.0,
         to_rest: bool = False,
     ) -> Actions:
-        """Yield actions that move the held object above its target; end if it is lost or (`to_rest`) at rest."""
+        """Yield actions that move the held object above its target; stop if it is lost, or (`to_rest`) at rest."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])
@@ -293,14 +293,14 @@ class Expert:
             yield self._command(error, turn, grip, speed)
 
     def _turn(self, axis: DoubleArray) -> float:
-        """Return the angle (rad) about the vertical that aligns the fingers with `axis`; the hand is symmetric."""
+        """Return the smallest angle (rad) about the vertical that aligns the symmetric fingers with `axis`."""
         now = self._now.finger_axis
         angle = float(np.arctan2(now[0] * axis[1] - now[1] * axis[0], now @ axis))
         # Reduced to +-90 degrees: the fingers are symmetric under a half turn.
         return (angle + np.pi / 2) % np.pi - np.pi / 2
 
     def _command(self, error: DoubleArray, turn: float, grip: float, speed: float = 1.0) -> FloatArray:
-        """Return the action that moves by `error` (m), keeps the hand vertical, and turns it by `turn` (rad)."""
+        """Return the action [7] that moves the hand by `error` (m), keeps it vertical, and turns it by `turn` (rad)."""
         action = np.zeros(7)
         action[:3] = np.clip(error / _STEP, -speed, speed)
         # Rotation vector towards straight down, for small tilts.

@@ -1,4 +1,4 @@
-"""Checks, description and construction of LIBERO environments; imports the simulator only in `make`."""
+"""Factory of LIBERO environments: config checks, spec and construction. Only the construction imports the simulator."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -37,7 +37,7 @@ object positions, a rephrased instruction, another task."""
 ALL_AXES = (*AXES, *PLUS_AXES)
 
 BASE = "base"
-"""Name of the unchanged suite, if another suite of the same family is configured."""
+"""Name of the unperturbed suite among the additional suites of a perturbed suite."""
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), settle steps excluded."""
@@ -47,21 +47,21 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 STATE_DIM = 8
 
 TASK_BYTES = {RenderProfile.full: int(2.6e9), RenderProfile.lean: int(0.4e9)}
-"""Upper estimate of the resident memory of one loaded task, by render profile."""
+"""Upper estimate of the resident memory of one loaded task in bytes, by render profile."""
 
 TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9)}
-"""GPU memory of a loaded task on the rendering GPU, estimated: textures (up to 194 MB of RGB, times 16/9 for alpha and
-mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
+"""Estimated memory in bytes of a loaded task on the rendering GPU: textures (up to 194 MB of RGB, times 16/9 for alpha
+and mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
 
 PHYSICS_S = {False: 0.139, True: 0.034}
-"""CPU seconds for the physics of a chunk of 8 actions, by `fast_physics`; measured."""
+"""Measured CPU seconds for the physics of a chunk of 8 actions, by `fast_physics`."""
 DRAW_S = {RenderProfile.full: 0.071, RenderProfile.lean: 0.013}
-"""CPU seconds for software rendering of one camera of 224 pixels; measured."""
+"""Measured CPU seconds for software rendering of one image of 224 x 224 pixels, by render profile."""
 EGL_DRAW_S = 0.0016
-"""Seconds per frame on a GPU; several processes on one GPU are not faster than one process; measured on an H100."""
+"""Measured seconds per frame on an H100; several processes on one GPU are not faster than one process."""
 
 CONTEXT_BYTES = int(0.2e9)
-"""GPU memory of an OpenGL context, estimated."""
+"""Estimated GPU memory of an OpenGL context in bytes."""
 
 EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     **{f"libero_{name}_{axis}": tuple(range(10)) for name in ("object", "spatial") for axis in AXES},
@@ -70,7 +70,7 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     "libero_goal": (1, 2, 4, 6, 8, 9),
     "libero_10": (0, 7),
 }
-"""Tasks with a scripted expert: tasks that need only pick and place (no drawer, knob or push)."""
+"""Ids of the tasks with a scripted expert, by suite: tasks that need only pick and place (no drawer, knob or push)."""
 
 
 _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
@@ -87,7 +87,7 @@ PERSON_STEP, PERSON_TURN = 0.6, 0.3
 
 
 def family(suite: str) -> str:
-    """Return the base suite of a suite of LIBERO-PRO or LIBERO-Plus; other suites are returned unchanged.
+    """Return the base suite of a suite of LIBERO-PRO or LIBERO-Plus, or another suite unchanged.
 
     >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object_noise")
     ('libero_spatial', 'libero_10', 'libero_object')
@@ -119,7 +119,7 @@ TASK_IDS = _task_ids()
 
 
 def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
-    """Return the instruction of each state, `count` per task; empty if it depends only on the task."""
+    """Return the instruction of each of `count` states per task; empty if instructions depend only on the task."""
     if not any(name.endswith("_language") for name, _ in tasks):
         return ()
     pairs = zip(tasks, told, strict=True)
@@ -128,14 +128,14 @@ def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[
 
 
 class ExpertGrasps(StrEnum):
-    """Selection of a grasp by the scripted expert."""
+    """Rule by which the scripted expert selects a grasp."""
 
     varied = "varied"
     nearest = "nearest"
 
 
 class SettleGripper(StrEnum):
-    """Gripper command while objects settle."""
+    """Gripper command in the settling steps."""
 
     open = "open"
     hold = "hold"
@@ -150,18 +150,20 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
-    """Skip repeated work in the physics loop; results equal the benchmark's up to rounding. null: on with
-    render_profile=lean."""
+    """If true, the physics loop omits redundant computations; results equal the benchmark's up to rounding. null: true
+    with render_profile=lean."""
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
-    """Additional initial states per task (numbers 50 and up) from the benchmark's own sampler: unseen states for
-    evaluation."""
+    """Number of additional initial states per task, numbered from 50, for evaluation on unseen states; the benchmark's
+    own sampler generates these states."""
     settle_steps: Annotated[int, Field(ge=1, le=1000), NumbersStates] = 10
-    """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
+    """Number of simulator steps after each reset, in which objects settle: 10 in the OpenVLA-OFT evaluation, 15 in
+    RLinf."""
     settle_gripper: Annotated[SettleGripper, NumbersStates] = SettleGripper.open
     """Gripper command in the settling steps: open (the OpenVLA-OFT evaluation) or hold (no command)."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
-    """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of
-    the hand, which is easier to learn for policies that predict the actions of a chunk independently)."""
+    """Grasp selection of the scripted expert. varied: a different collision-free grasp in each episode; nearest: the
+    grasp that rotates the hand least, which is easier to learn for policies that predict the actions of a chunk
+    independently."""
 
     @property
     def title(self) -> str:
@@ -175,7 +177,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
 
 
 class LiberoFactory(SimFactory[LiberoSettings]):
-    """Builds LIBERO environments from `env.task_suite_name`."""
+    """Factory of the LIBERO suite that `env.task_suite_name` names."""
 
     settings = LiberoSettings
 
@@ -189,8 +191,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
         elif drawn := ASSET_AXES.get(name.rpartition("_")[2]):
             yield (
-                f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {drawn} that no package "
-                f"contains. Available without files: {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
+                f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {drawn}, which no package "
+                f"contains. Supported categories: {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
             )
         elif name not in _all_suites():
             yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, _all_suites())} Known: {known}."
@@ -199,18 +201,18 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
-        """Return the names of perturbed suites, and `base` if a perturbed suite is configured."""
+        """Return `base` and the perturbations, without the configured suite; empty without perturbations."""
         own = self.own_suite(cfg)
         return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 
     def own_suite(self, cfg: LiberoSettings) -> str | None:
-        """Return `base`, or the name of the configured perturbation."""
+        """Return `base` or the configured perturbation; None if the suite has no perturbations."""
         name = cfg.task_suite_name or ""
         base = family(name)
         return None if f"{base}_{AXES[0]}" not in _all_suites() else name.removeprefix(base).lstrip("_") or BASE
 
     def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
-        """Describe the suite from the benchmark's task map, without starting a simulator.
+        """Return the spec from the benchmark's task lists, without starting a simulator.
 
         Raises:
             MissingDependencyError: LIBERO, its assets, a working mujoco version or the OpenGL library is missing.
@@ -270,7 +272,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:
-        """Build the simulators; the model of a task is loaded when a slot first starts this task."""
+        """Build the simulators; the model of a task is loaded when a slot first runs the task."""
         spec = self.describe(cfg, context)
         install.prepare_process()
         from embodyrl.envs.libero.sims import LiberoSims

@@ -2,8 +2,8 @@
 
 Robosuite evaluates MuJoCo's forward dynamics three times per physics substep (in its own `forward`, in the controller,
 and in `mj_step`); one evaluation is enough: `mj_step1`, controller, `mj_step2`. The control law is the same, with fewer
-matrix products, compiled by numba (a dependency of robosuite) together with MuJoCo's calls; in Python it took as long
-as the physics. Results agree with the published benchmark up to rounding, not bit by bit.
+matrix products. Numba (a dependency of robosuite) compiles it together with MuJoCo's calls, because in Python it takes
+as long as the physics. Results agree with the published benchmark up to rounding, not bit by bit.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ numba: Any = _numba
 
 
 _NULLSPACE_KP = 10.0
-"""Robosuite's stiffness towards the initial joint positions, 1/s^2; damping is critical."""
+"""Nullspace stiffness of robosuite's controller towards the initial joint positions, 1/s^2; damping is critical."""
 
 llvm.load_library_permanently(str(next(Path(mujoco.__file__).parent.glob("libmujoco*"))))
 _pointer, _nothing = numba.types.uintp, numba.types.void
@@ -37,7 +37,7 @@ _site_jacobian = numba.types.ExternalFunction(
 
 
 class _Arm(NamedTuple):
-    """Views of the simulation's arrays for one arm, and its torque and gripper limits; float64."""
+    """Views of the simulation's float64 arrays for one arm, and the limits of its torques and gripper."""
 
     site: int
     first: int
@@ -59,7 +59,7 @@ class _Arm(NamedTuple):
     low: DoubleArray
     high: DoubleArray
     fingers: DoubleArray
-    """[2] commands of the fingers."""
+    """[2] position commands of the fingers."""
     finger_middle: DoubleArray
     finger_span: DoubleArray
     jacobian: DoubleArray
@@ -69,7 +69,7 @@ class _Arm(NamedTuple):
 
 
 class FastLoop:
-    """Physics substeps of one action for one Panda with operational space control (OSC_POSE)."""
+    """Fast physics loop for a Panda arm with operational space control (OSC_POSE)."""
 
     def __init__(self, env: Any) -> None:
         self._model = env.sim.model._model
@@ -111,7 +111,7 @@ class FastLoop:
         )
 
     def run(self, action: DoubleArray, pauses: tuple[int, ...]) -> Iterator[int]:
-        """Execute one action [7] for a control period, yielding after the given physics substeps.
+        """Execute one action [7] for a control period, yielding after each physics substep in `pauses`.
 
         Raises:
             EnvError: the arm's inertia is singular or not finite.
@@ -149,7 +149,7 @@ def _advance(
     model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
     kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
 ) -> bool:  # fmt: skip
-    """Run `count` substeps after the `mj_step1` of the first substep; return False if the inertia is singular."""
+    """Run `count` substeps, the first without its `mj_step1`; return False if the inertia is singular."""
     for substep in range(count):
         if substep:
             _step1(model, data)
@@ -169,10 +169,10 @@ def _advance(
 def _set_torques(
     arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray, kp: DoubleArray, kd: DoubleArray, rest: DoubleArray
 ) -> bool:
-    """Compute joint torques [7] (N m) by operational space control (Khatib 1987, as in robosuite 1.4); False: singular.
+    """Compute joint torques [7] (N m) by operational space control; return False if the inertia is singular.
 
-    With A = J M^-1 J^T, position and orientation decoupled, and x the nullspace acceleration towards the initial
-    joints: tau = J^T (wrench - A^-1 J x) + M x + bias.
+    The control law is that of robosuite 1.4 (Khatib 1987); x is the nullspace acceleration towards the initial joints.
+    Position and orientation are decoupled: tau = J^T (wrench - A^-1 J x) + M x + bias, with A = J M^-1 J^T.
     """
     jacobian = arm.jacobian[:, arm.first : arm.first + 7]
     mass = arm.mass[arm.first : arm.first + 7, arm.first : arm.first + 7]

@@ -83,7 +83,7 @@ def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
 
 
 def _time(call: Callable[[], None]) -> tuple[float, float]:
-    """Return CPU seconds and wall-clock seconds of a call."""
+    """Return the CPU seconds and the wall-clock seconds of a call."""
     cpu, wall = time.process_time(), time.perf_counter()
     call()
     return time.process_time() - cpu, time.perf_counter() - wall

@@ -1,4 +1,4 @@
-"""Installation checks before LIBERO is imported, preparation of the process, and LIBERO's task lists."""
+"""Installation checks that do not import LIBERO, preparation of the process, and the benchmark's task lists."""
 
 import contextlib
 import ctypes.util
@@ -50,8 +50,8 @@ def check_installation() -> None:
         path = libero_path(key)
         if not path.is_dir():
             raise MissingDependencyError(
-                f"LIBERO's {key} are missing: no folder {path}. The installed LIBERO package does not contain them, "
-                f"or its config.yaml has another path. Fix: uninstall it, then {INSTALL} (contains all files)."
+                f"LIBERO's {key} are missing: {path} does not exist. The installed package does not contain them, "
+                f"or its config.yaml has another path. Fix: uninstall LIBERO, then {INSTALL} (contains all files)."
             )
 
 
@@ -63,8 +63,8 @@ def _check_mujoco() -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not (3, 1) <= numbers < (3, 4):
         raise MissingDependencyError(
-            f"mujoco {version} does not reproduce LIBERO: contacts changed in 3.4 (in libero_spatial task 5 the bowl "
-            f"falls off its ramekin), and before 3.1 states cannot be saved exactly. Fix: pip install 'mujoco==3.3.7'"
+            f"mujoco {version} does not reproduce LIBERO: version 3.4 changed contacts, and versions before 3.1 do "
+            f"not save states exactly. Fix: pip install 'mujoco==3.3.7'"
         )
 
 
@@ -130,7 +130,7 @@ def _no_log_file() -> Iterator[None]:
 
 
 def libero_path(key: str) -> Path:
-    """Return LIBERO's folder `bddl_files`, `init_states` or `assets`."""
+    """Return the path of LIBERO's folder `bddl_files`, `init_states` or `assets`."""
     return Path(_libero_module("libero.libero").get_libero_path(key))
 
 
@@ -141,7 +141,7 @@ def suite_tasks(suite: str) -> list[Any]:
 
 @functools.cache
 def instructions(suite: str, *, tells_in_file: bool) -> tuple[str, ...]:
-    """Return the instruction of each task: `language` (from the file name), or that in the task description.
+    """Return the instruction of each task, from the task description (`tells_in_file`) or from the file name.
 
     For the five base suites, published checkpoints were trained on the file names, which differ from the descriptions.
     The LIBERO-PRO suites `_lan` and `_task` change instruction or goal in the description and keep the file name.
@@ -158,7 +158,7 @@ def _description(task: Any) -> str:
 
 @functools.cache
 def seeded_tasks(suite: str) -> tuple[int, ...]:
-    """Return the ids of tasks with furniture other than the table; its poses depend on the seed, not on the state."""
+    """Return the ids of tasks with fixtures other than the table, whose poses depend on the seed, not on the state."""
     found = []
     for number, task in enumerate(suite_tasks(suite)):
         fixtures = re.search(r"\(:fixtures([^)]*)\)", _description(task))

@@ -1,8 +1,8 @@
-"""`env.render_profile=lean`: the same physics with visuals that a software renderer renders quickly.
+"""`env.render_profile=lean`: reduced meshes and textures for software rendering, with unchanged physics.
 
 Only meshes of geoms without contacts (`contype = conaffinity = 0`, visual group) and image files of textures are
 replaced; masses and inertias come from the collision group alone. Rendered images therefore differ slightly from the
-published benchmark, the dynamics do not.
+published benchmark, but the dynamics do not.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from typing import Any
 from embodyrl.extensions.meshes.decimate import decimate, read_mesh, small_copy
 
 MAX_FACES = 2000
-"""Maximum triangles per mesh; a scene of the benchmark has 70 to 110 meshes with up to 100 000 triangles."""
+"""Maximum number of triangles per mesh; a scene of the benchmark has 70 to 110 meshes with up to 100 000 triangles."""
 
 MAX_TEXTURE = 512
-"""Maximum longer side of a texture in pixels; the benchmark's textures have up to 4096."""
+"""Maximum length in pixels of the longer side of a texture; the benchmark's textures have up to 4096 pixels."""
 
 
 def lean_xml(xml: str) -> str:
@@ -45,7 +45,7 @@ def lean_xml(xml: str) -> str:
 
 @contextlib.contextmanager
 def lean_models() -> Iterator[None]:
-    """Compile robosuite models from their lean XML inside this context, without multi-sampling."""
+    """Replace the models that robosuite builds inside this context with lean models, without multisampling."""
     from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
 
     original = MujocoEnv._initialize_sim

@@ -1,4 +1,4 @@
-"""Image corruptions of LIBERO-Plus for 256 x 256 images: five kinds with ten severities, pixel-identical.
+"""Image corruptions of LIBERO-Plus for 256 x 256 images: five pixel-identical kinds with ten severities.
 
 The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers come from `rng` in the benchmark's order.
 """
@@ -16,11 +16,11 @@ ndimage: Any = _ndimage
 
 SIZE = 256
 _SEEN = 224
-"""Glass blur changes only pixels below this row and column."""
+"""Index of row and column from which glass blur moves no pixels."""
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:
-    """Corrupt an image [256, 256, 3].
+    """Apply a corruption of LIBERO-Plus to an image [256, 256, 3].
 
     `noise`: 1-10 motion blur, 11-20 blur, 21-30 zoom blur, 31-40 fog, 41-50 glass blur; higher numbers of a kind are
     stronger.
@@ -111,7 +111,7 @@ def _plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
 def _glass(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
     """Apply glass blur: blur, replace pixels with neighbouring pixels, and blur again.
 
-    The original intends to swap pixels, but reads the second pixel after it was overwritten: pixels are copied.
+    The original code overwrites the second pixel of a swap before reading it, so that pixels are copied, not swapped.
     """
     sigma = (0.5, 0.7, 0.9, 1.0, 1.1, 1.3, 1.5, 1.8, 2.2, 2.5)[severity]
     reach = (1, 1, 2, 2, 3, 3, 4, 4, 5, 5)[severity]

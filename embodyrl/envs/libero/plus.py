@@ -19,7 +19,7 @@ from embodyrl.types import DoubleArray
 PLUS_AXES = ("camera", "robot", "noise", "language")
 
 ASSET_AXES = {"light": "lights", "background": "textures of walls and tables", "layout": "objects"}
-"""Perturbation categories that need asset files and are not supported, with the contents of these files."""
+"""Unsupported perturbation categories, with the kind of asset files that each category needs."""
 
 _UNMOVED = (0, 0, 100, 0, 0)
 _PIVOT = np.array([0.0, 0.0, 0.8])
@@ -30,14 +30,14 @@ _JOINTS = np.array([0.0, -0.161037389, 0.0, -2.44459747, 0.0, 2.2267522, np.pi /
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Changes that a variant makes to a task of the base suite."""
+    """Perturbation of a task of the base suite."""
 
     view: tuple[int, ...] = _UNMOVED
     """Transform of the front camera, see `moved_camera`."""
     start: int = 0
     """Index (1 to 500) of the arm's initial pose; 0: the default pose."""
     noise: int = 0
-    """Number (1 to 50) of the corruption of the front image, see noise.py; 0: none."""
+    """Number (1 to 50) of the corruption of the front image, see noise.py; 0: no corruption."""
     words: str | None = None
     """Language instruction; None: the instruction of the base suite."""
     place: tuple[int, int] = (0, 0)
@@ -45,7 +45,7 @@ class Variant:
 
 
 def stock(suite: str) -> str:
-    """Return the base suite of a suite of LIBERO-Plus; other suites are returned unchanged.
+    """Return the base suite of a LIBERO-Plus suite, or another suite unchanged.
 
     >>> stock("libero_goal_camera"), stock("libero_goal_swap")
     ('libero_goal', 'libero_goal_swap')
@@ -79,10 +79,10 @@ def _variants() -> dict[str, list[dict[str, list[Any]]]]:
 
 
 def moved_camera(view: tuple[int, ...], position: DoubleArray, turn: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
-    """Return position [3] (m) and orientation [4] (w x y z) of a moved camera, rounded after each move.
+    """Return the position [3] (m) and the orientation [4] (w x y z) of a moved camera, rounded after each move.
 
-    `view`: azimuth and elevation in degrees, distance in per cent, and yaw and pitch of the camera in degrees. A camera
-    that does not move is rounded, too.
+    `view`: azimuth and elevation in degrees, distance in per cent, and yaw and pitch of the camera in degrees. The pose
+    is rounded even if the camera does not move.
     """
     around, up, scale, side, nod = view
     if up:
@@ -113,7 +113,7 @@ def _turned(
 
 @cache
 def _starts() -> DoubleArray:
-    """Return [501, 7] rad: the default pose, and 500 poses at distances of 0.1 to 0.5 from it, 100 each."""
+    """Return joint positions [501, 7], rad: the default pose, and 100 poses at each distance from 0.1 to 0.5."""
     away = np.random.RandomState(42).randn(500, 7)
     away *= np.repeat([0.1, 0.2, 0.3, 0.4, 0.5], 100)[:, None] / np.linalg.norm(away, axis=1, keepdims=True)
     return np.vstack([_JOINTS, np.round(_JOINTS + away, 8)])

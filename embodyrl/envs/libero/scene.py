@@ -17,7 +17,7 @@ _COLLISION_GROUP = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """One predicate of a task's goal: `relation` (in, on) between `subject` and `target`."""
+    """Predicate of a task's goal: `relation` (in, on) between `subject` and `target`."""
 
     relation: str
     subject: str
@@ -26,12 +26,12 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Bounding box of a body's collision geometry, metres, in the world."""
+    """Bounding box of a body's collision geometry, in metres in the world frame."""
 
     center: DoubleArray
     """[3] centre of the box."""
     axes: DoubleArray
-    """[3, 3] unit vectors in columns: two horizontal vectors and `up`, if the body is upright."""
+    """[3, 3] unit vectors in columns; for an upright body, two are horizontal and one is vertical."""
     half: DoubleArray
     """[3] half extents along the axes."""
 
@@ -42,17 +42,17 @@ class Box:
 
     @property
     def top(self) -> float:
-        """Height of the highest corner."""
+        """Height of the highest corner, metres."""
         return float(self.center[2] + np.abs(self.axes[2]) @ self.half)
 
     @property
     def bottom(self) -> float:
-        """Height of the lowest corner."""
+        """Height of the lowest corner, metres."""
         return float(self.center[2] - np.abs(self.axes[2]) @ self.half)
 
 
 class Scene:
-    """Reads one task model. All lengths in metres, world frame."""
+    """Read-only view of one task model; all lengths are in metres, in the world frame."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -71,7 +71,7 @@ class Scene:
         )
 
     def refresh(self) -> None:
-        """Compute poses from the current positions, without an effect on the simulation's next step."""
+        """Compute body poses from the current positions; the next step of the simulation does not change."""
         mujoco.mj_kinematics(self._model, self._data)
 
     def holds(self, goal: Goal) -> bool:
@@ -82,12 +82,12 @@ class Scene:
 
     @property
     def hand(self) -> DoubleArray:
-        """Point between the fingertips [3]."""
+        """Position [3] of the point between the fingertips."""
         return self._data.site_xpos[self._hand].copy()
 
     @property
     def hand_axis(self) -> DoubleArray:
-        """Direction in which the hand points [3]."""
+        """Unit vector [3] in the direction of the hand."""
         return self._data.site_xmat[self._hand].reshape(3, 3)[:, 2].copy()
 
     @property
@@ -108,7 +108,7 @@ class Scene:
         return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)
 
     def owner(self, name: str) -> str:
-        """Return the name of the object or fixture to which a region belongs; other names are returned unchanged."""
+        """Return the name of the object or fixture that a region belongs to, or another name unchanged."""
         return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
 
     def place(self, name: str) -> DoubleArray:
@@ -118,7 +118,7 @@ class Scene:
         return self._data.site_xpos[self._model.site(name).id][:2].copy()
 
     def obstacle_tops(self, points: DoubleArray, radius: float, without: tuple[str, ...]) -> DoubleArray:
-        """Return the top of the highest solid within `radius` of each horizontal point [P, 2]; -inf without solids.
+        """Return the height of the highest solid within `radius` of each horizontal point [P, 2]; -inf without solids.
 
         Excludes the robot and the bodies in `without`. Shapes are approximated by bounding boxes.
         """
@@ -129,7 +129,7 @@ class Scene:
         return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
 
     def highest_between(self, start: DoubleArray, end: DoubleArray, radius: float, without: tuple[str, ...]) -> float:
-        """Return the top of the highest solid within `radius` of the line between two points; -inf without solids."""
+        """Return the height of the highest solid within `radius` of a line between two points; -inf without."""
         share = np.linspace(0.0, 1.0, 12)[:, None]
         return float(self.obstacle_tops(start + share * (end - start), radius, without).max())
 

@@ -1,4 +1,4 @@
-"""LIBERO tasks as simulators of env slots."""
+"""Simulators for LIBERO tasks, whose slots share loaded task models."""
 
 import logging
 from collections import OrderedDict
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loaded:
-    """A loaded task model."""
+    """Loaded task model, and the slot that uses it."""
 
     simulator: TaskSimulator
     occupant: int | None = None
-    """Slot whose state is in the model."""
+    """Slot whose state the model contains; None: no slot."""
 
 
 class SimPool:
     """Cache of loaded task models (LRU) that slots share: a slot's state is copied into a model when the slot is used.
 
-    A swap takes less than a millisecond, loading a model about two seconds.
+    Copying a state takes less than a millisecond; loading a model takes about two seconds.
     """
 
     def __init__(self, build: Callable[[int], TaskSimulator], *, max_models: int) -> None:
@@ -38,7 +38,7 @@ class SimPool:
         self._build = build
         self._max_models = max_models
         self.loaded: OrderedDict[int, Loaded] = OrderedDict()
-        """Simulators by task, least recently used first."""
+        """Loaded models by task, least recently used first."""
         self._saved: dict[int, SimState] = {}
         self._task: dict[int, int] = {}
         self._warned = False
@@ -54,7 +54,7 @@ class SimPool:
         return self._occupy(slot, task).simulator
 
     def use(self, slot: int) -> TaskSimulator:
-        """Return the model with the state of the slot's episode."""
+        """Return the slot's model, after loading the state of the slot's episode."""
         loaded = self._occupy(slot, self._task[slot])
         state = self._saved.pop(slot, None)
         if state is not None:
@@ -105,7 +105,7 @@ class SimPool:
 
 
 class LiberoSims(PerSlot):
-    """Slots whose episodes are tasks of a LIBERO suite, and of additional suites in evaluations."""
+    """Simulators for the tasks of a LIBERO suite, and of additional suites in evaluations."""
 
     sequential = True  # slots share models: changing the slot swaps the whole simulator state
 
@@ -131,7 +131,7 @@ class LiberoSims(PerSlot):
         self.pool = SimPool(self._build, max_models=max_models)
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Set initial state `reset_id` and let the objects settle.
+        """Reset the slot to initial state `reset_id`, and execute the settling steps.
 
         Raises:
             EnvError: the initial state in the benchmark's files does not fit the task.
@@ -143,7 +143,7 @@ class LiberoSims(PerSlot):
         if index < install.STATES_PER_TASK != len(states):
             raise EnvError(
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
-                f"{install.STATES_PER_TASK} expected. Fix: {install.INSTALL}"
+                f"expected {install.STATES_PER_TASK}. Fix: {install.INSTALL}"
             )
         self._seeds[slot] = seed
         self._experts[slot] = Expert(seed, nearest=self._nearest)
@@ -160,20 +160,20 @@ class LiberoSims(PerSlot):
         return self._experts[slot].act(self.pool.use(slot).scene)
 
     def save(self, slot: int) -> SimState:
-        """Copy the state of the slot's episode."""
+        """Return a copy of the state of the slot's episode."""
         return self.pool.use(slot).save()
 
     def load(self, slot: int, state: SimState) -> None:
-        """Restore a saved state; the expert plans again."""
+        """Restore a saved state of the slot's episode; the expert plans again."""
         self.pool.use(slot).load(state)
         self._experts[slot] = Expert(self._seeds[slot], nearest=self._nearest)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Render the cameras of the spec, and read proprioception [8], into the views."""
+        """Write the camera images and proprioception [8] into the arrays of `out`."""
         self.pool.use(slot).observe(self.spec.cameras.names, out.images, out.state)
 
     def render(self, slot: int) -> ByteArray:
-        """Return an upright frame of the front camera, next to the frames of the other cameras of the policy."""
+        """Return upright frames of the front camera and the policy's other cameras, side by side."""
         cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras.names if name != FRONT_CAMERA)]
         simulator = self.pool.use(slot)
         return np.concatenate([simulator.frame(name, *self.spec.cameras.size) for name in cameras], axis=1)

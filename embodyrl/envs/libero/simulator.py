@@ -41,7 +41,7 @@ The gripper opening is read from the positions after substep 24."""
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
 _NEVER_DRAWN = 5
-"""Number of the geom group that robosuite does not render."""
+"""Geom group that robosuite does not render."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
 """Fields of the compiled model that change at run time: fixture poses in reset, visible sites (a burner), cameras."""
 _OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
@@ -52,7 +52,7 @@ FRONT_CAMERA = "agentview"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimState:
-    """Complete state of one episode; owns its arrays."""
+    """Complete simulation state of an episode, with copies of all arrays."""
 
     physics: DoubleArray
     """MuJoCo integration state, including the warm start."""
@@ -122,10 +122,10 @@ class TaskSimulator:
         self._usual_front = tuple(part.copy() for part in self._front)
         self._usual_start = np.array(self._robot.init_qpos)
         self._grain: Variant | None = None
-        """Variant of the sensor noise of the front camera."""
+        """LIBERO-Plus variant whose corruption is applied to images of the front camera; None: no corruption."""
 
     def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
-        """Start from a stored state [1 + nq + nv]; return whether the goal is reached there.
+        """Start an episode from a stored state [1 + nq + nv]; return True if the goal is already reached.
 
         `seed` determines the fixture poses, which are not part of the state. `variant`: changes of LIBERO-Plus. As in
         the benchmark, the stored state moves the arm back to its default pose, and the controller, whose goal is still
@@ -140,7 +140,7 @@ class TaskSimulator:
         expected = (1 + self._model.nq + self._model.nv,)
         if init_state.shape != expected:
             raise EnvError(
-                f"LIBERO task '{self.instruction}': initial state has shape {init_state.shape}, the "
+                f"LIBERO task '{self.instruction}': the initial state has shape {init_state.shape}, the "
                 f"model expects {expected}. The package's states and scenes have different versions. Reinstall LIBERO."
             )
         self._model.site_rgba[:] = self._new_sites
@@ -169,7 +169,7 @@ class TaskSimulator:
         return state
 
     def _qpos_of(self, joints: Sequence[str]) -> np.ndarray:
-        """Return the indices in qpos of hinge and slide joints."""
+        """Return the indices of hinge and slide joints in qpos."""
         return np.array([self._model.joint(name).qposadr[0] for name in joints])
 
     def step(self, action: npt.ArrayLike) -> SimStep:
@@ -190,7 +190,7 @@ class TaskSimulator:
         return SimStep(reward=float(reward), terminated=done, success=done)
 
     def _run_stock(self, command: DoubleArray) -> None:
-        """Run the benchmark's own substeps and controller, bit-identical, with one forward dynamics per substep.
+        """Run the benchmark's own substeps and controller, bit-identical, with one evaluation of the dynamics each.
 
         Robosuite evaluates the dynamics twice before its controller, which needs only positions and velocities
         (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
@@ -207,9 +207,9 @@ class TaskSimulator:
             del sim.forward
 
     def observe(self, cameras: tuple[str, ...], images: ByteArray, state: FloatArray) -> None:
-        """Write camera images [C, H, W, 3] (OpenGL row order) and proprioception [8] into the views.
+        """Write camera images [C, H, W, 3] (OpenGL row order) and proprioception [8] into the arrays.
 
-        Proprioception: hand position (m), its orientation as axis-angle (rad), the two finger positions (m).
+        Proprioception: hand position (m), hand orientation as axis-angle (rad), and the two finger positions (m).
         """
         height, width = images.shape[1:3]
         with self._viewed():
@@ -225,7 +225,7 @@ class TaskSimulator:
             return np.ascontiguousarray(self._picture(camera, height, width)[::-1])
 
     def save(self) -> SimState:
-        """Copy the state of the running episode."""
+        """Return a copy of the state of the running episode."""
         physics = np.empty(mujoco.mj_stateSize(self._model, _PHYSICS))
         mujoco.mj_getState(self._model, self._data, physics, _PHYSICS)
         return SimState(
@@ -238,7 +238,7 @@ class TaskSimulator:
         )
 
     def load(self, state: SimState) -> None:
-        """Restore a saved episode of this task, also from another instance of the model."""
+        """Restore a saved episode of this task, which may come from another instance of the model."""
         for name, value in state.model.items():
             getattr(self._model, name)[:] = value
         mujoco.mj_setState(self._model, self._data, state.physics, _PHYSICS)
@@ -269,7 +269,7 @@ class TaskSimulator:
                 self._env.reset()
                 return
         raise EnvError(
-            f"LIBERO task '{self.instruction}': no collision-free placement of its objects in "
+            f"LIBERO task '{self.instruction}': found no collision-free placement of its objects in "
             f"{_PLACEMENT_TRIES} attempts. Use another seed."
         )
 
@@ -316,9 +316,9 @@ class TaskSimulator:
             self._model.geom_group[hidden] = groups
 
     def _out_of_view(self, camera: str, aspect: float) -> npt.NDArray[np.intp]:
-        """Return geoms whose bounding spheres are outside the view of a camera.
+        """Return the indices of geoms whose bounding spheres are outside the view of a camera.
 
-        A software renderer spends its time on vertices; without reflections and shadows, no pixel changes.
+        Hiding these geoms saves rendering time, and changes no pixel if there are no reflections and shadows.
         """
         number = self._model.camera(camera).id
         place = self._data.geom_xpos - self._data.cam_xpos[number]
@@ -354,8 +354,9 @@ def _plain_values(owner: object) -> dict[str, Any]:
 
 
 def _axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
-    """Return the rotation vector [3] of a unit quaternion, rad, like robosuite's `quat2axisangle` (no sign
-    normalisation).
+    """Convert a unit quaternion to a rotation vector [3] (rad).
+
+    Equal to robosuite's `quat2axisangle`, which does not normalise the sign.
     """
     w, xyz = float(np.clip(quat_wxyz[0], -1.0, 1.0)), quat_wxyz[1:]
     sine = np.sqrt(1.0 - w * w)
