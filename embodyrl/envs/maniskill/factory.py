@@ -1,4 +1,4 @@
-"""Checks, description and construction of ManiSkill tasks; imports the simulator only in `make`."""
+"""Factory of ManiSkill tasks: config checks, spec and construction. Only the construction imports the simulator."""
 
 from collections.abc import Iterator
 
@@ -39,30 +39,30 @@ _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
-    """Builds the task of `env.id`."""
+    """Factory of the ManiSkill task that `env.id` names."""
 
     settings = ManiSkillSettings
 
     def problems(self, cfg: ManiSkillSettings) -> Iterator[str]:
-        """Yield errors that ManiSkill reports late or never."""
+        """Yield config errors that ManiSkill reports late or never."""
         if cfg.id is None:
-            yield "env.id is not set. Name the id of a ManiSkill task, for example env.id=PushCube-v1."
+            yield "env.id is not set. Set it to a ManiSkill task, for example env.id=PushCube-v1."
         if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:
             yield (
-                f"env.sim_backend=gpu: env.id={cfg.id} steps the whole batch at each reset to let objects settle, "
-                f"which would change running episodes; set env.sim_backend=cpu."
+                f"env.sim_backend=gpu: at each reset, env.id={cfg.id} steps the whole batch until objects settle, "
+                f"which would change running episodes. Set env.sim_backend=cpu."
             )
         yield from camera_problems(cfg)
         reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {
             *cfg.kwargs
         }
         for key in sorted(reserved):
-            yield f"env.kwargs.{key}={cfg.kwargs[key]}: set this with env.{key} and env.train."
+            yield f"env.kwargs.{key}={cfg.kwargs[key]} is reserved. Set it with env.{key} or env.train."
         if sized := _sizes(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
-            yield f"{', '.join(sized)}: use env.init_params.camera_heights and camera_widths for all cameras."
+            yield f"{', '.join(sized)}: set env.init_params.camera_heights and camera_widths instead, for all cameras."
 
     def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
-        """Describe the task after building it once in a separate process, which takes some seconds.
+        """Return the task's spec, read in a separate process that builds the task in some seconds.
 
         Raises:
             MissingDependencyError: ManiSkill, its Vulkan driver or an asset is missing.
@@ -71,14 +71,14 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         return _spec(cfg, describe_apart(cfg))
 
     def costs(self, cfg: ManiSkillSettings, spec: EnvSpec) -> EnvCosts:
-        """Estimate the memory of a batch on a GPU."""
+        """Estimate the GPU memory of a batch; zeros for a simulator on the CPU."""
         if not spec.simulator.on_gpu:
             return EnvCosts()
         pixels = len(spec.cameras.names) * spec.cameras.size[0] * spec.cameras.size[1]
         return EnvCosts(gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + _PIXEL_BYTES * pixels))
 
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
-        """Return one simulator per slot, built at its first reset, or one batched simulator for all slots."""
+        """Build one simulator per slot, at its first reset, or one batched simulator for all slots."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
@@ -87,7 +87,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
 
 
 def _sizes(sensors: object, where: str) -> list[str]:
-    """Return the names of `env.kwargs` entries that set image sizes, for all cameras or for one."""
+    """Return the entries of `env.kwargs` that set the image size of one or all cameras."""
     inner = sensors if isinstance(sensors, dict) else {}
     here = [f"{where}.{key}" for key in ("height", "width") if key in inner]
     return here + [name for key, value in inner.items() for name in _sizes(value, f"{where}.{key}")]
@@ -98,7 +98,7 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
     assert name is not None, "validate first"
     if found.draws_scene:
         raise ConfigError(
-            f"env.sim_backend=gpu: env.id={name} samples its objects when its scene is built, once for all "
+            f"env.sim_backend=gpu: env.id={name} samples objects only when its scene is built, once for all "
             "episodes of a batch, so a reset id would not determine the episode. Set env.sim_backend=cpu, or "
             "another env.id."
         )

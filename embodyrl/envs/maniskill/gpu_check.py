@@ -38,7 +38,7 @@ def check_batch() -> GpuResult:
     if done.code != 0:
         parts.note("log of PhysX", done.log)
         parts.failures.append(f"SAPIEN cannot load PhysX for GPUs: {done.reason}")
-        return parts.result("", f"without a network copy {file} from a host that has it")
+        return parts.result("", f"without internet access, copy {file} from another host")
     said = ""
     with parts.part("batch"):
         said = _step(parts)

@@ -1,4 +1,4 @@
-"""System requirements of ManiSkill, and a task's description, both probed in a separate process."""
+"""Checks of ManiSkill's system requirements, and properties of a task, both measured in a separate process."""
 
 import functools
 import importlib.util
@@ -37,7 +37,7 @@ FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Properties of a ManiSkill task, read after building it."""
+    """Properties of a ManiSkill task, read after the task was built."""
 
     control_mode: str
     action_low: tuple[float, ...]
@@ -49,32 +49,33 @@ class Description:
     state_dim: int
     cameras: tuple[str, ...]
     max_episode_steps: int
-    """The task's own time limit, env steps; 0: none."""
+    """Time limit of the task itself, env steps; 0: no limit."""
     draws_scene: bool = False
-    """True if objects are sampled when the scene is built; in a batch, a reset id would not determine the episode."""
+    """True if objects are sampled when the scene is built, so that a reset id does not determine an episode of a
+    batch."""
 
 
 def vulkan_problem(device: str) -> str | None:
     """Start SAPIEN's renderer on a device (cpu or cuda); return the error message, or None on success.
 
-    Rendering on the CPU uses the software driver, also if the driver of a GPU is broken.
+    Rendering on the CPU uses the software driver, even if the driver of a GPU is broken.
     """
     done = run_isolated(_START_RENDERER, arguments=(device,))
     return None if done.code == 0 else done.reason
 
 
 def physx_file() -> Path:
-    """Return the path of the GPU library of PhysX, which SAPIEN downloads."""
+    """Return the path to which SAPIEN downloads the GPU library of PhysX."""
     found = run_isolated(_FIND_PHYSX)
     version = found.output.strip() if found.code == 0 else "VERSION"
     return Path.home() / ".sapien" / "physx" / version / PHYSX
 
 
 def fetch_physx() -> None:
-    """Download PhysX for GPUs through SAPIEN before its first scene, with a timeout and a message.
+    """Download the GPU library of PhysX through SAPIEN, with a timeout and a message.
 
     Raises:
-        MissingDependencyError: the download or loading failed; the message names the file to copy.
+        MissingDependencyError: PhysX cannot be downloaded or loaded; the message names the file to copy.
     """
     file = physx_file()
     if not file.is_file():
@@ -88,7 +89,9 @@ def fetch_physx() -> None:
 
 
 def describe_apart(cfg: ManiSkillSettings) -> Description:
-    """Describe a task in a separate process: building it takes seconds, may crash in a driver, and must not prompt.
+    """Return the properties of a task, read in a separate process.
+
+    Building a task takes seconds, may crash in a driver, and may prompt for input.
 
     Raises:
         EmbodyError: the task cannot be built; the message gives the reason.
@@ -108,5 +111,5 @@ def _described(cfg: str) -> Description:
         return call_isolated("embodyrl.envs.maniskill.simulator:describe", given, kind=Description)
     except NoAnswerError as error:
         raise MissingDependencyError(
-            f"ManiSkill failed to build its task: {error}. Fix: {INSTALL}; {VULKAN_FIX}"
+            f"ManiSkill cannot build the task of env.id: {error}. Fix: {INSTALL}; {VULKAN_FIX}"
         ) from error

@@ -8,7 +8,7 @@ from embodyrl.extensions.findings import Finding
 
 
 def probe_vulkan() -> Finding:
-    """Start SAPIEN's renderer, which ManiSkill needs even for simulation without images."""
+    """Check that SAPIEN's renderer starts, which ManiSkill needs even for simulation without images."""
     try:
         version = metadata.version("sapien")
     except metadata.PackageNotFoundError:
@@ -16,6 +16,6 @@ def probe_vulkan() -> Finding:
     devices = ("cpu", "cuda") if visible_gpus() else ("cpu",)
     for device in devices:
         if problem := vulkan_problem(device):
-            text = f"sapien {version} cannot start on '{device}', so ManiSkill cannot: {problem}"
+            text = f"sapien {version}, which ManiSkill needs, cannot start on '{device}': {problem}"
             return Finding("vulkan", "warn", text, VULKAN_FIX if device == "cpu" else GPU_VULKAN_FIX)
     return Finding("vulkan", "ok", f"sapien {version} renders on {' and '.join(devices)}")

@@ -1,4 +1,4 @@
-"""Config keys for ManiSkill tasks, with the instructions, numbers of initial states and expert tasks that we add."""
+"""Config keys for ManiSkill tasks, and embodyrl's additions: instructions, initial states and scripted experts."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 
 
 class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
-    """Settings of any ManiSkill task."""
+    """Config keys for ManiSkill tasks."""
 
     id: Annotated[str | None, NumbersStates] = None
     """ManiSkill task id, for example PushCube-v1."""
@@ -25,7 +25,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     sim_backend: Annotated[SimBackend, NumbersStates] = SimBackend.cpu
     """cpu: one simulator per slot, exactly reproducible; gpu: one batch for all slots of a worker."""
     control_mode: str | None = None
-    """Controller of the robot; default: the task's own."""
+    """Control mode of the robot; default: the task's own."""
     reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None
     """normalized_dense, dense, sparse or none (success as the reward); default: the task's own."""
     render_profile: RenderProfile = RenderProfile.full
@@ -43,19 +43,18 @@ SEEDS = 100_000
 _TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
 BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
-"""Number of initial states of each Bridge task, whose initial states are numbered object placements instead of
-seeds."""
+"""Number of initial states of each Bridge task, which has numbered object placements instead of seeds."""
 
 TASK_IDS = {
     f"ManiSkill-{name}": ("maniskill_bridge" if name in BRIDGE_EPISODES else "maniskill", f"env.id={name}")
     for name in _TOLD["instructions"]
 }
-"""Config overrides of the tasks with an instruction in `tasks.toml`, by Gymnasium id."""
+"""Config overrides that select a task with an instruction in `tasks.toml`, by Gymnasium id."""
 
 HAND_CAMERA = "hand_camera"
 
 EE_DELTA_POSE = "pd_ee_delta_pose"
-"""Control mode with 7-D actions: hand displacement (1 is 0.1 m), hand rotation (1 is 0.1 rad), gripper (1 opens, -1
+"""Control mode with 7-D actions: hand translation (1 is 0.1 m), hand rotation (1 is 0.1 rad), gripper (1 opens, -1
 closes)."""
 
 DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
@@ -63,6 +62,6 @@ DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
 
 
 def instruction(env_id: str) -> str:
-    """Return the language instruction of a task; without an entry, it is derived from the id."""
+    """Return the language instruction of a task, derived from the id if `tasks.toml` has no entry."""
     name = env_id.split("-v")[0]
     return _TOLD["instructions"].get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()

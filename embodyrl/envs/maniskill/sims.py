@@ -1,4 +1,4 @@
-"""ManiSkill tasks as simulators of env slots, and scripted experts; CPU simulators share renderer and shaders."""
+"""Simulators and scripted experts for ManiSkill tasks; simulators on the CPU share the renderer and shaders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ _OPEN, _CLOSED = 1.0, -1.0
 
 
 class Expert:
-    """Scripted expert for one episode, which needs at most the tasks' limit of 50 steps."""
+    """Scripted expert for one episode; needs at most 50 steps, the time limit of the tasks."""
 
     def __init__(self, env: Any, name: str) -> None:
         self._env = env
@@ -33,7 +33,8 @@ class Expert:
         }
         self._plan = plans[name]
         self._in_place = False
-        """Sliding: True if the hand is behind the cube; stacking: True if the cube is on the other cube."""
+        """Push and pull tasks: True if the hand is behind the cube; StackCube: True if the cube is on the other
+        cube."""
         self._waited = 0
 
     def act(self) -> FloatArray:
@@ -104,7 +105,7 @@ class Expert:
 
 
 def _move(start: DoubleArray, goal: npt.ArrayLike, gripper: float, *, speed: float = 1.0) -> DoubleArray:
-    """Return an action [7] towards `goal`, with each component limited to `speed`."""
+    """Return an action [7] that moves the hand towards `goal`, with each component limited to `speed`."""
     delta = (np.asarray(goal) - start) / _UNIT
     largest = np.abs(delta).max()
     action = np.zeros(7)
@@ -124,14 +125,14 @@ def _yaw(body: Any) -> float:
 
 
 class _Slots(Simulators):
-    """Base class of ManiSkillSims and BatchSims. Renders only frames that are observed or recorded."""
+    """Base class of ManiSkillSims and BatchSims, which render a frame only if it is observed or recorded."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec)
         self._cfg = cfg
 
     def _outcomes(self, env: Any, reward: Any, terminated: Any, info: dict[str, Any]) -> SimSteps:
-        """Return the outcome of a step of every environment of a batch."""
+        """Return the results of a step for all environments of a batch."""
         success = info.get("success", terminated & False)
         # Some tasks have no reward, or only on request.
         earned = success if env.reward_mode == "none" else reward
@@ -144,14 +145,14 @@ class _Slots(Simulators):
         )
 
     def _read(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
-        """Return [states [N, S], images [N, H, W, 3] of the first camera, of the second camera, ...]."""
+        """Return [states [N, S], images [N, H, W, 3] of the first camera, of the second camera, and so on]."""
         pictures = env._get_obs_sensor_data() if self.spec.cameras.names else {}
         seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras.names)]
         return [part.cpu().numpy() for part in seen]
 
 
 class ManiSkillSims(_Slots, PerSlot):
-    """Slots of one task, with one simulator per slot."""
+    """Simulators of one task, one per slot."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec, cfg)
@@ -160,7 +161,7 @@ class ManiSkillSims(_Slots, PerSlot):
         self._experts: dict[int, Expert] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode of the reset id, which determines all randomness."""
+        """Start the episode of the reset id, which is the seed of all randomness."""
         if slot not in self._envs:
             self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
         self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras.names)
@@ -168,7 +169,7 @@ class ManiSkillSims(_Slots, PerSlot):
         self._experts.pop(slot, None)
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A], which ManiSkill clips to its bounds."""
+        """Execute one action [A], clipped by ManiSkill to the action bounds."""
         _, reward, terminated, _, self._infos[slot] = self._envs[slot].step(action)
         step = self._outcomes(self._envs[slot], reward, terminated, self._infos[slot])
         return SimStep(reward=float(step.reward[0]), terminated=bool(step.terminated[0]), success=bool(step.success[0]))
@@ -180,7 +181,7 @@ class ManiSkillSims(_Slots, PerSlot):
         return self._experts[slot].act()
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Render the cameras of the spec and write the state vector into the views."""
+        """Write the camera images and the state vector into the arrays of `out`."""
         seen = self._read(self._envs[slot], self._infos[slot])
         out.state[:] = seen[0][0]
         for view, picture in zip(out.images, seen[1:], strict=True):
@@ -191,7 +192,7 @@ class ManiSkillSims(_Slots, PerSlot):
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the results of ManiSkill's `evaluate()` as numbers, by name."""
+        """Return the values of ManiSkill's `evaluate()` by name."""
         return _row(self._infos[slot], 0)
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class ManiSkillSims(_Slots, PerSlot):
 
 
 class BatchSims(_Slots):
-    """Slots of one batched simulation, which steps in lock-step."""
+    """Simulators whose slots are one batched simulation, which steps all slots together."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
         super().__init__(spec, cfg)
@@ -211,7 +212,7 @@ class BatchSims(_Slots):
         self._seen: list[np.ndarray] = []
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start the episodes of the reset ids, which determine all randomness."""
+        """Start the episodes of the reset ids, which are the seeds of all randomness."""
         chosen = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._info = restart_rows(self._cfg, self._env, chosen, self.spec.cameras.names)
         for slot in chosen:
@@ -232,7 +233,7 @@ class BatchSims(_Slots):
         )
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Copy the slots' parts of the observations, which are rendered for all slots together."""
+        """Write the observations of the slots; images are rendered once for all slots."""
         if not self._seen:
             self._seen = self._read(self._env, self._info)
         state[rows] = self._seen[0][slots]
@@ -244,7 +245,7 @@ class BatchSims(_Slots):
         return self._env.render_rgb_array()[slot].cpu().numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the results of ManiSkill's `evaluate()` for the slot as numbers, by name."""
+        """Return the values of ManiSkill's `evaluate()` for the slot, by name."""
         return _row(self._info, slot)
 
     def close(self) -> None:

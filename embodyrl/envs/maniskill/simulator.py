@@ -1,4 +1,4 @@
-"""Construction of ManiSkill tasks in this process, with errors that contain the fix."""
+"""Construction and resets of ManiSkill tasks in this process."""
 
 import contextlib
 import functools
@@ -22,12 +22,12 @@ from embodyrl.extensions.meshes.decimate import decimate, small_copy, weld
 from embodyrl.registry import closest
 
 MAX_FACES = 400
-"""Maximum triangles per part of a mesh; a robot link has about a dozen parts."""
+"""Maximum number of triangles per part of a mesh; a robot link has about a dozen parts."""
 
 
 @contextlib.contextmanager
 def lean_visuals() -> Iterator[None]:
-    """Load reduced copies instead of GLB meshes in SAPIEN's builders inside this context."""
+    """Make SAPIEN's builders load reduced copies of GLB meshes inside this context."""
     from sapien.wrapper.actor_builder import ActorBuilder  # pyright: ignore[reportMissingImports]
 
     original = ActorBuilder.add_visual_from_file
@@ -102,7 +102,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs, "sensor_configs": sensors})
     except (EOFError, SystemExit) as error:
         raise MissingDependencyError(
-            f"env.id={cfg.id}: files of its robot are missing. Fix: python -m mani_skill.utils.download_asset {cfg.id}"
+            f"env.id={cfg.id}: robot files are missing. Fix: python -m mani_skill.utils.download_asset {cfg.id}"
         ) from error
     except (RuntimeError, OSError, AssertionError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, EmbodyError):
@@ -118,7 +118,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
 
 
 def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
-    """Start the episode whose seed (or numbered placement, on Bridge data) is the reset id; return the info.
+    """Start the episode of a reset id (a seed, or a placement number for Bridge tasks); return the info.
 
     The scene is built again, because PhysX keeps state across ManiSkill's resets (the order of contacts, sleeping
     bodies), so that results would depend on earlier episodes.
@@ -130,10 +130,10 @@ def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str,
 def restart_rows(
     cfg: ManiSkillSettings, env: Any, reset_ids: Mapping[int, int], cameras: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Reset rows of a batch to the episodes whose seeds are their reset ids; return the info.
+    """Reset rows of a batch to the episodes of their reset ids; return the info.
 
-    ManiSkill samples all rows from the first row's seed, so that an episode depends on the other rows. Here each row
-    is sampled separately; the expensive parts on a GPU run once for all.
+    ManiSkill samples all rows from the first row's seed, so that an episode depends on the other rows. This function
+    samples each row from its own seed; the expensive parts of a reset on the GPU run once for all rows.
     """
     draw = env._initialize_episode
 
@@ -169,17 +169,17 @@ def _reset(
 
 
 def describe(cfg: ManiSkillSettings) -> Description:
-    """Build the task, read its properties, and close it.
+    """Return the properties of a task, which is built for this and closed.
 
     Raises:
-        EmbodyError: as for `build`.
+        EmbodyError: see `build`.
     """
     # Rendering would take seconds; the tasks on Bridge data have no other mode.
     env = build(cfg, ObsMode.rgb if cfg.id in BRIDGE_EPISODES else ObsMode.state)
     try:
         agent, space = env.agent, env.single_action_space
         if not hasattr(space, "low"):
-            raise ConfigError(f"env.id={cfg.id}: its actions are {space}; only tasks with one robot are supported.")
+            raise ConfigError(f"env.id={cfg.id}: the actions are {space}, but only tasks with one robot are supported.")
         return Description(
             control_mode=agent.control_mode,
             action_low=tuple(float(x) for x in space.low),
@@ -195,7 +195,7 @@ def describe(cfg: ManiSkillSettings) -> Description:
 
 
 def draws_scene(env: Any) -> bool:
-    """Return True if the task samples objects, sizes or colours while its scene is built."""
+    """Return True if building the scene samples objects, sizes or colours."""
     build, drawn = env._reconfigure, []
 
     def watched(options: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ def _generators(env: Any) -> list[bytes]:
 
 
 def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
-    """Return state tensors [N, S]: all observations of the task, or joint angles and hand pose next to images."""
+    """Return the state [N, S]: all observations of the task, or only joint angles and hand pose if there are images."""
     from mani_skill.utils import common  # pyright: ignore[reportMissingImports]
 
     if mode is ObsMode.state:
@@ -235,7 +235,7 @@ def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
 
 
 def _task(cfg: ManiSkillSettings) -> Any:
-    """Return the entry of the task in ManiSkill's registry, after checking that the task's asset files exist."""
+    """Return the task's entry in ManiSkill's registry, after checking that its asset files exist."""
     _prepare_process()
     from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
 
@@ -281,7 +281,7 @@ def _prepare_process() -> None:
 
 
 def _hand_camera(panda: Any) -> list[Any]:
-    """Return the cameras of the plain Panda: one at its wrist, like `panda_wristcam` without its housing."""
+    """Return the camera config of the plain Panda: a wrist camera, like `panda_wristcam` without the housing."""
     import sapien  # pyright: ignore[reportMissingImports]
     from mani_skill.sensors.camera import CameraConfig  # pyright: ignore[reportMissingImports]
 
