@@ -1,4 +1,4 @@
-"""MetaWorld: fifty manipulation tasks of one arm (arXiv 1910.10897), package metaworld 3.0.0."""
+"""Factory of MetaWorld environments (arXiv 1910.10897), from the package metaworld 3.0.0."""
 
 import importlib.util
 import os
@@ -16,20 +16,20 @@ from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention
 
 SEEDS = 100_000
-"""Number of initial states of each task; a state's number is the seed of its goal and objects."""
+"""Number of initial states of each task; the number of a state is the seed of its goal and object positions."""
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
 
 class MetaWorldFactory(SimFactory[MetaWorldSettings]):
-    """Builds the tasks of `env.id`."""
+    """Factory of the MetaWorld tasks that `env.id` selects."""
 
     settings = MetaWorldSettings
 
     def problems(self, cfg: MetaWorldSettings) -> Iterator[str]:
-        """Yield errors that MetaWorld reports late or never."""
+        """Yield config errors that MetaWorld reports late or never."""
         if unknown := [name for name in cfg.names if name not in TASKS]:
             hint = closest(unknown[0], [*BENCHMARKS, *TASKS])
-            yield f"env.id={unknown[0]}: not a task or benchmark of MetaWorld.{hint}"
+            yield f"env.id={unknown[0]} is not a task or benchmark of MetaWorld.{hint}"
         yield from camera_problems(cfg, CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
@@ -69,7 +69,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         )
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
-        """Return simulators that are built when a slot first starts their task."""
+        """Build the simulators; a task's simulator is built when a slot first runs the task."""
         # Read when MuJoCo is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
         choose_device()

@@ -1,4 +1,4 @@
-"""Config keys for MetaWorld; tasks, instructions and difficulty groups as in LeRobot's evaluation."""
+"""Config keys for MetaWorld. Tasks, instructions and difficulty groups equal those of LeRobot's evaluation."""
 
 import tomllib
 from pathlib import Path
@@ -9,7 +9,7 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, R
 
 _GROUPS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 TASKS = {name: text for group in _GROUPS.values() for name, text in group.items()}
-"""Instruction of each of the 50 tasks."""
+"""Instruction of each of the 50 tasks, by task name."""
 _HELD_OUT = ("bin-picking-v3", "box-close-v3", "hand-insert-v3", "door-lock-v3", "door-unlock-v3")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "MT50": tuple(sorted(TASKS)),
@@ -20,9 +20,9 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "ML45": (*(name for name in sorted(TASKS) if name not in _HELD_OUT), *_HELD_OUT),
     **{name: tuple(group) for name, group in _GROUPS.items()},
 }
-"""Tasks of each benchmark; the last five of ML45 are its test tasks."""
+"""Task names of each benchmark and difficulty group; the last five tasks of ML45 are its test tasks."""
 TASK_IDS = {f"MetaWorld-{name}": ("metaworld", f"env.id={name}") for name in TASKS}
-"""Config overrides of single tasks, by Gymnasium id."""
+"""Config overrides that select a single task, by Gymnasium id."""
 HIDDEN_GOALS = ("ML45",)
 """Benchmarks in which the observation does not contain the goal."""
 
@@ -32,14 +32,15 @@ STATE, PROPRIOCEPTION = 39, 4
 
 
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
-    """Settings of MetaWorld."""
+    """Config keys for MetaWorld."""
 
     needs = {"pixels": "init_params.camera_names"}
 
     id: Annotated[str, NumbersStates] = "MT50"
     """Task (reach-v3), benchmark (MT10, MT50, ML45), or difficulty group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True
-    """Observe camera images, hand position and gripper; false: the 39-dimensional state and a one-hot task id."""
+    """If true, observe camera images, hand position and gripper; false: the 39-dimensional state and a one-hot task
+    id."""
     render_profile: RenderProfile = RenderProfile.lean
     """full: pixel-identical to the package; lean: without multisampling and shadows, same physics."""
 

@@ -1,4 +1,4 @@
-"""MetaWorld tasks as simulators of env slots (one simulator per slot and task), and the package's scripted experts."""
+"""Simulators for MetaWorld tasks, one per slot and task, and the package's scripted experts."""
 
 import copy
 import warnings
@@ -22,14 +22,14 @@ warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
 
 _GOAL = slice(36, 39)
 _CORNER2 = (0.75, 0.075, 0.7)
-"""Camera position of published data sets and evaluations."""
+"""Position of the camera `corner2` in published data sets and evaluations."""
 
 
 class MetaWorldSims(PerSlot):
-    """Slots of MetaWorld. A reset id is the seed of a task; the sampled goal is visible except in ML benchmarks.
+    """Simulators for MetaWorld tasks; the goal is part of the observation, except in ML benchmarks.
 
-    Observations, rewards and successes are those of the package with `seeded_rand_vec`. The package never terminates
-    episodes; here a success terminates.
+    The state number of a reset id is the seed of the goal and the objects. Observations, rewards and successes are
+    those of the package with `seeded_rand_vec`. The package never terminates episodes; here a success does.
     """
 
     def __init__(self, spec: EnvSpec, cfg: MetaWorldSettings, *, hidden: bool, pictures: bool) -> None:
@@ -40,7 +40,7 @@ class MetaWorldSims(PerSlot):
         self._seen: dict[int, np.ndarray] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Sample goal and objects from the reset id; there is no other randomness."""
+        """Sample the goal and the objects with the reset id as seed; there is no other randomness."""
         task, state = self.spec.task_of(reset_id)
         if slot in self._envs and self._envs[slot][0] != task:
             before, env = self._envs.pop(slot)
@@ -53,13 +53,13 @@ class MetaWorldSims(PerSlot):
         self.note_start(slot, solved=_goal_holds(env))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [4], clipped to -1..1 in all dimensions (the package clips only the first three)."""
+        """Execute one action [4], clipped to -1..1 in all dimensions; the package clips only the first three."""
         self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write images, hand position and gripper, or the 39-dimensional state and the one-hot task id."""
+        """Write the images, hand position and gripper, or the 39-dimensional state and the one-hot task id."""
         seen = self._seen[slot]
         if self._cfg.pixels:
             out.state[:] = seen[:PROPRIOCEPTION]
@@ -74,7 +74,7 @@ class MetaWorldSims(PerSlot):
             out.state[STATE + self._envs[slot][0]] = 1.0
 
     def render(self, slot: int) -> ByteArray:
-        """Return the image of the first camera, upright."""
+        """Return an upright image of the first camera."""
         return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras.names, "corner2")[0])[::-1, ::-1])
 
     def expert(self, slot: int) -> FloatArray:
@@ -117,9 +117,9 @@ class MetaWorldSims(PerSlot):
 
 
 def _goal_holds(env: Any) -> bool:
-    """Return True if the goal is already reached after a reset; leave the environment unchanged.
+    """Return True if the goal is already reached after a reset, without changing the environment.
 
-    `reset` returns an observation from before objects were moved (a window that is still closed). Their true places
+    The observation of `reset` contains outdated object poses (a window that is still closed). The current poses
     need a forward pass, here on a copy: the next step must start from the package's own state.
     """
     space = env.sawyer_observation_space  # cached at its first use
