@@ -1,1 +1,1 @@
-"""Presets for robot environments in packages on PyPI."""
+"""Presets for robot environments from PyPI packages."""

@@ -1,6 +1,6 @@
-"""Tasks of gym-aloha that can observe object poses, and render only the images that are used.
+"""Tasks of gym-aloha that also support object poses as observations, and render only the requested images.
 
-The package renders three images of 480 x 640 pixels in every step, also without a camera in the observation.
+The package renders three images of 480 x 640 pixels in every step, even without a camera in the observation.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from gymnasium import spaces
 
 
 class _CheapObservation(sim.BimanualViperXTask):
-    """Base class of tasks whose observation leaves out the images, which are slow to render."""
+    """Base class of tasks whose observation omits the images, because rendering is slow."""
 
     def get_observation(self, physics: Any) -> Mapping[str, Any]:
-        """Return joint positions and the pose of the objects."""
+        """Return the joint positions and the object poses."""
         return {"qpos": self.get_qpos(physics), "env_state": self.get_env_state(physics)}
 
 
@@ -43,7 +43,10 @@ _TASKS = {
 
 
 class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
-    """Two ViperX arms (ALOHA, arXiv 2304.13705) with the dynamics, rewards and initial states of gym-aloha."""
+    """Environment with two ViperX arms (ALOHA, arXiv 2304.13705) and the tasks of gym-aloha.
+
+    Dynamics, rewards and initial states are those of gym-aloha.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": constants.FPS}
 
@@ -55,11 +58,11 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         observation_width: int = 640,
         render_mode: str | None = None,
     ) -> None:
-        """Load the scene.
+        """Load the scene of the task.
 
         Args:
             task: transfer_cube or insertion.
-            camera: camera of the observation: top, angle or front_close; None: observe the objects' poses instead.
+            camera: camera of the observation (top, angle or front_close); None: the observation contains object poses.
             observation_height: height of the image, pixels.
             observation_width: width of the image, pixels.
             render_mode: rgb_array, or None.
@@ -80,14 +83,14 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         self.action_space = spaces.Box(-1, 1, (len(constants.ACTIONS),), np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Place the objects; the seed determines their poses."""
+        """Start an episode; the seed determines the object poses."""
         super().reset(seed=seed)
         # gym-aloha's tasks read the poses from this list.
         sim.BOX_POSE[0] = self._sample(seed)
         return self._observation(self._env.reset().observation), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Execute joint targets [14]; success ends the episode."""
+        """Execute one action [14] of joint targets; success ends the episode."""
         _, reward, _, seen = self._env.step(action)
         success = reward == self._env.task.max_reward
         return self._observation(seen), float(reward or 0), success, False, {"is_success": success}

@@ -1,4 +1,4 @@
-"""Robot presets: Gymnasium environments with declared cameras, state, action, success and horizon."""
+"""Factory of robot presets: Gymnasium environments with declared cameras, state, action, success and horizon."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from embodyrl.types import EnvSpec, GripperConvention
 
 
 class RobotFactory(SimFactory[RobotSettings]):
-    """Builds the environment of `env.robot` with the Gymnasium adapter."""
+    """Factory of the robot preset `env.robot`, based on the factory of Gymnasium environments."""
 
     settings = RobotSettings
 
     def problems(self, cfg: RobotSettings) -> Iterator[str]:
-        """Yield errors of the Gymnasium environment's keys."""
+        """Yield config errors of the preset's Gymnasium environment."""
         yield from GYM.problems(cfg.gym)
 
     def describe(self, cfg: RobotSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment, after checking that it matches the preset.
+        """Return the environment's spec, after checking that the environment matches the preset.
 
         Raises:
             MissingDependencyError: the package is not installed.
@@ -44,18 +44,21 @@ class RobotFactory(SimFactory[RobotSettings]):
         return _declared(cfg, GYM.describe(cfg.gym, context))
 
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
-        """Return simulators that build one environment per slot at its first reset."""
+        """Build the simulators; each slot's environment is built at its first reset."""
         sims = GYM.simulators(cfg.gym, context)
         sims.spec = _declared(cfg, sims.spec)
         return sims
 
     def judge(self, cfg: RobotSettings) -> GoalJudge:
-        """Build an environment that computes the rewards of relabelled goals."""
+        """Build the reward function for relabelled goals, which uses one environment."""
         return GYM.judge(cfg.gym)
 
 
 def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
-    """Return the spec with the names of state and action dimensions from the preset."""
+    """Add the preset's action names and gripper convention to the spec.
+
+    Raises EnvError if the environment differs from the preset.
+    """
     preset = cfg.preset
     if not cfg.wrappers and (problems := differences(preset, found)):
         raise EnvError(
@@ -76,7 +79,7 @@ def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
 
 
 def differences(preset: Preset, found: EnvSpec) -> list[str]:
-    """Return the differences between a preset and the environment, one line each."""
+    """Return the differences between a preset and the measured spec, one line each."""
     pairs = {
         "cameras": (preset.cameras, found.cameras.names),
         "state columns": (sum(preset.state.values()), found.state_dim),
@@ -84,17 +87,17 @@ def differences(preset: Preset, found: EnvSpec) -> list[str]:
         "time limit": (preset.horizon, found.max_episode_steps),
         "reported success": (True, found.reward.reports_success),
     }
-    return [f"{name} {actual} instead of {said}" for name, (said, actual) in pairs.items() if said != actual]
+    return [f"{name}: {actual}, expected {said}" for name, (said, actual) in pairs.items() if said != actual]
 
 
 class HasSettings(Protocol):
-    """Part of the run plan that the banner line uses."""
+    """Interface of the part of the run plan that `robot_facts` reads."""
 
     env_settings: EnvSettings
 
 
 def robot_facts(run_plan: HasSettings) -> list[tuple[str, str]]:
-    """Return the banner line of a preset: meaning and rate of its actions, and its success condition."""
+    """Return the line about a preset in the run's banner: actions, action rate and success condition."""
     cfg = run_plan.env_settings
     if not isinstance(cfg, RobotSettings):
         return []

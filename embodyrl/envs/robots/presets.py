@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Declaration of one robot environment."""
+    """Declared properties of a robot environment."""
 
     package: str
     """Name of the PyPI package."""
     module: str
     """Name of the module to import."""
     id: str
-    """Gymnasium id or `package.module:attr`, as in env.id of the Gymnasium adapter."""
+    """Gymnasium id or `package.module:attr` (see `env.id` of the environment `gym`)."""
     horizon: int
-    """Time limit, env steps."""
+    """Time limit in env steps."""
     rate_hz: float
-    """Actions per second."""
+    """Number of actions per second."""
     success: str
     """Description of the success condition."""
     instruction: str
@@ -29,7 +29,7 @@ class Preset:
     action: tuple[str, ...]
     """Name of each action dimension."""
     state: Mapping[str, int]
-    """Number of columns of each part of the state vector, in order."""
+    """Number of columns of each named part of the state vector, in order."""
     cameras: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
@@ -58,4 +58,4 @@ def _preset(values: Mapping[str, Any]) -> Preset:
 
 
 PRESETS, PIXEL_PRESETS = _read()
-"""Presets by name: PRESETS observe the simulator's state, PIXEL_PRESETS camera images."""
+"""Presets by name: PRESETS have state observations, PIXEL_PRESETS have camera images."""

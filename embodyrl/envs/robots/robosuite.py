@@ -1,4 +1,4 @@
-"""robosuite 1.5 as a Gymnasium environment: the task runs in a separate process of another Python environment."""
+"""Gymnasium environment for robosuite 1.5, which runs in a separate process of another Python environment."""
 
 import sys
 from typing import Any
@@ -15,7 +15,7 @@ _LOAD_S, _STEP_S = 300.0, 120.0
 
 
 class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
-    """One task of robosuite with a Panda arm; success ends an episode.
+    """Environment of one robosuite task with a Panda arm; success ends an episode.
 
     The requirements of robosuite 1.5 (numpy 1.26, mink) conflict with LIBERO, which needs robosuite 1.4.
     """
@@ -37,10 +37,10 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         Args:
             task: Lift, Stack, NutAssembly, Door, ...
             python: interpreter that has robosuite 1.5; None: this interpreter.
-            camera: camera of the observation; None: observe the objects' poses instead.
+            camera: camera of the observation; None: the observation contains object poses.
             height: height of the image, pixels.
             width: width of the image, pixels.
-            options: further arguments of `robosuite.make`, for example `reward_shaping`.
+            options: additional arguments of `robosuite.make`, for example `reward_shaping`.
             render_mode: rgb_array, or None.
 
         Raises:
@@ -67,7 +67,7 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         return self._observation(self._ask(("reset", number))), {}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Execute an action [7]: changes of the gripper's position and rotation, and the gripper."""
+        """Execute an action [7]: changes of the gripper's position and rotation, and the gripper command."""
         seen, reward, success = self._ask(("step", action.tolist()))
         return self._observation(seen), reward, success, False, {"is_success": success}
 
@@ -76,7 +76,7 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         return _unpacked(self._ask(("render",)))
 
     def close(self) -> None:
-        """End the process; idempotent."""
+        """Stop the process; idempotent."""
         self._script.close()
 
     def _expert_action(self) -> np.ndarray:
@@ -90,11 +90,11 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         level, reply = self._script.ask(request, limit_s, "a fixed limit")
         if level == "missing":
             raise MissingDependencyError(
-                f"{self._python}: {reply}. Fix: pip install robosuite==1.5.2 in an environment of its own, and "
-                "env.python=<its bin/python>."
+                f"{self._python}: {reply}. Fix: pip install robosuite==1.5.2 in a separate environment, and set "
+                "env.python to the bin/python of that environment."
             )
         if level == "error":
-            raise EmbodyError(f"robosuite in {self._python} reports: {reply}")
+            raise EmbodyError(f"robosuite in {self._python} failed: {reply}")
         return reply
 
 

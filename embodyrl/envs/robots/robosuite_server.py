@@ -1,4 +1,4 @@
-"""Server for tasks of robosuite 1.5: a script for a Python environment that has robosuite but not embodyrl.
+"""Server for tasks of robosuite 1.5, a script for a Python environment with robosuite but without embodyrl.
 
 Requests are (name, arguments...). Arrays are sent as (dtype, shape, bytes), which does not depend on numpy's version.
 """
@@ -12,11 +12,11 @@ import numpy as np
 STATE = ("robot0_joint_pos", "robot0_joint_vel", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 CLOSED, OPEN = 1.0, -1.0
 _REACH = 0.05
-"""Motion of the gripper in metres for an action of 1."""
+"""Displacement of the gripper in metres for an action of 1."""
 _GRASP_WIDTH = 0.065
-"""Sum of the finger positions, in metres, below which the fingers hold a cube."""
+"""Sum of the finger positions in metres below which closed fingers hold a cube."""
 _ABOVE = 0.08
-"""Height in metres above an object at which the gripper moves across the table."""
+"""Height in metres above an object at which the gripper moves horizontally."""
 _GAIN = 2.0
 
 
@@ -27,13 +27,13 @@ def packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 class Task:
-    """One task with a Panda arm, controlled by changes of the gripper's pose at 20 Hz."""
+    """Robosuite task with a Panda arm, controlled by changes of the gripper's pose at 20 Hz."""
 
     def __init__(self, task: str, camera: str | None, size: tuple[int, int], renders: bool, options: dict[str, Any]):
         import robosuite  # pyright: ignore[reportMissingImports]
 
         if not robosuite.__version__.startswith("1.5."):
-            raise ImportError(f"robosuite {robosuite.__version__} is installed, expected 1.5")
+            raise ImportError(f"robosuite {robosuite.__version__} is installed, but version 1.5 is required")
         self._camera, self._size = camera, size
         self._expert = _EXPERTS.get(task)
         self._env = robosuite.make(
@@ -53,7 +53,7 @@ class Task:
         self._seen: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return state dimension, action bounds, and True if there is a scripted expert, by name."""
+        """Return a dict with the state dimension, the action bounds, and `expert`: True with a scripted expert."""
         low, high = self._env.action_spec
         self._seen = self._env.reset()
         return {
@@ -71,7 +71,7 @@ class Task:
         return self._observation()
 
     def step(self, action: list[float]) -> Any:
-        """Execute an action; return observation, reward and success."""
+        """Execute one action; return the observation, the reward and the success."""
         self._seen, reward, _, _ = self._env.step(np.array(action))
         return self._observation(), float(reward), bool(self._env._check_success())
 
@@ -99,14 +99,14 @@ class Task:
 
 
 def lift(seen: Any) -> Any:
-    """Return the action that grasps or lifts the cube."""
+    """Return the action of the Lift expert: grasp the cube, then lift it."""
     if holds(seen, seen["cube_pos"]):
         return motion((0.0, 0.0, _ABOVE), CLOSED)
     return grasp(seen, seen["cube_pos"])
 
 
 def stack(seen: Any) -> Any:
-    """Return the action that grasps cube A or puts it on cube B."""
+    """Return the action of the Stack expert: grasp cube A, then put it on cube B."""
     cube, base = seen["cubeA_pos"], seen["cubeB_pos"]
     way = base - cube + np.array([0.0, 0.0, 0.045])
     aside = np.linalg.norm(way[:2])
@@ -123,14 +123,14 @@ def stack(seen: Any) -> Any:
 
 
 def holds(seen: Any, cube: Any) -> bool:
-    """Return True if closed fingers hold the cube."""
+    """Return True if the closed fingers hold the cube."""
     width = np.abs(seen["robot0_gripper_qpos"]).sum()
     still = np.abs(seen["robot0_gripper_qvel"]).max() < 0.02
     return bool(np.linalg.norm(seen["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and still)
 
 
 def grasp(seen: Any, cube: Any) -> Any:
-    """Return the action that approaches the cube from above or closes the fingers."""
+    """Return the action that approaches the cube from above, or closes the fingers around it."""
     way = cube - seen["robot0_eef_pos"]
     aside = np.linalg.norm(way[:2])
     if aside < 0.01 and abs(way[2]) < 0.01:
@@ -141,7 +141,7 @@ def grasp(seen: Any, cube: Any) -> Any:
 
 
 def motion(way: Any, gripper: float) -> Any:
-    """Return the action that moves the gripper by `way` [3] metres without a rotation."""
+    """Return the action that moves the gripper by `way` [3] metres without rotation."""
     # The controller lags behind, so that small actions do not move the arm.
     return np.array([*np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), 0.0, 0.0, 0.0, gripper], np.float32)
 
@@ -150,7 +150,7 @@ _EXPERTS = {"Lift": lift, "Stack": stack}
 
 
 def serve(pipe: Any) -> None:
-    """Build the task of the first message, then answer requests until the pipe closes."""
+    """Build the task of the first request, then answer requests until the pipe closes."""
     task: Any = None
     while True:
         try:

@@ -10,15 +10,15 @@ from embodyrl.registry import closest
 
 
 class RobotSettings(GymSettings):
-    """Settings of a robot preset: the settings of its Gymnasium environment, with declared defaults."""
+    """Config keys for robot presets: the keys of a Gymnasium environment, with defaults from the preset."""
 
     robot: Annotated[str, NumbersStates]
-    """Preset: pusht, fetch_reach, ... (`embodyrl list envs`)."""
+    """Name of a preset such as pusht or fetch_reach; `embodyrl list envs` lists all names."""
     pixels: bool = False
-    """Observe camera images and the robot's own state; false: the state of robot and objects."""
+    """If true, observe camera images and the robot's own state; false: the state of the robot and the objects."""
     python: str | None = None
-    """Interpreter that has robosuite 1.5, for robosuite's tasks; null: this interpreter. Its process runs the code of
-    that environment."""
+    """Python interpreter with robosuite 1.5, for the presets of robosuite; null: this interpreter. The environment runs
+    in a separate process of this interpreter."""
 
     @property
     def title(self) -> str:
@@ -27,29 +27,29 @@ class RobotSettings(GymSettings):
 
     @property
     def preset(self) -> Preset:
-        """Preset named by `robot`."""
+        """Declared properties of the preset `robot`."""
         return (PIXEL_PRESETS if self.pixels else PRESETS)[self.robot]
 
     def problems(self) -> Iterator[str]:
-        """Yield errors for an unknown preset and for missing images."""
+        """Yield errors for an unknown preset, missing images, and keys that the preset does not support."""
         yield from super().problems()
         if self.robot not in PRESETS:
             yield f"env.robot={self.robot} is not a preset.{closest(self.robot, PRESETS)} Known: {', '.join(PRESETS)}."
         elif self.pixels and self.robot not in PIXEL_PRESETS:
             yield (
                 f"env.pixels=true: {self.robot} has no images. Presets with images: {', '.join(PIXEL_PRESETS)}; "
-                "env=gym with a wrapper in env.wrappers adds images to others."
+                "env=gym with a wrapper in env.wrappers adds images to other environments."
             )
         elif self.python is not None and not self.preset.process:
-            yield f"env.python={self.python}: {self.robot} runs in this interpreter; remove env.python."
+            yield f"env.python={self.python}: {self.robot} always runs in this interpreter. Remove env.python."
         if "python" in self.kwargs:
             yield "env.kwargs.python: use env.python, which a saved config may set only with trust=true."
         if self.id is not None:
-            yield "env.id is set by env.robot; remove env.id, or use env=gym."
+            yield "env.id is set by env.robot. Remove env.id, or use env=gym."
 
     @property
     def gym(self) -> GymSettings:
-        """Settings of the Gymnasium environment: values of the preset, overridden by the config."""
+        """Settings of the preset's Gymnasium environment: values of the preset, overridden by the config."""
         preset = self.preset
         own = {name: getattr(self, name) for name in GymSettings.model_fields}
         own |= {
