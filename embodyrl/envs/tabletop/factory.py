@@ -1,4 +1,4 @@
-"""Checks, description and construction of the tabletop environment."""
+"""Factory of the tabletop environment: config checks, spec and construction."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -17,22 +17,22 @@ from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Exper
 STATES_PER_TASK = 4000
 
 HORIZON = 48
-"""Step limit: about twice the steps of the expert."""
+"""Time limit in env steps, about twice the steps of the expert."""
 
 SMALLEST_IMAGE = 32
-"""Minimum image size in pixels; in smaller images a block has less than three pixels."""
+"""Minimum height and width of an image in pixels; in smaller images, a block has less than three pixels."""
 
 
 TASK_IDS = {f"Tabletop-{task}-v0": ("tabletop", f"env.eval.task_ids=[{task}]") for task in range(len(TASKS))}
-"""Config overrides of single tasks, by Gymnasium id."""
+"""Config overrides that select a single task, by Gymnasium id."""
 
 
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
-    """Config keys for the tabletop."""
+    """Config keys for the tabletop environment."""
 
     axis: Annotated[Axis, NumbersStates] = Axis.base
-    """Variation of the tables: base (none), colours (other shades), positions (plates in front), phrasings (other
-    instructions)."""
+    """Variation of the environment. base: none; colours: other shades; positions: plates in front; phrasings: rephrased
+    instructions."""
 
     @property
     def title(self) -> str:
@@ -41,27 +41,27 @@ class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
 
 
 class TabletopFactory(SimFactory[TabletopSettings]):
-    """Builds the tabletop environment."""
+    """Factory of the tabletop environment."""
 
     settings = TabletopSettings
 
     def problems(self, cfg: TabletopSettings) -> Iterator[str]:
-        """Yield errors about unknown tasks and cameras, and about invalid image sizes."""
+        """Yield errors for unknown tasks and cameras, and for invalid image sizes."""
         yield from task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
         sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
         for key, value in sizes.items():
             if not SMALLEST_IMAGE <= value <= MAX_SIZE:
                 bounds = f"{SMALLEST_IMAGE}..{MAX_SIZE}"
-                yield f"env.init_params.{key}={value} is not in {bounds}, the sizes at which blocks are visible."
+                yield f"env.init_params.{key}={value} is outside {bounds}, the sizes at which blocks are visible."
         if len({*sizes.values()}) > 1:
             yield (
                 f"env.init_params: {' and '.join(f'{key}={value}' for key, value in sizes.items())} differ; tabletop's "
-                "cameras are square, set both to the same number."
+                "cameras are square. Set both to the same number."
             )
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
-        """Return the names of the variations other than the configured one."""
+        """Return the names of all variations except the configured one."""
         return tuple(axis.value for axis in Axis if axis is not cfg.axis)
 
     def own_suite(self, cfg: TabletopSettings) -> str | None:

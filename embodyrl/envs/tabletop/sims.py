@@ -1,4 +1,4 @@
-"""Tabletop simulator for env slots; each table is stepped in plain Python, which takes only a few microseconds."""
+"""Simulators and scripted expert of the tabletop environment, in plain Python (a few microseconds per step)."""
 
 import copy
 import math
@@ -25,18 +25,18 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 OPEN, CLOSED = -1.0, 1.0
 
 _ABOVE = 0.02
-"""Maximum horizontal distance in metres to a target at which the closed, empty gripper descends."""
+"""Maximum horizontal distance in metres from the target at which the closed, empty gripper descends."""
 _CONE = 0.05
-"""Maximum horizontal distance to a target at which the gripper descends with open fingers or a held block."""
+"""Maximum horizontal distance in metres from the target at which an open gripper, or one with a block, descends."""
 _HALF = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
 Command = tuple[float, float, float, float]
-"""(x, y, z, gripper): next waypoint in metres, and the gripper command."""
+"""(dx, dy, dz, gripper): displacement to the next waypoint in metres, and the gripper command."""
 
 
 def expert_action(world: World) -> FloatArray:
-    """Return the next action [7]: position deltas in -1..1, zero rotation, gripper."""
+    """Return the expert's next action [7]: position deltas in -1..1, zero rotation, gripper."""
     if world.success():
         command = 0.0, 0.0, TRAVEL_HEIGHT - world.z, CLOSED if world.closed and world.held is None else OPEN
     else:
@@ -84,7 +84,7 @@ def _push(world: World) -> Command:
 
 
 def _go_down_at(world: World, point: Point, gripper: float) -> Command:
-    """Return a command to move at travel height, then to descend above the point."""
+    """Return a command that moves at travel height, and descends when the gripper is above the point."""
     near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
     height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
     # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:
@@ -97,31 +97,31 @@ def _go_down_at(world: World, point: Point, gripper: float) -> Command:
 CAMERAS = (FRONT, WRIST)
 
 STATE_DIM = 4
-"""Gripper position x, y, z (m) and opening (1 open, 0 closed)."""
+"""Dimension of the state: gripper position x, y, z (m) and opening (1 open, 0 closed)."""
 
 FRAME_SIZE = 288
-"""P: side length of each image in a video frame, in pixels."""
+"""Height and width in pixels (P) of each image in a video frame."""
 
 
 def suite_name(axis: Axis) -> str:
-    """Return the suite of a variation: `tabletop` without change, else `tabletop_<axis>`."""
+    """Return the suite name of a variation: `tabletop` for the base, else `tabletop_<axis>`."""
     return "tabletop" if axis is Axis.base else f"tabletop_{axis}"
 
 
 def axis_of(suite: str) -> Axis:
-    """Return the variation of a suite, the inverse of `suite_name`."""
+    """Return the variation of a suite name; the inverse of `suite_name`."""
     return next(axis for axis in Axis if suite_name(axis) == suite)
 
 
 class TabletopSims(PerSlot):
-    """Slots of the tabletop environment. All randomness depends on the reset id."""
+    """Simulators of the tabletop environment; all randomness depends on the reset id."""
 
     def __init__(self, spec: EnvSpec) -> None:
         super().__init__(spec)
         self._worlds: dict[int, World] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Build the table of `reset_id`; the seed has no effect."""
+        """Create the table of `reset_id`; the seed has no effect."""
         task, _ = self.spec.task_of(reset_id)
         # The same tables in every variation: reset ids of other suites are offset.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
@@ -145,11 +145,11 @@ class TabletopSims(PerSlot):
         return copy.deepcopy(self._worlds[slot])
 
     def load(self, slot: int, state: World) -> None:
-        """Replace the slot's table with a copy of a saved state."""
+        """Restore a saved state of the slot's table."""
         self._worlds[slot] = copy.deepcopy(state)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Render the cameras of the spec and write proprioception [4] into the views."""
+        """Write the camera images and proprioception [4] into the arrays of `out`."""
         world = self._worlds[slot]
         for view, camera in zip(out.images, self.spec.cameras.names, strict=True):
             view[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(view))

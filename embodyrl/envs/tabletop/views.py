@@ -11,7 +11,7 @@ from embodyrl.types import ByteArray, FloatArray
 FRONT, WRIST = "front", "wrist"
 
 MAX_SIZE = 1024
-"""Maximum side of an image in pixels."""
+"""Maximum height and width of an image in pixels."""
 
 Colour = tuple[float, float, float]
 
@@ -19,7 +19,7 @@ _BLOCK_RGB: tuple[tuple[Colour, ...], ...] = (
     ((214, 58, 50), (58, 164, 82), (52, 104, 214)),
     ((158, 26, 62), (112, 196, 150), (112, 168, 240)),
 )
-"""RGB of the blocks for each palette: the default shades, and the shades of `Axis.colours`."""
+"""RGB colours of the blocks for each palette: default shades, and shades of `Axis.colours`."""
 _PLATE_RGB: tuple[tuple[Colour, ...], ...] = (
     ((246, 200, 52), (150, 84, 186), (250, 248, 244)),
     ((226, 216, 116), (104, 48, 150), (216, 222, 228)),
@@ -28,16 +28,16 @@ _STEEL: Colour = (66, 70, 78)
 _FINGER: Colour = (40, 42, 48)
 _LAMP_OPEN: Colour = (236, 242, 246)
 _LAMP_CLOSED: Colour = (255, 176, 0)
-"""Lamp colour for a closed gripper; no block has this colour."""
+"""Colour of the gripper's lamp when the gripper is closed; no block has this colour."""
 _SHADOW: Colour = (52, 38, 28)
 _WALL = np.array((222, 228, 232), np.float32)
 _WOOD = np.array((192, 164, 130), np.float32)
 _TABLE_EDGE = np.array((134, 108, 82), np.float32)
 
 _SLANT = 0.82
-"""Rows in the front image per metre in y, relative to a metre in x (sine of the camera angle)."""
+"""Image rows per metre in y, relative to columns per metre in x, in the front view (sine of the camera angle)."""
 _RISE = 0.57
-"""Rows in the front image per metre in z, relative to a metre in x (cosine of the camera angle)."""
+"""Image rows per metre in z, relative to columns per metre in x, in the front view (cosine of the camera angle)."""
 _FRONT_WIDTH = 0.72
 _FRONT_BOTTOM = -0.32
 _TABLE = REACH + 0.02
@@ -45,20 +45,20 @@ _TEXELS_PER_M = 800
 _TEXTURE_HALF = 0.6
 
 _WRIST_LOW, _WRIST_RISE = 0.12, 0.9
-"""Half width of the wrist view at height 0, and its increase per metre of height."""
+"""Half width in metres of the wrist view at height 0, and its increase per metre of height."""
 
 _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
-"""Distance in metres of each finger from the middle of the gripper: open, around a block, closed."""
+"""Distance in metres of each finger from the middle of the gripper: open, closed around a block, closed."""
 
 
 _COUNT = np.arange(MAX_SIZE, dtype=np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-"""Preallocated arrays and scalars, because most shapes cover few pixels and each numpy call takes time."""
+"""Preallocated constants, because most shapes cover few pixels, so that numpy's overhead dominates."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """A float image [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), rows count downwards."""
+    """Float image [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), row = scale * (top - v)."""
 
     pixels: FloatArray
     scale: float
@@ -76,7 +76,7 @@ class _Canvas:
         blur: float = 0.0,
         strength: float = 1.0,
     ) -> None:
-        """Blend an axis-aligned box; its edges fade over `blur` metres, at least over one pixel."""
+        """Blend an axis-aligned box into the image; edges fade over `blur` metres, or at least one pixel."""
         soft = max(blur * self.scale, 1.0)
         rows, cover_v = self._ramp((self.top - v) * self.scale, half_v * self.scale, soft)
         cols, cover_u = self._ramp((u - self.left) * self.scale, half_u * self.scale, soft)
@@ -85,7 +85,7 @@ class _Canvas:
         self._blend(rows, cols, cover_v[:, None] * cover_u, colour)
 
     def disc(self, u: float, v: float, radius: float, flat: float, colour: Colour) -> None:
-        """Blend an ellipse of half axes `radius` and `flat * radius`."""
+        """Blend an ellipse with the half axes `radius` and `flat * radius` into the image."""
         size = len(self.pixels)
         x, y, r = (u - self.left) * self.scale, (self.top - v) * self.scale, radius * self.scale
         rows, cols = _span(y, flat * r + 1.0, size), _span(x, r + 1.0, size)
@@ -100,7 +100,7 @@ class _Canvas:
         return (self.pixels + 0.5).astype(np.uint8)
 
     def _ramp(self, centre: float, half: float, soft: float) -> tuple[slice, FloatArray]:
-        """Return the slice of pixels near an interval, and the coverage (0 to 1) of each pixel."""
+        """Return the slice of pixels that an interval covers, and the coverage (0 to 1) of each pixel."""
         where = _span(centre, half + 0.5 * soft, len(self.pixels))
         cover = np.abs(_COUNT[where] - np.float32(centre - 0.5))
         cover *= np.float32(-1.0 / soft)
@@ -115,7 +115,7 @@ class _Canvas:
 
 
 def draw_front(world: World, size: int) -> ByteArray:
-    """Render the front view [size, size, 3] uint8: near edge at the bottom, height upwards."""
+    """Render the front view [size, size, 3] uint8; the near edge of the table is at the bottom."""
     canvas = _Canvas(
         _front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
     )
@@ -141,7 +141,7 @@ def draw_front(world: World, size: int) -> ByteArray:
 
 
 def draw_wrist(world: World, size: int) -> ByteArray:
-    """Render the wrist view [size, size, 3] uint8: gripper in the middle, y upwards; it widens with height."""
+    """Render the wrist view [size, size, 3] uint8, centred on the gripper; the view widens with height."""
     half = _WRIST_LOW + _WRIST_RISE * world.z
     canvas = _Canvas(_texture_window(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
     for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
@@ -200,7 +200,7 @@ def _finger_distance(world: World) -> float:
 
 
 def _span(centre: float, half: float, size: int) -> slice:
-    """Return the slice of pixels of an interval, clipped to the image; empty if the interval is outside."""
+    """Return the slice of pixels of an interval, clipped to the image; empty outside the image."""
     start = min(max(int(centre - half), 0), size)
     return slice(start, max(min(int(centre + half) + 1, size), start))
 
@@ -212,7 +212,7 @@ def _shade(colour: Colour, factor: float) -> Colour:
 
 @lru_cache(maxsize=1)
 def _texture() -> ByteArray:
-    """Return an image [rows, columns, 3] of the table and the floor from above; the first row is the far end."""
+    """Return a top view [rows, columns, 3] of the table and the floor; the first row is the far end."""
     count = int(2 * _TEXTURE_HALF * _TEXELS_PER_M)
     axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF
     rng = np.random.default_rng(7)
@@ -229,7 +229,7 @@ def _texture() -> ByteArray:
 
 
 def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
-    """Return the part of the table image around a point, up to `half` metres to each side."""
+    """Return the part of the top view around a point, up to `half` metres to each side."""
     offsets = ((np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF) * _TEXELS_PER_M
     columns = (offsets + x * _TEXELS_PER_M).astype(np.intp)
     rows = (offsets - y * _TEXELS_PER_M).astype(np.intp)

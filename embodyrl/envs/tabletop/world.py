@@ -1,4 +1,4 @@
-"""State, dynamics and success of one table. Lengths in metres.
+"""State, dynamics and success of one table; lengths are in metres.
 
 x points right, y away from the front camera, z up from the table top.
 """
@@ -23,14 +23,14 @@ BLOCK_SIDE = 0.06
 BLOCK_HEIGHT = 0.05
 PLATE_RADIUS = 0.065
 GRASP_RADIUS = 0.04
-"""Maximum horizontal distance of a block's centre from the gripper for a grasp."""
+"""Maximum horizontal distance in metres of a block's centre from the gripper for a grasp."""
 GRASP_HEIGHT = 0.035
-"""Maximum height of the gripper for a grasp."""
+"""Maximum height in metres of the gripper for a grasp."""
 PUSH_RADIUS = 0.042
-"""Distance from the centre of a block within which a low, closed gripper pushes the block."""
+"""Distance in metres from a block's centre within which a low, closed gripper pushes the block."""
 PUSH_HEIGHT = 0.04
 ON_PLATE = 0.05
-"""Maximum distance between the centres of a block and the plate below it."""
+"""Maximum distance in metres between the centres of a block and a plate for a block on the plate."""
 
 _LAYOUT_SEED = 20261
 _PLATE_COLUMNS = (-0.2, 0.0, 0.2)
@@ -40,20 +40,20 @@ Point = tuple[float, float]
 
 
 class Axis(StrEnum):
-    """Variations of the training tables."""
+    """Variations of the environment for evaluation."""
 
     base = "base"
-    """No change."""
+    """No variation."""
     colours = "colours"
     """Other shades of the same colours."""
     positions = "positions"
-    """Plates in front and blocks at the back, unlike in training."""
+    """Plates in front and blocks at the back, the reverse of training."""
     phrasings = "phrasings"
     """Rephrased instructions."""
 
 
 class Skill(StrEnum):
-    """Kind of a task: touch, push or put."""
+    """Skill that a task requires."""
 
     touch = "touch"
     push = "push"
@@ -62,7 +62,7 @@ class Skill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task of the tabletop: skill, block and plate; `plate` is unused for `touch`."""
+    """Task of the tabletop: skill, block and plate; touch tasks do not use `plate`."""
 
     skill: Skill
     block: int
@@ -92,12 +92,12 @@ TASKS = (
     *(Task(Skill.push, block, plate) for block in range(3) for plate in range(3)),
     *(Task(Skill.put, block, plate) for block in range(3) for plate in range(3)),
 )
-"""Tasks 0-2 touch, 3-11 push, 12-20 put."""
+"""All tasks: 0-2 touch, 3-11 push, 12-20 put."""
 
 
 @dataclass(slots=True)
 class World:
-    """State of one table."""
+    """State of one table, and its dynamics."""
 
     task: Task
     blocks: list[Point]
@@ -107,7 +107,7 @@ class World:
     z: float
     closed: bool = False
     held: int | None = None
-    """Index of the block between the closed fingers."""
+    """Index of the block between the closed fingers; None: no block."""
     lifted: bool = False
     """True if the task's block was grasped in this episode, not only pushed."""
     palette: int = 0
@@ -136,7 +136,7 @@ class World:
             self._push(self.x - before[0], self.y - before[1])
 
     def success(self) -> bool:
-        """Return True if the goal is reached."""
+        """Return True if the goal of the task is reached."""
         block = self.blocks[self.task.block]
         if self.task.skill is Skill.touch:
             return self.z < BLOCK_HEIGHT and self.distance(block) < PUSH_RADIUS + 0.005
@@ -159,7 +159,7 @@ class World:
         return nearest
 
     def _push(self, dx: float, dy: float) -> None:
-        """Push touched blocks along the gripper's motion (sticking contact: they do not roll off sideways)."""
+        """Push touched blocks along the gripper's motion, without sliding along the fingers."""
         way = math.hypot(dx, dy)
         for index, block in enumerate(self.blocks):
             if index == self.held:
@@ -181,7 +181,7 @@ class World:
 
 
 def new_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
-    """Build the table: three plates at the back in random order, three blocks in front, the gripper above them.
+    """Create a table: three plates at the back in random order, three blocks in front, the gripper above them.
 
     `Axis.positions` mirrors the table, so that plates are in front.
     """
