@@ -1,1 +1,1 @@
-"""Text tasks: the prompt is the observation, and a reply is an action chunk of tokens, scored by a reward function."""
+"""Text tasks: the prompt is the observation, a reply is an action chunk of tokens, and a reward function scores it."""

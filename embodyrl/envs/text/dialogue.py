@@ -1,4 +1,4 @@
-"""Episodes as dialogues: each observation is a user message, each reply of the policy an assistant message."""
+"""Episodes as dialogues: each observation is a user message, and each reply of the policy is an assistant message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,22 +13,22 @@ from embodyrl.types import BoolArray, EnvSpec
 
 
 class DialogueSettings(Protocol):
-    """Settings that determine the prompt of a dialogue."""
+    """Interface of settings that determine the prompt of a dialogue."""
 
     prompt: str
-    """System message; empty: none."""
+    """System message; empty: no system message."""
     history: int
-    """Number of earlier turns in the prompt."""
+    """Number of earlier turns (observation and reply) in the prompt."""
 
 
 @dataclass(kw_only=True)
 class Dialogue:
-    """Dialogue of one slot."""
+    """State of the dialogue in one slot."""
 
     seen: str = ""
     """Current observation."""
     turns: list[Message] = field(default_factory=list)
-    """Earlier observations and replies that the next prompt contains."""
+    """Messages of earlier turns that the next prompt contains."""
     steps: int = 0
     reply: str = ""
 
@@ -37,11 +37,11 @@ D = TypeVar("D", bound=Dialogue)
 
 
 class DialogueEnv(Generic[D]):
-    """Base class of text environments whose prompt contains the last turns; they have no images and no expert."""
+    """Base class of text environments whose prompt contains the last turns."""
 
     task_limit: int | None = None
     reply_bytes: int
-    """Maximum bytes of an earlier reply in the prompt."""
+    """Maximum number of bytes of an earlier reply in the prompt."""
 
     def __init__(self, spec: EnvSpec, cfg: DialogueSettings, dialogues: list[D]) -> None:
         self.spec, self.dialogues = spec, dialogues
@@ -53,24 +53,24 @@ class DialogueEnv(Generic[D]):
             self.dialogues[slot].reply = reply
 
     def remember(self, dialogue: D) -> None:
-        """Append the current observation and reply to the earlier turns, of which `history` are kept."""
+        """Append the current observation and reply to the earlier turns; keep the last `history` turns."""
         said = Message(role="assistant", content=clip(dialogue.reply, self.reply_bytes))
         turns = [*dialogue.turns, Message(role="user", content=dialogue.seen), said]
         dialogue.turns = turns[-self._kept :] if self._kept else []
 
     def instruction(self, slot: int) -> str:
-        """Return the system message, the earlier turns and the current observation as one instruction."""
+        """Return the system message, the earlier turns and the current observation as one prompt."""
         dialogue = self.dialogues[slot]
         rules = [Message(role="system", content=self._prompt)] if self._prompt else []
         return join_messages([*rules, *dialogue.turns, Message(role="user", content=dialogue.seen)])
 
     def observe(self, slots: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
-        """Write nothing: the observation is in the instruction."""
+        """Do nothing, because the instruction contains the observation."""
 
     def render(self, slot: int) -> np.ndarray:
-        """Raise an error: there is no image."""
-        raise NoImageError(f"env '{self.spec.name}' is a text environment; set video=none.")
+        """Raise NoImageError, because there is no image."""
+        raise NoImageError(f"env '{self.spec.name}' is a text environment without images; set video=none.")
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise an error: there is no scripted expert."""
+        """Raise EnvError, because there is no scripted expert."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")

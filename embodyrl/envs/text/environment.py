@@ -1,4 +1,4 @@
-"""Conversations as episodes: each data row is an initial state, and each reply is a chunk whose actions are tokens."""
+"""Conversations as episodes: each data row is an initial state, and each reply is an action chunk of tokens."""
 
 import json
 import re
@@ -28,16 +28,17 @@ from embodyrl.types import (
 )
 
 Tool = Callable[[str], str]
-"""Function from the text of a tool call to the tool's answer; the message of a ValueError becomes the answer."""
+"""Function that takes the text of a tool call and returns the tool's answer; the message of a ValueError is the
+answer."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
 TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
 
 LAST_BYTES = 1 << 10
-"""Bytes reserved for the final reply in the last observation, in which the reply is stored for display only."""
+"""Bytes reserved for the final reply in the last observation, which stores the reply only for display."""
 TURN_BYTES = 1 << 12
-"""Bytes reserved for a reply and a tool's answer, per turn after the first; a conversation that needs more bytes
+"""Bytes reserved per turn after the first for a reply and a tool's answer; a conversation that needs more bytes
 ends."""
 ANSWER_BYTES = 1 << 10
 """Maximum bytes of a tool's answer; longer answers are truncated."""
@@ -46,8 +47,8 @@ ANSWER_BYTES = 1 << 10
 def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
     """Return (tool, text) of the tool call in a reply, or None.
 
-    Formats: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` as in chat templates (the first value of the
-    arguments is used), or `?text`, which calls the first tool and suits a model of single characters.
+    Formats: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` of chat templates (the text is the first value of
+    the arguments), or `?text`, which calls the first tool and suits character-level models.
     """
     if tools and reply.startswith("?"):
         return tools[0], reply[1:].strip()
@@ -64,7 +65,7 @@ def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
 
 
 def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
-    """Execute a tool call; errors caused by the call become the answer."""
+    """Execute a tool call and return the answer; an error of the call is returned as the answer."""
     name, text = call
     if name not in tools:
         return f"error: no tool '{name}'; tools are {', '.join(tools)}"
@@ -81,7 +82,7 @@ def clip(text: str, width: int) -> str:
 
 
 def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
-    """Return an empty result, and the index [n] of the last token of each reply `actions` [n, K, 1]."""
+    """Return an empty result, and the index [n] of the last token of each reply; `actions` [n, K, 1] are token ids."""
     result = ChunkResult.empty(*actions.shape[:2], parts=parts)
     result.valid[:] = actions[:, :, 0] >= 0
     result.valid[:, 0] = True  # an empty reply is a decision, too
@@ -90,7 +91,7 @@ def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, 
 
 @dataclass
 class _Conversation:
-    """Conversation of one slot."""
+    """State of the conversation in one slot."""
 
     row: TextRow
     messages: list[Message] = field(default_factory=list)
@@ -101,7 +102,9 @@ class _Conversation:
 
 
 class ConversationEnv:
-    """Implements `TextEnv`. An episode always terminates: there is no state to bootstrap after the last reply.
+    """Text environment (`TextEnv`) whose episodes are conversations about the rows of a data set.
+
+    An episode always terminates, because there is no state to bootstrap from after the last reply.
 
     An episode whose last reply hit the length limit is truncated as well.
     """
@@ -130,9 +133,10 @@ class ConversationEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute tool calls and compute rewards of other replies; `actions` [n, K, 1]: token ids, padding below 0.
+        """Execute the tool calls of replies, and compute the rewards of the replies without a tool call.
 
-        The reward of a conversation is assigned to the last token of the last reply.
+        `actions` [n, K, 1] are token ids, with padding below 0. The reward of a conversation is assigned to the
+        last token of the last reply.
         """
         result, last = begin_replies(actions, parts=len(self.spec.reward.components))
         assert result.components is not None
@@ -160,7 +164,7 @@ class ConversationEnv:
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
-        """Append the tool's answer and return True, if the reply calls a tool and another reply can follow."""
+        """Append the tool's answer; return False if the reply calls no tool or no other reply can follow."""
         conversation.turns += 1
         call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
         if call is None:
@@ -174,22 +178,22 @@ class ConversationEnv:
         return True
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise an error: text tasks have no scripted expert; use `embodyrl sft`."""
+        """Raise EnvError, because text tasks have no scripted expert."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
-        """Write the images of the prompt, each into the upper left corner of its camera frame."""
+        """Write the images of the prompt, each into the upper left corner of its array."""
         for slot, row in zip(slots, range(len(slots)) if rows is None else rows.tolist(), strict=True):
             images[row] = 0
             for room, pixels in zip(images[row], self._conversation(slot).pictures, strict=False):
                 room[: pixels.shape[0], : pixels.shape[1]] = pixels
 
     def instruction(self, slot: int) -> str:
-        """Return the conversation so far."""
+        """Return the messages of the conversation as one prompt."""
         return join_messages(self._conversation(slot).messages)
 
     def render(self, slot: int) -> np.ndarray:
-        """Raise an error: text tasks have no image."""
+        """Raise NoImageError, because text tasks have no image to record."""
         raise NoImageError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def close(self) -> None:

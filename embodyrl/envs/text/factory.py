@@ -1,4 +1,4 @@
-"""Checks, description and construction of text environments."""
+"""Factory of text environments: config checks, spec and construction."""
 
 from typing import Any
 
@@ -21,23 +21,23 @@ from embodyrl.types import (
 )
 
 _TURNS = 4
-"""Number of turns after which the sequence of roles is periodic."""
+"""Number of turns after which the sequence of message roles is periodic."""
 _ANSWER_TOKENS = ANSWER_BYTES // 4
-"""Estimated maximum tokens of a tool's answer, at four bytes per token."""
+"""Estimated maximum number of tokens of a tool's answer, at four bytes per token."""
 
 
 class TextFactory:
-    """Factory of conversations with prompts from the rows in `data` and reward functions from `reward`."""
+    """Factory of conversations: prompts are rows of `data`, and rewards are functions in `reward`."""
 
     settings = TextSettings
     reads_rows = True
 
     def run_problems(self, cfg: Any) -> list[str]:
-        """Return errors in the sections `data` and `reward` of a run with episodes, one line each."""
+        """Return errors in the config sections `data` and `reward` of a run with episodes, one line each."""
         return text_problems(cfg) if cfg.acts else []
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Add the rows and the reward function of a run.
+        """Add the data rows and the reward function to the context.
 
         Raises:
             ConfigError: a file, row or reward function is invalid.
@@ -49,13 +49,13 @@ class TextFactory:
         problems = TOOLS.problems(cfg.tools, "env.tools")
         if bool(cfg.tools) != (cfg.max_turns > 1):
             problems.append(
-                f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools require max_turns above 1 and "
-                f"vice versa; set both or neither."
+                f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools require max_turns above 1, and "
+                f"max_turns above 1 requires tools. Set both or neither."
             )
         return problems
 
     def spec(self, cfg: TextSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment: one task, whose initial states are the rows."""
+        """Return the environment's spec: one task, whose initial states are the rows."""
         rows, judge = _parts(context)
         turns = ("assistant", cfg.tool_role)
         known = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"

@@ -1,4 +1,4 @@
-"""Gymnasium environments as conversations: observations are described in text, a reply names the action."""
+"""Gymnasium environments as conversations: observations are text, and a reply names the action."""
 
 import importlib
 import re
@@ -31,18 +31,18 @@ from embodyrl.types import (
 SUFFIXES = (".z8", ".ulx")
 """File name suffixes of games written by `tw-make`."""
 COMMANDS = "admissible_commands"
-"""Key in `info` of the list of allowed commands."""
+"""Key in `info` of the commands that the game accepts."""
 
 
 def game_files(place: str) -> list[Path]:
-    """Return the games of a file or folder, sorted by name; empty if there are none."""
+    """Return the game files of a file or folder, sorted by name; empty without games."""
     path = Path(place)
     found = sorted(path.iterdir()) if path.is_dir() else [path]
     return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
 
 
 class TextWorldGame:
-    """Environment of TextWorld games; the seed of an episode selects the game file, and a won game is a success."""
+    """Environment for TextWorld games; the seed of an episode selects the game file, and winning is a success."""
 
     action_space = None
 
@@ -57,7 +57,7 @@ class TextWorldGame:
             self._textworld: Any = importlib.import_module("textworld")
         except ImportError as error:
             raise MissingDependencyError(
-                f"env.id={files[0]} is a TextWorld game ({error}): pip install textworld."
+                f"env.id={files[0]} is a TextWorld game, but {error}. Fix: pip install textworld."
             ) from error
         self._files, self._bytes = files, seen_bytes
         self._env: Any = None
@@ -77,14 +77,14 @@ class TextWorldGame:
                 self._env, self._open = self._textworld.start(str(file), infos), file
             except Exception as error:  # any error of the interpreter
                 raise ConfigError(
-                    f"env.id: {file} is not a TextWorld game ({error}). Create games with tw-make."
+                    f"env.id={file} is not a TextWorld game: {error}. Create games with tw-make."
                 ) from error
         state = self._env.reset()
         self._score = 0.0
         return self._tell(state, f"{state['objective']}\n{state['description']}")
 
     def step(self, command: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Execute a command; the reward is the change of the score."""
+        """Execute a command; the reward is the increase of the score."""
         state, score, done = self._env.step(command)
         earned, self._score = float(score) - self._score, float(score)
         seen, info = self._tell(state, str(state["feedback"]).split("\n>")[0])
@@ -98,7 +98,7 @@ class TextWorldGame:
         return self._seen, {COMMANDS: commands}
 
     def render(self) -> str:
-        """Return the last observation, and the allowed commands."""
+        """Return the last observation, including the allowed commands."""
         return self._seen
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ WORDS: Registry[Words] = Registry(
 SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
 SEEN_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
-"""Maximum bytes of an observation and of a reply in the conversation."""
+"""Maximum number of bytes of an observation, and of a reply, in the conversation."""
 _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
@@ -124,23 +124,23 @@ class GameSettings(EnvSettings):
 
     id: Annotated[str | None, NumbersStates] = None
     """Gymnasium id such as FrozenLake-v1, or a TextWorld game or a folder of games (*.z8, *.ulx). Replies to a
-    TextWorld game contain one of its allowed commands, and the reset id selects the game."""
+    TextWorld game must contain one of the game's allowed commands, and the reset id selects the game."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     words: str | None = None
-    """package.module:function of (observation, info) that returns text; default: the environment's ansi rendering, with
-    highlighted text in brackets."""
+    """Function of (observation, info) that returns text, as package.module:function; default: the environment's ansi
+    rendering, with highlighted text in brackets."""
     action_words: list[str] = []
-    """Words for the discrete actions, in order, for example [left,down,right,up]; default: the action numbers. The last
-    matching whole word of a reply selects the action."""
+    """Words that select the discrete actions, in order, for example [left,down,right,up]; default: the action numbers.
+    The last matching whole word of a reply selects the action."""
     prompt: str = ""
     """System message at the start of every prompt, such as the rules of the game."""
     history: Index = 0
     """Number of earlier turns in the prompt, in addition to the current observation."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 20
-    """Maximum replies of one episode."""
+    """Maximum number of replies per episode."""
     unread_reward: Annotated[float, Field(ge=-(10**6), le=0)] = -0.1
-    """Reward of a reply without an action; the state of the game does not change."""
+    """Reward of a reply that names no action; the state of the game does not change."""
     reward_coef: RewardFactor = 1.0
     """Factor that multiplies all rewards."""
 
@@ -152,17 +152,17 @@ class GameSettings(EnvSettings):
 
 @dataclass(kw_only=True)
 class _Game(Dialogue):
-    """Game of one slot."""
+    """State of the game in one slot."""
 
     env: Any
     commands: Sequence[str] = ()
-    """Allowed commands, if they change from turn to turn."""
+    """Commands that the game accepts in this turn; empty if the actions never change."""
 
 
 class GameEnv(DialogueEnv[_Game]):
-    """Implements `TextEnv`: a chunk is a reply, whose last token gets the reward of the action.
+    """Text environment (`TextEnv`) of games: a chunk is a reply, and its last token gets the reward of the action.
 
-    The goal is reached by an action that ends the game with a reward above 0, unless info has "is_success".
+    Success is `is_success` in info; without this key, an action that ends the game with a reward above 0.
     """
 
     reply_bytes = REPLY_BYTES
@@ -175,7 +175,7 @@ class GameEnv(DialogueEnv[_Game]):
         self._pattern = _any_of(self._names)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start a game in each slot; the reset id is its seed."""
+        """Start a game in each slot, with the reset id as seed."""
         for slot, start in zip(slots, starts, strict=True):
             game = self.dialogues[slot] = _Game(env=self.dialogues[slot].env)
             game.seen = self._tell(game, *game.env.reset(seed=start.reset_id))
@@ -195,7 +195,7 @@ class GameEnv(DialogueEnv[_Game]):
         return result
 
     def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
-        """Execute the action that the reply names; return reward, terminated, truncated and success."""
+        """Execute the action that the reply names; return the reward, terminated, truncated and success."""
         self.remember(game)
         named = (_any_of(game.commands) if game.commands else self._pattern).findall(game.reply)
         if not named:
@@ -220,9 +220,10 @@ class GameEnv(DialogueEnv[_Game]):
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the names as a whole word: "10" is neither action 1 nor 0.
+    """Return a pattern that matches each of the names as a whole word.
 
-    Longer names come first, because one name may be a prefix of another.
+    In the text "10", neither the name "1" nor the name "0" matches. Longer names come first, because a name may be
+    a prefix of another name.
     """
     words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     # ASCII word boundaries, because not every script separates words by spaces.
@@ -230,7 +231,7 @@ def _any_of(names: Sequence[str]) -> re.Pattern[str]:
 
 
 def make_game(cfg: GameSettings) -> Any:
-    """Build the environment.
+    """Build the game of `env.id`.
 
     Raises:
         MissingDependencyError: gymnasium is not installed.
@@ -254,24 +255,24 @@ def make_game(cfg: GameSettings) -> Any:
 
 
 def action_names(cfg: GameSettings, env: Any) -> list[str]:
-    """Return the word that selects each discrete action, by action number.
+    """Return the words that select the discrete actions, in the order of the action numbers.
 
     Raises:
-        ConfigError: the actions are not discrete, or their number differs from that of the words.
+        ConfigError: the actions are not discrete, or the number of words differs from the number of actions.
     """
     if isinstance(env, TextWorldGame):
         return []
     count = getattr(env.action_space, "n", None)
     if count is None:
-        raise ConfigError(f"env.id={cfg.id}: its actions are {env.action_space}; only discrete actions are supported.")
+        raise ConfigError(f"env.id={cfg.id}: the action space {env.action_space} is not supported, only Discrete.")
     names = cfg.action_words or [str(number) for number in range(int(count))]
     if len(names) != count or len({*names}) < len(names):
-        raise ConfigError(f"env.action_words={names}: env.id={cfg.id} has {count} actions and needs one word for each.")
+        raise ConfigError(f"env.action_words={names}: env.id={cfg.id} needs {count} different words, one per action.")
     return names
 
 
 class GameFactory:
-    """Factory of Gymnasium environments as conversations."""
+    """Factory of conversations with Gymnasium environments and TextWorld games."""
 
     settings = GameSettings
 
@@ -286,7 +287,7 @@ class GameFactory:
             yield from WORDS.problems([cfg.words], "env.words")
 
     def spec(self, cfg: GameSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment: one task, whose initial states are the seeds."""
+        """Return the environment's spec: one task, whose initial states are the seeds."""
         env = make_game(cfg)
         action_names(cfg, env)
         env.close()
@@ -313,7 +314,7 @@ class GameFactory:
 
 
 def number(seen: Any, info: Mapping[str, Any]) -> str:
-    """Return an observation that is a number as text, for `env.words` and character-level models."""
+    """Return an integer observation as text, for `env.words` and character-level models."""
     return f"{int(seen)}:"
 
 

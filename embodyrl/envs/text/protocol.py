@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A finished conversation to be rewarded."""
+    """Finished conversation, the input of a reward function."""
 
     prompt: str
-    """The user's first message."""
+    """First message of the user."""
     response: str
-    """The last reply."""
+    """Last reply of the policy."""
     reference: str
     tokens: int
     """Number of tokens of the last reply."""
@@ -18,7 +18,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Reward of one answer."""
+    """Result of the reward function for one answer."""
 
     reward: float
     success: bool

@@ -8,16 +8,17 @@ from embodyrl.envs.settings import EnvSettings, RewardFactor
 
 
 class TextSettings(EnvSettings):
-    """Config keys for a conversation, with data from `data` and rewards from `reward`."""
+    """Config keys for conversations; the section `data` contains the prompts, and `reward` the reward functions."""
 
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Maximum replies of an episode; more than one if tools answer in between."""
+    """Maximum number of replies per episode; more than one only with tools."""
     tools: list[str] = []
-    """Tools that a reply may call: calculator, python, or package.module:function that takes and returns text."""
+    """Tools that a reply may call: calculator, python, or package.module:function that takes a text and returns a
+    text."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role of a tool's answer; use user if the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0
-    """Factor on every reward."""
+    """Factor that multiplies all rewards."""
 
     @property
     def max_chunks(self) -> int:
