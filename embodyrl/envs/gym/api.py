@@ -1,4 +1,4 @@
-"""Checks of Gymnasium's interface, with errors that contain the fix."""
+"""Checks that an environment implements Gymnasium's interface; each error message includes the fix."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from embodyrl.errors import ConfigError, EmbodyError, EnvError, one_line
 from embodyrl.types import BoolArray
 
 _OLD = (
-    "This is the API before Gymnasium 0.26. Fix: let reset take (seed, options) and return (observation, info), and "
-    "let step return (observation, reward, terminated, truncated, info), where truncated is a time limit; or wrap it: "
-    "pip install shimmy, then shimmy.GymV21CompatibilityV0(env=...) in your own function."
+    "This is the API before Gymnasium 0.26. Fix: change reset to accept (seed, options) and return (observation, info) "
+    "and step to return (observation, reward, terminated, truncated, info), where truncated is the time limit. Or "
+    "pip install shimmy and set env.id to a function that returns shimmy.GymV21CompatibilityV0(env=...)."
 )
 
 
 def require_env(env_id: str, made: Any) -> Any:
-    """Return the given environment (or class) if it is a Gymnasium environment (or a class of such environments).
+    """Return `made` if it is a Gymnasium environment or environment class.
 
     Raises:
-        ConfigError: it has another type; the message explains how to convert it.
+        ConfigError: `made` has another type; the message explains the conversion.
     """
     kinds = made.__mro__ if isinstance(made, type) else type(made).__mro__
     if issubclass(kinds[0], (gymnasium.Env, VectorEnv)):
         return made
     what = f"env.id={env_id} is {kinds[0].__module__}.{kinds[0].__qualname__}, which is not a Gymnasium environment"
     if made is None:
-        problem = f"env.id={env_id}: the function returned None. Fix: end it with `return env`."
+        problem = f"env.id={env_id}: the function returned None. Fix: end the function with `return env`."
     elif hasattr(made, "possible_agents") or any(kind.__module__.startswith("pettingzoo") for kind in kinds):
         problem = (
-            f"{what}: a PettingZoo environment has several agents, but there is one policy. Fix: write a "
-            f"gymnasium.Env that controls the other agents and returns the observations of one."
+            f"{what}: a PettingZoo environment has several agents, but a run trains one policy. Fix: write a "
+            f"gymnasium.Env for one agent that controls the other agents itself."
         )
     elif any(kind.__module__.partition(".")[0] == "gym" for kind in kinds):
         problem = f"{what}: it is an environment of the old package gym. {_OLD}"
     elif hasattr(made, "action_spec") and hasattr(made, "observation_spec"):
         problem = (
-            f"{what} but one of dm_env. Fix: pip install shimmy, then write a function that returns "
+            f"{what} but a dm_env environment. Fix: pip install shimmy, then write a function that returns "
             "shimmy.DmControlCompatibilityV0(env)."
         )
     else:
@@ -53,7 +53,7 @@ def require_env(env_id: str, made: Any) -> Any:
 
 
 def _is_old(kind: type) -> bool:
-    """Return True for a class whose `reset` has no seed, as before Gymnasium 0.26."""
+    """Return True if `reset` of the class accepts no seed, as in the API before Gymnasium 0.26."""
     try:
         parameters = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
@@ -63,7 +63,7 @@ def _is_old(kind: type) -> bool:
 
 
 def require_spaces(env_id: str, env: Any) -> None:
-    """Raise ConfigError for an environment without observation_space or action_space."""
+    """Raise ConfigError if the environment has no observation_space or action_space."""
     names = ("single_observation_space", "single_action_space")
     for name in names if isinstance(env, VectorEnv) else ("observation_space", "action_space"):
         found = getattr(env, name, None)
@@ -75,10 +75,10 @@ def require_spaces(env_id: str, env: Any) -> None:
 
 
 def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Call `reset`; return (observation, info).
+    """Reset the environment; return (observation, info).
 
     Raises:
-        EnvError: `reset` takes no seed, or returns something else.
+        EnvError: `reset` accepts no seed, or returns something else.
     """
     try:
         result = env.reset(**options)
@@ -95,7 +95,7 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
 
 
 def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple[Any, dict[str, Any]]:
-    """Start the episode of a seed; return (observation, info).
+    """Start the episode with the given seed; return (observation, info).
 
     Raises:
         EnvError: see `reset_env`.
@@ -108,7 +108,7 @@ def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple
 
 
 def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Return the five values of `step`, the last a mapping; else raise EnvError.
+    """Return the result of `step`; raise EnvError unless it has five values and ends with a dict.
 
     >>> require_step("mine", ([0.0], 1.0, False, False, {}))[1]
     1.0
@@ -125,11 +125,11 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
 
 
 def number(env_id: str, reward: Any) -> float:
-    """Return the reward as a number, also from an array of one element; else raise EnvError."""
+    """Convert a reward (a number, or an array of one element) to float; raise EnvError for other values."""
     if np.ndim(reward) and np.size(reward) > 1:
         raise EnvError(
             f"env '{env_id}': step returned {np.size(reward)} rewards {reward!r:.60}, expected one number. Fix: "
-            f"weight them in a function in env.wrappers that returns gymnasium.wrappers.TransformReward(env, lambda "
+            f"sum them in a function in env.wrappers that returns gymnasium.wrappers.TransformReward(env, lambda "
             f"r: r @ weights) "
             "or mo_gymnasium.wrappers.LinearReward(env, weight=weights)."
         )
@@ -143,17 +143,17 @@ def number(env_id: str, reward: Any) -> float:
 
 
 def flag(env_id: str, name: str, value: Any) -> bool:
-    """Return a termination or success flag, also from 0, 1 or an array of one element; else raise EnvError."""
+    """Convert a termination or success flag (a bool, 0, 1, or an array of one element) to bool, or raise EnvError."""
     if value is True or value is False:
         return value
     return bool(flags(env_id, name, np.reshape(value, -1) if np.size(value) == 1 else value, 1)[0])
 
 
 def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
-    """Return termination or success flags as booleans [count], one for each environment of a batch.
+    """Convert termination or success flags of a batch of environments to booleans [count].
 
     Raises:
-        EnvError: values that are neither true nor false, such as a fraction of a goal.
+        EnvError: a value is neither true nor false, such as the fraction of a goal.
     """
     found = np.asarray(values)
     found = found[:, 0] if found.shape == (count, 1) else found

@@ -1,4 +1,4 @@
-"""Construction of Gymnasium environments from the config, with errors that contain the fix."""
+"""Construction of Gymnasium environments from the config; each error message includes the fix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RENDERING: Registry[Callable[[], None]] = Registry(
 
 
 class VectorSupport(Protocol):
-    """Support of vector environments, which are built once for all slots."""
+    """Interface of the extension for vector environments, which are built once for all slots."""
 
     def applies(self, cfg: GymSettings) -> bool:
         """Return True if `env.id` builds a vector environment."""
@@ -58,13 +58,13 @@ class VectorSupport(Protocol):
         ...
 
     def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
-        """Reset and step a batch of two environments; return the `Probe` fields measured during an episode."""
+        """Reset and step a batch of two environments; return the `Probe` fields that are measured in an episode."""
         ...
 
     def simulators(
         self, cfg: GymSettings, spec: EnvSpec, found: Any, create: Callable[[int], Any], num_slots: int
     ) -> Simulators:
-        """Return simulators of all slots; `found`: the `Probe`, `create`: a function of the number of environments."""
+        """Return the simulators of all slots; `found` is the `Probe`, and `create(n)` builds n environments."""
         ...
 
 
@@ -93,7 +93,7 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 
 
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build an environment as in `create`; also return all names if the function returns several environments."""
+    """Build an environment (see `create`); also return the names of all environments if there are several."""
     env_id = str(cfg.id)
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
@@ -106,34 +106,34 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
         except Exception as error:
             given = f" with {arguments}" if arguments else ""
             raise ConfigError(
-                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{given}: {line(error)}. Write "
-                "arguments next to the name: env.wrappers=[{name: package.module:attr, argument: value}]."
+                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{given}: {line(error)}. Write the wrapper's "
+                "arguments next to its name: env.wrappers=[{name: package.module:attr, argument: value}]."
             ) from error
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise ConfigError(f"env.wrappers: '{name}' returned {env!r:.80}, expected the wrapped environment.")
     require_spaces(env_id, env)
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
-            f"env.id={env_id} is a vector environment of {env.num_envs} environments instead of {num_envs} "
-            "(num_envs). Fix: build num_envs identical environments; every slot must be able to run every episode."
+            f"env.id={env_id} returned a vector environment of {env.num_envs} environments, expected num_envs="
+            f"{num_envs}. Fix: build num_envs identical environments, because any slot may run any episode."
         )
     if isinstance(env, VectorEnv) and vector_support(cfg) is None:
         raise ConfigError(
-            f"env.id={env_id} is a vector environment. Fix: build it with a function of num_envs; this needs the "
-            "extension 'gym_vectors'."
+            f"env.id={env_id} returned a vector environment. Fix: use a function with the argument num_envs, and "
+            "install the extension 'gym_vectors'."
         )
     return env, suites
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
-    """Select one environment of {suite: environment} or {suite: {task: environment}}; return it with all names.
+    """Return the environment that `env.suite` selects in {suite: env} or {suite: {task: env}}, and all names.
 
     Raises:
         ConfigError: `env.suite` is not one of the names.
     """
     if not isinstance(made, dict):
         if cfg.suite is not None:
-            raise ConfigError(f"env.suite={cfg.suite}: env.id={cfg.id} builds one environment; remove env.suite.")
+            raise ConfigError(f"env.suite={cfg.suite}: env.id={cfg.id} builds only one environment. Remove env.suite.")
         return made, ()
     found: dict[str, Any] = {}
     for suite, inside in made.items():
@@ -162,7 +162,7 @@ def find_creator(env_id: str) -> Callable[..., Any] | None:
 
 
 def takes_render_mode(cfg: GymSettings) -> bool:
-    """Return True if the constructor's signature has the parameter `render_mode`."""
+    """Return True if the constructor of the environment may accept the argument `render_mode`."""
     if cfg.id is None or (creator := find_creator(cfg.id)) is None:
         return True
     kinds = parameters_of(creator)
@@ -178,7 +178,7 @@ def parameters_of(creator: Any) -> dict[str, inspect.Parameter]:
 
 
 def vector_support(cfg: GymSettings) -> VectorSupport | None:
-    """Return the support of vector environments if `env.id` builds one for all slots; else None."""
+    """Return the extension for vector environments if `env.id` builds a vector environment, else None."""
     assert cfg.id is not None
     if find_creator(cfg.id) is None:
         _import_namespace(cfg.id)
@@ -207,26 +207,26 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingDependencyError(
-            f"env.id={cfg.id} needs a package that is not installed: {one_line(error)}."
+            f"env.id={cfg.id} needs a package that is not installed: {one_line(error)}. Install it."
         ) from error
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.NamespaceNotFound) as error:
         hint = closest(cfg.id, gymnasium.registry.keys())
         reason = one_line(error).partition(" Did you mean")[0].partition(" Have you installed")[0].rstrip(".")
         if _REPOSITORY.fullmatch(cfg.id) and importlib.util.find_spec(cfg.id.partition("/")[0]) is None:
             reason += (
-                ". If it is a repository of the Hugging Face hub with an env.py, read its code, then add its commit: "
+                ". For a Hugging Face repository with an env.py, review its code, then set its commit: "
                 f"env.id={cfg.id.partition('@')[0]}@COMMIT trust=true"
             )
         raise UnknownNameError(
             f"env.id={cfg.id}: {reason}.{hint} For an id of another package, write package:Id-v0 or "
-            f"package.module:Id-v0; for your own class, package.module:Class."
+            f"package.module:Id-v0; for your own class, write package.module:Class."
         ) from error
     except EmbodyError:
         raise
     except Exception as error:
         raise ConfigError(
             f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {line(error)}. Compare env.kwargs with the "
-            "arguments of its constructor."
+            "arguments of the environment's constructor."
         ) from error
 
 
@@ -235,12 +235,12 @@ _NAMESPACE = re.compile(r"((?:\w*gym|lerobot_env_)\w*)/[^:]+")
 
 
 def _import_namespace(env_id: str) -> None:
-    """Import the package named in an id such as `gym_pusht/PushT-v0`, if installed, so that it registers the id."""
+    """Import the package in an id such as `gym_pusht/PushT-v0`, if installed, because the import registers the id."""
     named = _NAMESPACE.fullmatch(env_id)
     if named and env_id not in gymnasium.registry and importlib.util.find_spec(named[1]) is not None:
         importlib.import_module(named[1])
 
 
 def _is_path(name: str) -> bool:
-    """Return True for package.module:attr, but not for Gymnasium's own package:Id-v0."""
+    """Return True if the name is package.module:attr, and not package:Id-v0 of Gymnasium."""
     return ":" in name and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(":")[2]) is not None

@@ -1,4 +1,4 @@
-"""Checks, description and construction of Gymnasium environments."""
+"""Factory of Gymnasium environments: config checks, spec and construction."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ DESCRIBERS: Registry[Callable[[GymSettings, bool], EnvSpec]] = Registry(
 
 
 class GymFactory(SimFactory[GymSettings]):
-    """Builds the environment of `env.id`."""
+    """Factory of the Gymnasium environment that `env.id` names."""
 
     settings = GymSettings
 
     def problems(self, cfg: GymSettings) -> Iterator[str]:
-        """Yield errors of the settings, without importing gymnasium."""
+        """Yield config errors without importing gymnasium."""
         if cfg.id is None:
             yield (
                 "env.id is not set. Set it to a Gymnasium id (env.id=CartPole-v1) or a class "
@@ -62,12 +62,14 @@ class GymFactory(SimFactory[GymSettings]):
         for split, values in cfg.splits.items():
             if values.ignore_terminations:
                 yield (
-                    f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its "
-                    f"end; set it to false."
+                    f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after a "
+                    f"termination. Set it to false."
                 )
 
     def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment: build one, step it and close it; `DESCRIBERS` use a separate process.
+        """Return the environment's spec, measured by building one environment and stepping it.
+
+        An extension in `DESCRIBERS` builds the environment in a separate process.
 
         Raises:
             UnknownNameError: no environment or wrapper has this name.
@@ -80,7 +82,7 @@ class GymFactory(SimFactory[GymSettings]):
         return describe_here(cfg, context.pictures)
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
-        """Return simulators: one environment per slot, built at its first reset, or one vector environment."""
+        """Build the simulators: one environment per slot, created at its first reset, or one vector environment."""
         from embodyrl.envs.gym.create import create, vector_support
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims
@@ -92,7 +94,7 @@ class GymFactory(SimFactory[GymSettings]):
         return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:
-        """Build an environment that computes the rewards of relabelled goals."""
+        """Build the reward function for relabelled goals, which uses one environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.probe import GOALS
 
@@ -101,7 +103,7 @@ class GymFactory(SimFactory[GymSettings]):
 
 
 def describe_here(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe the environment in this process (see `GymFactory.describe`)."""
+    """Return the environment's spec, measured in this process (see `GymFactory.describe`)."""
     from embodyrl.envs.gym.probe import probe
 
     return _spec(cfg, probe(cfg, pictures=pictures))
@@ -148,14 +150,14 @@ def _with_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
         ConfigError: an input does not fit the action space.
     """
     if len(cfg.neutral) not in (0, action.dim):
-        raise ConfigError(f"env.neutral has {len(cfg.neutral)} numbers, but the actions of {cfg.id} have {action.dim}.")
+        raise ConfigError(f"env.neutral has {len(cfg.neutral)} numbers, expected {action.dim} for actions of {cfg.id}.")
     controls = tuple(Control(**{"label": "", **each}) for each in cfg.controls) or None
     low, high = action.bounds
     for number, each in enumerate(controls or ()):
         if not (0 <= each.index < action.dim and low[each.index] <= each.value <= high[each.index]):
             raise ConfigError(
-                f"env.controls[{number}]: dimension {each.index} and value {each.value:g} do not fit the actions of "
-                f"{cfg.id}, which have {action.dim} dimensions in {low}..{high}."
+                f"env.controls[{number}]: index={each.index}, value={each.value:g} is outside the action space of "
+                f"{cfg.id}, which has {action.dim} dimensions in {low}..{high}."
             )
     return replace(action, controls=controls, neutral=tuple(cfg.neutral))
 

@@ -1,4 +1,4 @@
-"""Inspection of a Gymnasium environment: reads its attributes, and resets and steps it a few times."""
+"""Measurement of a Gymnasium environment's properties: reads its attributes, resets it and executes a few steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
-"""Maximum number of observations that are stored and compared for warnings."""
+"""Maximum number of observations that the warnings compare."""
 _TRIED_STEPS, _TRIED_S = 256, 2.0
 """Maximum steps and seconds of the probed episode, in which `info` is searched for a success key."""
 
@@ -41,7 +41,7 @@ class Probe:
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
     max_episode_steps: int
-    """The environment's own time limit, env steps; 0: unknown."""
+    """Time limit of the environment itself, env steps; 0: unknown."""
     kwargs: dict[str, Any]
     """Constructor arguments: `env.kwargs`, and the render mode if the constructor accepts a render mode."""
     reports_success: bool
@@ -49,11 +49,12 @@ class Probe:
     expert: bool
     """True if the environment or a wrapper has a method `expert_action`."""
     vector: bool
-    """True for a `gymnasium.vector.VectorEnv` with all slots; the spaces are those of one slot."""
+    """True for a `gymnasium.vector.VectorEnv`, which contains all slots; `observation_space` and `action_space` are
+    those of one slot."""
     draws: bool
-    """True if the environment renders, possibly only after a render mode is set."""
+    """True if the environment supports the render mode `rgb_array`."""
     doubts: tuple[str, ...] = ()
-    """Warnings about probably unintended behaviour in the first steps."""
+    """Warnings about probable mistakes in the environment, found in the first steps."""
     instruction: str | None = None
     """Instruction of the first episode; None: no instruction."""
     goals: bool = False
@@ -69,13 +70,13 @@ WARNINGS: Registry[Callable[[gymnasium.Space[Any], Sequence[Any], Any], Iterable
 
 
 class GoalSupport(GoalJudge, Protocol):
-    """Reward function for relabelled goals, built from an environment's id and one instance."""
+    """Interface of classes that compute the rewards of relabelled goals with one environment."""
 
     def __init__(self, env_id: str, env: AnyEnv) -> None: ...
 
     @staticmethod
     def applies(env: AnyEnv, seen: Any, reward: Any) -> bool:
-        """Return True if rewards can be computed for any goal, given observation and reward of a first step."""
+        """Return True if the environment computes rewards for any goal; `seen` and `reward` are from a first step."""
         ...
 
 
@@ -96,22 +97,22 @@ INFO_WARNINGS: Registry[Callable[..., Iterable[str]]] = Registry(
 
 
 def observation_doubts(space: gymnasium.Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Warn about the observations of the first steps."""
+    """Yield warnings about the observations of the first steps."""
     for warn in WARNINGS.every():
         yield from warn(space, seen, env)
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
-    """Build the environment, read its declarations, and close it.
+    """Build the environment, measure its properties, and close it.
 
     Args:
         cfg: settings of the environment.
         pictures: True if `render` will be called; False: set no render mode, because some environments render each
             step.
-        described: results of an earlier probe of the first steps; None: reset and step the environment.
+        described: spec from an earlier probe, whose first steps are not repeated; None: reset and step the environment.
 
     Raises:
-        EmbodyError: as for `create`, or the environment's first steps violate Gymnasium's interface.
+        EmbodyError: see `create`; or the environment's first steps violate Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
     prepare_rendering()
@@ -133,7 +134,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         except EmbodyError:
             raise
         except Exception as error:
-            raise EnvError(f"env.id={cfg.id}: its first reset or step failed: {line(error)}.") from error
+            raise EnvError(f"env.id={cfg.id}: the first reset or step failed: {line(error)}.") from error
         found = Probe(
             observation_space=env.single_observation_space if vector else env.observation_space,
             action_space=env.single_action_space if vector else env.action_space,
@@ -150,7 +151,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
 @contextlib.contextmanager
 def _closed(cfg: GymSettings, env: Any, late: list[str]) -> Iterator[None]:
-    """Close the environment at the end; append a warning to `late` if `close` fails."""
+    """Close the environment at the end of the block; append a warning to `late` if `close` fails."""
     try:
         yield
     finally:
@@ -161,7 +162,7 @@ def _closed(cfg: GymSettings, env: Any, late: list[str]) -> Iterator[None]:
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Return the fields that `_try_out` determines, from an earlier spec of the environment."""
+    """Return the result of `_try_out`, reconstructed from an earlier spec of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "doubts": (),
@@ -181,7 +182,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
 
 
 def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
-    """Reset and step the environment; return the fields of a `Probe` that are measured during an episode."""
+    """Reset and step the environment; return the `Probe` fields that are measured in an episode."""
     env_id, keys = str(cfg.id), success_key(cfg)
     first, begun = begin_episode(env_id, env, 0)
     seen = [copied(env.observation_space, first)]
@@ -220,4 +221,4 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
 def _suite_doubts(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:
     if len(names) < 2 or cfg.suite is not None:
         return ()
-    return (f"env.id={cfg.id} returns {len(names)} environments, of which {names[0]} is used; fix: env.suite=NAME",)
+    return (f"env.id={cfg.id} returns {len(names)} environments and {names[0]} is used; select with env.suite=NAME",)

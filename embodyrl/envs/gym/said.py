@@ -13,9 +13,9 @@ from embodyrl.errors import EnvError
 
 _SUCCESS = ("success", "is_success", "succeed")
 _LAST = ("final_obs", "final_observation", "terminal_observation")
-"""Keys of the last observation in the info of environments that reset in the step that ends."""
+"""Keys in `info` of an episode's last observation, for environments that reset themselves at the end of an episode."""
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
-"""Keys under which environments store instructions, the most common first."""
+"""Keys of the instruction in an observation or in `info`, the most common first."""
 _ATTRIBUTES = ("task_description", "task")
 """Attributes of LeRobot's environments that contain the instruction."""
 
@@ -26,15 +26,15 @@ def success_key(cfg: GymSettings) -> tuple[str, ...]:
 
 
 def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the success flag in `info`, of one environment or a batch; False if it is missing or None."""
+    """Return the success flag in `info` (an array for a batch); False if the flag is missing or None."""
     found = next((value for key in keys if (value := _find(info, key)) is not None), None)
     return False if found is None else found
 
 
 def ended(seen: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return observation and info of the last step of an episode.
+    """Return the observation and the info of the last step of an episode.
 
-    Some environments and wrappers reset at once: these two are in `info`, next to those of the next episode.
+    An environment that resets itself returns the observation of the next episode, and stores the last one in `info`.
     """
     last = next((info[key] for key in _LAST if info.get(key) is not None), seen)
     final = info.get("final_info")
@@ -64,7 +64,7 @@ def instruction_of(
         what = f"is {found[0]!r:.60}, which is not a string" if found else "does not exist"
         raise EnvError(
             f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Text observations and info keys "
-            f"after reset: {there}. Set one of these keys, or env.instruction."
+            f"after reset: {there}. Set it to one of these keys, or set env.instruction."
         )
     if texts:
         ranks = {name: rank for rank, name in enumerate(_INSTRUCTION)}
@@ -77,14 +77,14 @@ def instruction_of(
 
 
 def words(value: Any) -> str | None:
-    """Return a value as text, also from bytes or an array of one element; None for other or blank values."""
+    """Convert a string, bytes, or an array of one string to str; None for blank text and other values."""
     found = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     found = found.decode(errors="replace") if isinstance(found, bytes) else found
     return str(found) if isinstance(found, str) and found.strip() else None
 
 
 def _find(source: Any, key: str) -> Any:
-    """Return a value by its dotted name; None if it is missing."""
+    """Return the value of a dotted key in nested mappings and sequences; None if the key is missing."""
     if isinstance(source, Mapping) and key in source:
         return source[key]
     for name in key.split("."):

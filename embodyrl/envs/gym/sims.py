@@ -1,4 +1,4 @@
-"""Gymnasium environments as simulators: one instance per slot."""
+"""Simulators for Gymnasium environments, with one instance per slot."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class GymSlots(Simulators):
-    """Base class: stores the last observations of Gymnasium environments, renders, and returns instructions."""
+    """Base class of Gymnasium simulators, which stores the last observations and renders frames."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe) -> None:
         super().__init__(spec)
@@ -35,7 +35,7 @@ class GymSlots(Simulators):
         self._observations: dict[int, Any] = {}
 
     def render(self, slot: int) -> ByteArray:
-        """Render the environment, or return its own image observation.
+        """Return a rendered frame, or the image observation of an environment that does not render.
 
         Raises:
             EnvError: the environment has neither a render mode nor an image observation.
@@ -43,7 +43,9 @@ class GymSlots(Simulators):
         try:
             frame = self._frame(slot)
         except GymnasiumError as error:
-            raise NoImageError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
+            raise NoImageError(
+                f"env '{self.spec.name}' cannot render: {error}. To record no video, set video=none."
+            ) from error
         except Exception as error:
             if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
                 raise
@@ -55,7 +57,7 @@ class GymSlots(Simulators):
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode; None: the instruction of the task in the spec applies."""
+        """Return the instruction of the slot's episode (see `Simulators.instruction`)."""
         return self._instructions.get(slot)
 
     def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
@@ -65,18 +67,18 @@ class GymSlots(Simulators):
         if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.text.prompt_bytes:
             raise EnvError(
                 f"env '{self.spec.name}': the instruction {text!r:.60} is longer than "
-                f"{self.spec.text.prompt_bytes} bytes, the limit of its space or the length in the first episode. "
-                "Fix: use a longer Text space, or set env.instruction."
+                f"{self.spec.text.prompt_bytes} bytes, the limit of its Text space or the bytes reserved for it. "
+                "Fix: declare a longer Text space, or set env.instruction."
             )
         self._instructions[slot] = text
 
     @abstractmethod
     def _frame(self, slot: int) -> Any:
-        """Render one frame; None without a render mode."""
+        """Render a frame; return None without a render mode."""
 
 
 class GymSims(GymSlots, PerSlot):
-    """Slots of one Gymnasium environment, one instance each."""
+    """Simulators with one instance of a Gymnasium environment per slot."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
         super().__init__(cfg, spec, found)
@@ -112,7 +114,7 @@ class GymSims(GymSlots, PerSlot):
         )
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write the last observation into the views."""
+        """Write the slot's last observation into the arrays of `out`."""
         self._writer.write(self._observations[slot], out)
 
     def expert(self, slot: int) -> FloatArray:
@@ -124,7 +126,10 @@ class GymSims(GymSlots, PerSlot):
         return self._infos[slot]
 
     def close(self) -> None:
-        """Free the environments; idempotent. A failure is logged: the results are complete."""
+        """Close the environments; idempotent.
+
+        An error of the environment's `close` is only logged, because the results are complete.
+        """
         while self._envs:
             try:
                 self._envs.popitem()[1].close()

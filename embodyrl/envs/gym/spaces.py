@@ -17,20 +17,23 @@ from embodyrl.types import ActionKind, ActionSpec, ByteArray, FloatArray, Observ
 
 Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
-"""Number of frames, height, width and channels (1 or 3) of an image."""
+"""(number of frames, height, width, channels) of an image space; channels are 1 or 3."""
 
 _MOST = 1024
-"""Maximum number of integer values of an action dimension."""
+"""Maximum number of values of an action dimension in an integer Box."""
 _UNBOUNDED = 1e30
 """Action bounds of at least this magnitude are treated as infinite."""
 _CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
 
 
 class ObservationWriter:
-    """Writes observations of one space into the arena; without images `image_size` is (0, 0)."""
+    """Converter of the observations of one space to images and a state vector.
+
+    Without images, `image_size` is (0, 0).
+    """
 
     def __init__(self, env_id: str, space: Space[Any]) -> None:
-        """Build the layout of the observation.
+        """Assign each part of the observation space to cameras, state columns or texts.
 
         Raises:
             ConfigError: a part of the space is not supported, or images differ in size.
@@ -41,7 +44,7 @@ class ObservationWriter:
         self.texts: list[tuple[str, Path]] = []
         """Name and path of each text space."""
         self.text_bytes = 0
-        """UTF-8 bytes of the longest text, if the spaces limit it."""
+        """Maximum number of UTF-8 bytes of a text, from the limits of the text spaces."""
         cameras: list[str] = []
         sizes: set[tuple[int, int]] = set()
         self.state_dim = 0
@@ -61,7 +64,7 @@ class ObservationWriter:
             self.state_dim += width
         if len(sizes) > 1:
             raise ConfigError(
-                f"env.id={env_id}: its images have different sizes {sorted(sizes)}; resize them with a wrapper in "
+                f"env.id={env_id}: images have different sizes {sorted(sizes)}. Resize them with a wrapper in "
                 f"env.wrappers."
             )
         if not self.state_dim and not any(map(min, sizes)):
@@ -74,11 +77,11 @@ class ObservationWriter:
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
     def columns(self, name: str) -> tuple[int, int]:
-        """Return the state columns (start, stop) of an entry of a Dict space; (0, 0) if the entry has none."""
+        """Return the state columns (start, stop) of a key of a Dict space; (0, 0) if the key has no columns."""
         return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
 
     def write(self, observation: Any, out: ObservationOut) -> None:
-        """Write one observation into the views.
+        """Write one observation into the arrays of `out`.
 
         Raises:
             EnvError: a shape or a category does not match the space.
@@ -89,7 +92,7 @@ class ObservationWriter:
             out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
 
     def check(self, observation: Any) -> None:
-        """Check an observation against the space; raise the errors of `write`."""
+        """Check an observation against the space; the errors are those of `write`."""
         out = ObservationOut(
             images=np.zeros((len(self.cameras), *self.image_size, 3), np.uint8),
             state=np.zeros(self.state_dim, np.float32),
@@ -106,7 +109,7 @@ class ObservationWriter:
             ) from None
 
     def image(self, observation: Any) -> np.ndarray:
-        """Return the newest frame [H, W, 3] of the first image."""
+        """Return the newest frame [H, W, 3] of the first image space."""
         path, leaf, frames, _ = self._images[0]
         picture = self._picture(path, leaf, member(observation, path))
         return np.broadcast_to(_unstacked(picture, frames)[-1], (*self.image_size, 3))
@@ -118,8 +121,8 @@ class ObservationWriter:
         low, high = array.min(), array.max()
         if low < 0 or high > 255 or (array.dtype.kind in "fb" and 0 < high <= 1):
             raise EnvError(
-                f"env '{self._env_id}' returned {array.dtype} values in {low:g}..{high:g} in '{spell(path)}', a uint8 "
-                f"image, expected 0..255. Fix: convert the image, for example with (255 * image).astype(np.uint8)."
+                f"env '{self._env_id}' returned {array.dtype} values in {low:g}..{high:g} for the uint8 image "
+                f"'{spell(path)}', expected 0..255. Fix: convert it, for example (255 * image).astype(np.uint8)."
             )
         return array.astype(np.uint8)
 
@@ -129,7 +132,7 @@ class ObservationWriter:
             return self._fitting(path, value, leaf).ravel()
         if not leaf.contains(value):
             raise EnvError(
-                f"env '{self._env_id}' returned category {value} in '{spell(path)}', expected one of {leaf}."
+                f"env '{self._env_id}' returned category {value} in '{spell(path)}', expected a value of {leaf}."
             )
         return np.asarray(spaces.flatten(leaf, value), np.float32)
 
@@ -150,9 +153,9 @@ class ObservationWriter:
 
 
 def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
-    """Return the number of values of each action dimension [A], and the lowest values in the shape of the space.
+    """Return the number of values of each discrete action dimension [A], and the lowest values of the space.
 
-    None: actions are real numbers, or the space is not supported.
+    Returns None if actions are real numbers or the space is not supported.
     """
     match space:
         case spaces.Discrete():
@@ -192,7 +195,7 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
 
 
 def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any]:
-    """Return a function from an action [A] to the argument of the environment's `step`; floats are clipped to the box.
+    """Return a function that converts an action [A] to the argument of `step`; floats are clipped to the box.
 
     The function raises EnvError for a category that does not exist.
     """
@@ -206,9 +209,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
     sizes, starts = categories
 
     def refuse(ids: list[int]) -> NoReturn:
-        raise EnvError(
-            f"env '{env_id}' received action {ids}, but ids start at 0 and the numbers of actions are {sizes.tolist()}."
-        )
+        raise EnvError(f"env '{env_id}' received action {ids}, expected ids from 0 to {(sizes - 1).tolist()}.")
 
     # Actions are stored as float32, categories too.
     def several(action: FloatArray) -> Any:
@@ -230,7 +231,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
 
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
-    """Return the inverse of `native_actions`; it raises EnvError for values outside the action space."""
+    """Return the inverse function of `native_actions`, which raises EnvError for values outside the action space."""
     categories = _categories(space)
     starts = 0 if categories is None else categories[1]
 
@@ -244,7 +245,7 @@ def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
 
 
 def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
-    """Yield (path, space) of each innermost space of nested Dict and Tuple spaces."""
+    """Yield (path, space) of each leaf of nested Dict and Tuple spaces."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
             yield from leaves(part, (*path, key))
@@ -256,7 +257,7 @@ def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
 
 
 def frames_of(space: Space[Any]) -> _Frames | None:
-    """Return number of frames, height, width and channels of an image space; None if the space is not an image."""
+    """Return the number of frames, height, width and channels of an image space, or None for other spaces."""
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
@@ -278,14 +279,14 @@ def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
 
 
 def is_text(space: Space[Any]) -> bool:
-    """Return True for a text space, including those of other packages (MiniGrid's MissionSpace)."""
+    """Return True for a text space, including text spaces of other packages such as MiniGrid's MissionSpace."""
     return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
 
 
 _MOST_CATEGORIES = 2**16
-"""Maximum number of values of a category in an observation, because each value is one column of the one-hot state."""
+"""Maximum number of values of a categorical observation; each value is one column of the one-hot state."""
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
-"""Parts of the observation of a goal environment (Gymnasium-Robotics' GoalEnv)."""
+"""Keys of the goals in the observation of a goal environment (Gymnasium-Robotics' GoalEnv)."""
 LONGEST_TEXT = 512
 """Minimum number of UTF-8 bytes reserved for an instruction."""
 
@@ -301,8 +302,8 @@ def _width(env_id: str, name: str, space: Space[Any]) -> int:
     if isinstance(space, (spaces.Box, spaces.MultiBinary, *_CATEGORIES)):
         if isinstance(space, _CATEGORIES) and (width := spaces.flatdim(space)) > _MOST_CATEGORIES:
             raise ConfigError(
-                f"env.id={env_id}: '{name}' is {space}, whose one-hot state would have {width} numbers. Turn it into "
-                "numbers with a wrapper in env.wrappers (gymnasium.wrappers.TransformObservation)."
+                f"env.id={env_id}: '{name}' is {space}, whose one-hot state would have {width} numbers. Convert it to "
+                "numbers with a wrapper in env.wrappers, for example gymnasium.wrappers.TransformObservation."
             )
         return spaces.flatdim(space)
     raise ConfigError(
@@ -319,7 +320,7 @@ def member(observation: Any, path: Path) -> Any:
 
 
 def copied(space: Space[Any], observation: Any) -> Any:
-    """Copy the members of an observation that its space declares; other members may not be copyable."""
+    """Copy the members of an observation that the space declares, because other members may not be copyable."""
     if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
         return {key: copied(part, observation[key]) for key, part in space.spaces.items() if key in observation}
     if isinstance(space, spaces.Tuple) and isinstance(observation, (tuple, list)):
