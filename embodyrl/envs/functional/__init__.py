@@ -1,1 +1,1 @@
-"""Environments in JAX as pure functions of a state (gymnax, Brax, MuJoCo Playground), batched over slots."""
+"""JAX environments that are pure functions of a state (gymnax, Brax, MuJoCo Playground), batched over slots."""

@@ -1,4 +1,4 @@
-"""Checks, description and construction of functional environments."""
+"""Factory of JAX environments: config checks, spec and construction."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from embodyrl.envs.functional.functions import Functions
 
 SEEDS = 100_000
-"""Number of reset ids; the reset id seeds the random key of an episode."""
+"""Number of reset ids; a reset id is the seed of an episode's random key."""
 _BUILD_S = 600.0
 
 
 class FunctionalFactory(SimFactory[FunctionalSettings]):
-    """Builds the environment of `env.id`, one batch for all slots of a worker."""
+    """Factory of JAX environments, with one batch for all slots of a worker."""
 
     settings = FunctionalSettings
 
     def problems(self, cfg: FunctionalSettings) -> Iterator[str]:
-        """Yield errors for an unusable id, and for `ignore_terminations`, which is not supported."""
+        """Yield errors for an invalid `env.id`, and for `ignore_terminations`, which is not supported."""
         if ":" not in (cfg.id or ""):
             yield f"env.id={cfg.id}: expected gymnax:NAME, brax:NAME, playground:NAME or package.module:attr."
         for split, values in cfg.splits.items():
             if values.ignore_terminations:
-                yield f"env.{split}.ignore_terminations=true: an episode ends with its task; set it to false."
+                yield f"env.{split}.ignore_terminations=true is not supported by env=functional. Set it to false."
 
     def describe(self, cfg: FunctionalSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment in a separate process, because the reset must be compiled.
+        """Return the environment's spec, determined in a separate process because JAX must trace the reset.
 
         Raises:
             MissingDependencyError: JAX or the library of the environment is missing.
-            ConfigError: the environment is unknown or has another interface.
+            ConfigError: the environment is unknown, or its interface is not supported.
         """
         if importlib.util.find_spec("jax") is None:
             raise MissingDependencyError("env=functional needs the package jax. Fix: pip install jax.")
@@ -57,7 +57,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
             ) from error
 
     def simulators(self, cfg: FunctionalSettings, context: EnvContext) -> Simulators:
-        """Build and compile the batch."""
+        """Build the batch of simulators; JAX compiles the reset."""
         functions = _load(cfg)
         from embodyrl.envs.functional.sims import FunctionalSims
 

@@ -1,4 +1,4 @@
-"""Common interface of the functions of gymnax, Brax, MuJoCo Playground and environments of the user.
+"""Common interface for environments of gymnax, Brax, MuJoCo Playground and user code.
 
 Brax and MuJoCo Playground: `reset(key) -> state` and `step(state, action) -> state`; a state has `obs`, `reward` and
 `done`. gymnax: `reset_env(key, params)` and `step_env(key, state, action, params)`.
@@ -17,16 +17,16 @@ from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.types import ActionKind, ActionSpec
 
 Array = Any
-"""A `jax.Array`; type checkers do not need JAX."""
+"""Alias of `jax.Array`, typed as Any because type checkers run without JAX."""
 
 
 class Moment(NamedTuple):
-    """Result of a reset or a step, for one environment or, with a leading batch axis, for a batch."""
+    """Result of a reset or a step, of one environment or (with a leading batch axis) of a batch."""
 
     carry: Any
     """State of the environment, a pytree."""
     obs: Array
-    """[S] float32 observation."""
+    """Observation [S], float32."""
     reward: Array
     terminated: Array
     truncated: Array
@@ -34,27 +34,27 @@ class Moment(NamedTuple):
 
 
 class Functions(Protocol):
-    """Pure functions of one environment."""
+    """Interface of an environment as pure functions."""
 
     action: ActionSpec
     horizon: int
     """Time limit in env steps; 0: unknown."""
 
     def reset(self, key: Array) -> Moment:
-        """Return the result of a reset with this key."""
+        """Reset the environment with a random key."""
         ...
 
     def step(self, carry: Any, action: Array, key: Array) -> Moment:
-        """Return the result of one action."""
+        """Execute one action; `key` is the random key of the step."""
         ...
 
 
 def load(cfg: FunctionalSettings) -> Functions:
-    """Build the functions of `env.id`.
+    """Build the environment of `env.id` as pure functions.
 
     Raises:
         MissingDependencyError: a package is missing.
-        ConfigError: the environment is unknown, rejects its arguments, or has another interface.
+        ConfigError: the environment is unknown, rejects its arguments, or has an unsupported interface.
     """
     home, _, name = str(cfg.id).partition(":")
     module, package, build = _LIBRARIES.get(home, (home, home.partition(".")[0], None))
@@ -75,7 +75,7 @@ def load(cfg: FunctionalSettings) -> Functions:
 
 
 class _Gymnax:
-    """Functions of a gymnax environment."""
+    """Adapter of a gymnax environment."""
 
     def __init__(self, env: Any, params: Any, success_key: str | None) -> None:
         self._env, self._params, self._key = env, params, success_key
@@ -95,7 +95,7 @@ class _Gymnax:
 
 
 class _States:
-    """Functions of environments with the interface of Brax and MuJoCo Playground."""
+    """Adapter of an environment with the interface of Brax and MuJoCo Playground."""
 
     def __init__(self, env: Any, success_key: str | None) -> None:
         self._env, self._key = env, success_key
@@ -118,7 +118,9 @@ class _States:
 
 def _moment(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> Moment:
     if isinstance(obs, Mapping):
-        raise ConfigError(f"the observation has several parts ({', '.join(obs)}); return one array.")
+        raise ConfigError(
+            f"env.id: the environment returns a dict of observations ({', '.join(obs)}), expected one array."
+        )
     flags = [jnp.asarray(flag).astype(jnp.bool_).reshape(()) for flag in (terminated, truncated, success)]
     numbers = jnp.asarray(reward, jnp.float32).reshape(())
     return Moment(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
@@ -129,7 +131,7 @@ def _success(said: Mapping[str, Any], key: str | None) -> Any:
 
 
 def _action(space: Any) -> ActionSpec:
-    """Describe an action space of gymnax or Gymnasium: Discrete with `n`, or Box with `low` and `high`."""
+    """Convert an action space of gymnax or Gymnasium to an ActionSpec; Discrete has `n`, Box has `low` and `high`."""
     if hasattr(space, "n"):
         return ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(int(space.n),))
     low, high = (
@@ -155,4 +157,4 @@ _LIBRARIES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "brax": ("brax", "brax", _brax),
     "playground": ("mujoco_playground", "playground", _playground),
 }
-"""Module, distribution and constructor of each library."""
+"""(module, package on PyPI, constructor) of each library."""

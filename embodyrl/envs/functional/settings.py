@@ -1,4 +1,4 @@
-"""Config keys for functional environments."""
+"""Config keys for JAX environments."""
 
 from typing import Annotated, Any
 
@@ -9,16 +9,16 @@ from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
 class FunctionalSettings(EnvSettings, RewardSettings):
-    """Settings of JAX environments."""
+    """Config keys for JAX environments."""
 
     id: Annotated[str | None, NumbersStates] = None
-    """gymnax:CartPole-v1, brax:ant, playground:CartpoleBalance, or package.module:attr of a function that returns an
-    environment with reset(key) and step(state, action)."""
+    """Environment: gymnax:NAME, brax:NAME or playground:NAME (for example brax:ant), or package.module:attr of a
+    function that returns an environment with reset(key) and step(state, action)."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
-    """Key in the metrics or the info of a state; a value above 0 is success.
-    null: no success, so the return is the result."""
+    """Key of the success value in a state's metrics or info; a value above 0 is a success. null: the environment
+    reports no success, and results are returns."""
 
     @property
     def title(self) -> str:

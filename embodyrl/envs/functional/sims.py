@@ -1,4 +1,4 @@
-"""A batch of functional environments as simulators: one compiled call steps all chosen slots."""
+"""Simulators for JAX environments: one compiled call steps all slots of a batch."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
 
 
 class FunctionalSims(Simulators):
-    """Slots of one batched environment in JAX; slots that are not stepped keep their state.
+    """Simulators of one batched JAX environment; slots that are not stepped keep their state.
 
     The reset id determines an episode's random key, from which the key of each step is derived. Observations on the
     CPU are read from JAX's memory without a copy, through DLPack.
@@ -30,12 +30,12 @@ class FunctionalSims(Simulators):
         self._now: Moment = self._reset.all(self._ids.copy())
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start episodes; the other slots keep their state."""
+        """Start an episode in each of the slots; all other slots keep their state."""
         self._ids[slots], self._times[slots] = reset_ids, 0
         self._now = self._reset.some(self._now, self._chosen(slots), self._ids.copy())
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step the slots in one call."""
+        """Execute one action in each of the slots, in one compiled call."""
         batch = np.zeros(self._shape, np.float32)
         batch[slots] = np.clip(actions, self._low, self._high)
         self._times[slots] += 1
@@ -54,7 +54,7 @@ class FunctionalSims(Simulators):
         return chosen
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the slots' observations."""
+        """Write the observations of the slots into rows of `state`; there are no images."""
         state[rows] = shared(self._now.obs)[slots]
 
     def save(self, slot: int) -> Any:
@@ -63,7 +63,7 @@ class FunctionalSims(Simulators):
         return part, int(self._ids[slot]), int(self._times[slot])
 
     def load(self, slot: int, state: Any) -> None:
-        """Continue the slot's episode in a saved state."""
+        """Restore a saved state of the slot's episode."""
         part, self._ids[slot], self._times[slot] = state
         self._now = jax.tree.map(lambda whole, one: whole.at[slot].set(one), self._now, part)
 
@@ -77,7 +77,7 @@ def shared(array: Array) -> np.ndarray:
 
 
 class _Resets:
-    """Two compiled functions: `all` resets the whole batch, `some` only the slots in a mask."""
+    """Compiled reset functions: `all` resets the whole batch, `some` only the slots in a mask."""
 
     def __init__(self, functions: Functions) -> None:
         every = jax.vmap(lambda name: functions.reset(_key(name, 0)))
@@ -100,7 +100,7 @@ def _compiled(functions: Functions, discrete: bool) -> tuple[_Resets, Any]:
 
 
 def _where(chosen: Array, new: Moment, old: Moment) -> Moment:
-    """Merge two batched results: `new` where `chosen` [N] is True, else `old`."""
+    """Merge two batches: `new` where `chosen` [N] is True, else `old`."""
 
     def pick(new: Array, old: Array) -> Array:
         return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
