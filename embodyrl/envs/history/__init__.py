@@ -23,11 +23,11 @@ class HistorySettings(EnvSettings):
     needs = {"ensemble_chunk": "ensemble_coeff"}
 
     history: Annotated[int, Field(ge=1, le=100)] = 1
-    """Number of observed steps, oldest first; the first observation of an episode fills missing steps. Every step is
-    rendered."""
+    """Number of env steps in an observation, oldest first; the first observation of an episode fills missing steps.
+    Images are rendered at every env step."""
     ensemble_chunk: Count | None = None
-    """Temporal ensembling: number of actions per chunk; the environment executes the weighted average of all
-    predictions for a step."""
+    """Number of actions per chunk for temporal ensembling: the environment executes the weighted average of all actions
+    that were predicted for a step. null: no ensembling."""
     ensemble_coeff: Annotated[float, Field(ge=-100, le=100)] = 0.01
     """Coefficient m of the ensembling weights exp(-m i); i = 0 is the oldest chunk."""
 
@@ -38,11 +38,11 @@ class HistorySettings(EnvSettings):
 
     @property
     def ensemble_delay(self) -> int:
-        """Number of env steps between an observation and the average that contains its chunk."""
+        """Number of env steps between an observation and the first averaged action that includes its chunk."""
         return 0 if self.ensemble_chunk is None else super().delay[1]
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for delays that the average does not support."""
+        """Yield an error if temporal ensembling does not support the delay."""
         yield from super().problems()
         low, high = super().delay
         if self.ensemble_chunk is not None and (low != high or high >= self.ensemble_chunk):
@@ -54,10 +54,10 @@ class HistorySettings(EnvSettings):
 
 @dataclass(frozen=True)
 class HistoryFactory(SimFactory[Any]):
-    """Factory that wraps the factory of another environment."""
+    """Factory that adds observation history and temporal ensembling to another environment."""
 
     base: str
-    """Name of the wrapped factory."""
+    """Registered name of the wrapped environment."""
 
     @cached_property
     def _of(self) -> Any:
@@ -81,12 +81,12 @@ class HistoryFactory(SimFactory[Any]):
         return self._of.own_suite(cfg)
 
     def describe(self, cfg: Any, context: EnvContext) -> EnvSpec:
-        """Describe the environment, with the history in the observation and, for ensembling, a chunk as one action."""
+        """Return the spec with the observation history; with ensembling, one action is a flattened chunk."""
         spec = with_history(self._of.describe(cfg, context), cfg.history)
         return spec if cfg.ensemble_chunk is None else flattened(spec, cfg.ensemble_chunk)
 
     def simulators(self, cfg: Any, context: EnvContext) -> Simulators:
-        """Wrap the environment's simulators."""
+        """Build the environment's simulators and wrap them in `HistorySims`."""
         from embodyrl.envs.history.sims import HistorySims
 
         inner, spec = self._of.simulators(cfg, context), self.describe(cfg, context)
@@ -105,7 +105,7 @@ def _factory(base: str) -> HistoryFactory:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the factory `ROBOTS` of the environment `robots` with history, or its settings class.
+    """Return the factory of an environment with history (`ROBOTS` for `robots`), or its settings class.
 
     Pickle looks up the settings classes by name.
     """

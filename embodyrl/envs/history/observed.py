@@ -1,4 +1,4 @@
-"""Specs of environments with a history of observations or with chunks as actions."""
+"""Conversion of an environment's spec for observation history and temporal ensembling."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def _later(columns: tuple[int, int], offset: int) -> tuple[int, int]:
 
 
 def flattened(env: EnvSpec, chunk: int) -> EnvSpec:
-    """Return the spec in which one action is a flattened chunk of actions, without a scripted expert."""
+    """Return the spec with a flattened chunk as one action, and without a scripted expert."""
     action, gripper = env.action, env.action.gripper
     # The environment itself snaps the gripper of executed actions.
     gripper = None if gripper is None else replace(gripper, binary=False)

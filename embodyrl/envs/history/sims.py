@@ -1,4 +1,4 @@
-"""Simulators with a history of observations and a running average of chunks for each slot."""
+"""Simulators with an observation history and temporal ensembling in each slot."""
 
 import copy
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray
 
 
 class TemporalEnsemble:
-    """Running average of the actions of overlapping chunks for the same step (ACT, arXiv 2304.13705, algorithm 2).
+    """Running average of the actions that overlapping chunks predict for a step (ACT, arXiv 2304.13705, algorithm 2).
 
     The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest. With a delay, a chunk enters the
     average `delay` steps after its observation, without its first `delay` actions; the first chunk has no delay.
@@ -47,7 +47,7 @@ class TemporalEnsemble:
 
 
 class HistorySims(Simulators):
-    """Wrapper of simulators with an observation history, and with actions averaged over chunks."""
+    """Wrapper that adds an observation history and temporal ensembling to simulators."""
 
     def __init__(
         self, inner: Simulators, spec: EnvSpec, history: int, chunk: int | None, coeff: float, delay: int = 0
@@ -73,7 +73,7 @@ class HistorySims(Simulators):
         self._look(slots)
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action per slot: `actions` [n, A], or the ensembled action of chunks [n, H*A]."""
+        """Execute one action per slot: `actions` [n, A], or the ensembled action of the chunks `actions` [n, H*A]."""
         if self._chunk is not None:
             chunks = actions.reshape(len(slots), self._chunk, -1)
             pairs = zip(slots.tolist(), chunks, strict=True)
@@ -83,7 +83,7 @@ class HistorySims(Simulators):
         return result
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the history of each slot, oldest first."""
+        """Write the observation history of each slot, oldest first."""
         if self._history == 1:
             self._inner.observe(slots, images, state, rows)
             return
@@ -92,7 +92,7 @@ class HistorySims(Simulators):
             state[row] = np.concatenate([numbers for _, numbers in self._seen[slot]])
 
     def _look(self, slots: IntArray) -> None:
-        """Add the current observations to the histories."""
+        """Append the current observations of the slots to their histories."""
         if self._history == 1:
             return
         spec = self._inner.spec
@@ -112,7 +112,7 @@ class HistorySims(Simulators):
         return self._inner.info(slot)
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode (see `Simulators`)."""
+        """Return the instruction of the slot's episode (see `Simulators.instruction`)."""
         return self._inner.instruction(slot)
 
     def expert(self, slot: int) -> FloatArray:
@@ -120,11 +120,11 @@ class HistorySims(Simulators):
         return self._inner.expert(slot)
 
     def save(self, slot: int) -> Any:
-        """Return a copy of the slot's state, its history and its chunks."""
+        """Return a copy of the slot's state, its observation history, and its running average of chunks."""
         return self._inner.save(slot), [*self._seen.get(slot, ())], copy.deepcopy(self._ensembles.get(slot))
 
     def load(self, slot: int, state: Any) -> None:
-        """Continue the slot's episode in a saved state, with its history and chunks."""
+        """Restore a saved state of the slot's episode, with its history and its running average of chunks."""
         inner, seen, ensemble = state
         self._inner.load(slot, inner)
         self._seen[slot] = [*seen]
