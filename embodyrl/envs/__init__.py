@@ -1,4 +1,4 @@
-"""Environments. Each environment has its own folder and is registered by name."""
+"""Environments: their interface and registry, and one folder for each environment."""
 
 from embodyrl.envs.protocol import ENVS
 

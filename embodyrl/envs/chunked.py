@@ -13,18 +13,19 @@ from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 Choice = Callable[[IntArray, int, IntArray], FloatArray]
-"""Function (rows [n] of the chunk array, index k of the step in the chunk, slots [n]) -> actions [n, A]."""
+"""Function that returns actions [n, A]; its arguments are rows [n] of the chunk array, step k of the chunk, slots
+[n]."""
 
 _EMPTY, _RUNNING, _OVER = 0, 1, 2
-"""States of a slot: no episode, running episode, ended episode."""
+"""Phases of a slot: no episode, running episode, ended episode."""
 
 
 class ChunkedEnv:
-    """Implements `Env` on top of `Simulators`.
+    """Environment (`Env`) that runs episodes in `Simulators` and executes action chunks.
 
-    An episode ends *terminated* when the simulator reports it (unless the episode ignores terminations), else
-    *truncated* when it reaches its `max_episode_steps` or the simulator's own limit; never both. Actions of a chunk
-    after the end are not executed: their reward is 0 and `valid` is False.
+    An episode is *terminated* when the simulator reports the end of the task, unless the episode ignores terminations.
+    It is *truncated* when it reaches `max_episode_steps` or the simulator's own limit; it is never both. Actions of a
+    chunk after the end of the episode are not executed: their reward is 0 and `valid` is False.
 
     The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`, where R
     is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`. A user's `reward`
@@ -51,7 +52,7 @@ class ChunkedEnv:
         self._ignores, self._reward_failed = np.zeros((2, num_slots), np.bool_)
         self._last_reward = np.zeros(num_slots, np.float64)
         self._final: dict[int, ObservationOut] = {}
-        """Final observation of each truncated slot, copied because a batched simulator may step the slot again."""
+        """Final observation by truncated slot; copied, because a batched simulator may step the slot again."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start an episode in each slot.
@@ -70,7 +71,7 @@ class ChunkedEnv:
         self._begin(rows)
 
     def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
-        """Return the slots whose episode began with the goal already reached (see `ReportsSolvedStarts`)."""
+        """Return the slots whose goal was already reached at the start of the episode (see `ReportsSolvedStarts`)."""
         return [slot for slot in slots if slot in self._sims.solved]
 
     def _begin(self, slots: IntArray) -> None:
@@ -112,8 +113,8 @@ class ChunkedEnv:
         for slot in slots:
             if self._task(slot) not in self.spec.expert.tasks:
                 raise EnvError(
-                    f"{self._where(slot)}: this task has no scripted expert; env '{self.spec.name}' has "
-                    f"one for tasks {list(self.spec.expert.tasks)}. Set env.train.task_ids and env.eval.task_ids."
+                    f"{self._where(slot)}: this task has no scripted expert. Set env.train.task_ids and "
+                    f"env.eval.task_ids to tasks with an expert: {list(self.spec.expert.tasks)}."
                 )
         self._require_running(rows)
         if instead is not None:
@@ -132,7 +133,7 @@ class ChunkedEnv:
         return clean, self._run(rows, num_actions, choose, after_step)
 
     def _noise(self, slot: int, scale: float) -> DoubleArray:
-        """Return Gaussian noise [A] for the expert's action; it depends only on the episode and its step."""
+        """Return Gaussian noise [A] for the expert's action, seeded by the episode and its step."""
         draw = np.random.default_rng([self._seed[slot], self._steps[slot]])
         shake = draw.normal(0.0, scale, self.spec.action.dim)
         if self.spec.action.gripper is not None:
@@ -155,7 +156,7 @@ class ChunkedEnv:
     def _run_together(
         self, result: ChunkResult, rows: IntArray, slots: IntArray, choose: Choice, after_step: AfterStep | None
     ) -> None:
-        """Execute a chunk in n slots in lock-step, one action at a time, and write the results into the given rows."""
+        """Execute a chunk in several slots together, one step at a time, and write the results into `rows`."""
         cut: list[int] = []
         for k in range(result.valid.shape[1]):
             running = rows[self._phase[slots[rows]] == _RUNNING]
@@ -180,11 +181,11 @@ class ChunkedEnv:
     def _record(
         self, result: ChunkResult, rows: IntArray, k: int, slots: IntArray, actions: FloatArray, step: SimSteps
     ) -> None:
-        """Write the results of step k of the chunk into rows `rows` and column k of the result arrays."""
+        """Write the results of step k of the chunk into `rows` and column k of the result arrays."""
         reward = np.asarray(step.reward, np.float64)
         for name in ("reward", "terminated", "success", "truncated"):
             if (shape := np.shape(getattr(step, name))) != slots.shape:
-                raise EnvError(f"env '{self.spec.name}': step returned {name} {shape}, expected {slots.shape}.")
+                raise EnvError(f"env '{self.spec.name}': step returned {name} shape {shape}, expected {slots.shape}.")
         if not np.isfinite(reward).all():
             bad = int(np.flatnonzero(~np.isfinite(reward))[0])
             raise self._diverged(int(slots[bad]), float(reward[bad]))
@@ -212,7 +213,7 @@ class ChunkedEnv:
         actions: FloatArray,
         simulated: DoubleArray,
     ) -> DoubleArray:
-        """Return the rewards [n] of the user's reward function; `simulated` [n] are the rewards of the simulator."""
+        """Return the rewards [n] of the user's reward function; `simulated` [n] are the simulator's rewards."""
         earned = np.zeros(len(slots))
         assert result.components is not None
         for place, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
@@ -240,7 +241,7 @@ class ChunkedEnv:
         return earned
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
-        """Write current observations into rows of the arrays (see `Env.observe`), also for ended episodes."""
+        """Write the current observations of the slots, including slots whose episode has ended (see `Env.observe`)."""
         chosen = np.array(slots, np.int64)
         rows = np.arange(len(slots)) if rows is None else rows
         self._require_begun(chosen)
@@ -273,7 +274,7 @@ class ChunkedEnv:
         return self._position(slot)[1], float(self._last_reward[slot]), self._sims.save(slot)
 
     def load(self, slot: int, state: tuple[int, float, Any]) -> None:
-        """Continue the slot's episode in a saved state."""
+        """Restore a saved state of the slot's episode."""
         self._require_begun(np.array([slot]))
         self._steps[slot], self._last_reward[slot], saved = state
         self._sims.load(slot, saved)
@@ -291,7 +292,7 @@ class ChunkedEnv:
         self._sims.close()
 
     def _position(self, slot: int) -> tuple[int, int]:
-        """Return reset id and number of steps of the slot's episode."""
+        """Return the reset id of the slot's episode and its number of executed steps."""
         self._require_begun(np.array([slot]))
         return int(self._reset_id[slot]), int(self._steps[slot])
 
@@ -299,7 +300,7 @@ class ChunkedEnv:
         return self.spec.task_of(self._position(slot)[0])[0]
 
     def _where(self, slot: int) -> str:
-        """Describe slot, task, initial state and step for error messages."""
+        """Format the slot, task, initial state and step for an error message."""
         reset_id, steps = int(self._reset_id[slot]), int(self._steps[slot])
         task, state = self.spec.task_of(reset_id)
         return (
@@ -308,7 +309,7 @@ class ChunkedEnv:
         )
 
     def _name_slots(self, error: Exception, slots: IntArray) -> None:
-        """Append the current episode of each slot to the message of a simulator error."""
+        """Add a note with the slots and their episodes to an error of the simulator."""
         if (slot := self._sims.current_slot) is not None:
             error.add_note(self._where(slot))
         else:

@@ -1,4 +1,4 @@
-"""Base factory of environments with slot simulators, and shared config checks."""
+"""Base class of environment factories, and the interface of extensions that delay actions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,7 +18,10 @@ S = TypeVar("S", contravariant=True)
 
 
 class SimFactory(ABC, Generic[S]):
-    """Base class of an `EnvFactory`; subclasses add keys, checks, a description and simulators."""
+    """Base class of factories whose environment is a `ChunkedEnv` on `Simulators`.
+
+    Subclasses define the settings class, the config checks, the spec and the simulators.
+    """
 
     settings: Any
     """Settings class, a subclass of `EnvSettings` and `RewardSettings`."""
@@ -29,16 +32,16 @@ class SimFactory(ABC, Generic[S]):
         yield from ()
 
     def suites(self, cfg: S) -> tuple[str, ...]:
-        """Return the names of the task suites that an evaluation can add to the configured suite; empty by default."""
+        """Return the names of the suites that an evaluation can add to the configured suite; empty by default."""
         return ()
 
     def own_suite(self, cfg: S) -> str | None:
-        """Return the name of the configured suite; None: the suite has no name."""
+        """Return the name of the configured suite, or None if the suite has no name."""
         return None
 
     @abstractmethod
     def describe(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """Describe the environment without building a simulator in this process.
+        """Return the environment's spec without building a simulator in this process.
 
         Raises:
             MissingDependencyError: a package, system library or asset is missing.
@@ -50,7 +53,7 @@ class SimFactory(ABC, Generic[S]):
         """Build simulators for `context.num_slots` slots in this process.
 
         Raises:
-            EmbodyError: as for `describe`.
+            EmbodyError: see `describe`.
         """
 
     def validate(self, cfg: S) -> list[str]:
@@ -58,7 +61,7 @@ class SimFactory(ABC, Generic[S]):
         return list(self.problems(cfg))
 
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """Return the environment's spec, including the reward components of the user's reward function."""
+        """Return the environment's spec, including the components of the user's reward function and the delay."""
         own = context.reward
         spec = self.describe(cfg, context)
         spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))
@@ -67,7 +70,7 @@ class SimFactory(ABC, Generic[S]):
         return spec if delay is None else delay.declare(spec, context.chunk)
 
     def make(self, cfg: Any, context: EnvContext) -> Env:
-        """Build the environment."""
+        """Build the environment, with the delay if one is configured."""
         delay = _delay_of(cfg, context)
         if delay is not None and context.described is not None:
             context = replace(context, described=delay.original(context.described))
@@ -85,7 +88,7 @@ class Delay(Protocol):
     """Extension that delays action chunks (`env.control.latency_steps`, `rollout.chunk_overlap`)."""
 
     def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
-        """Return the environment's spec with the delay, for a policy with `chunk` actions per chunk (0: unknown)."""
+        """Return the spec with the delay, for a policy with `chunk` actions per chunk (0: unknown)."""
         ...
 
     def original(self, spec: EnvSpec) -> EnvSpec:
@@ -93,7 +96,7 @@ class Delay(Protocol):
         ...
 
     def wrap(self, env: ChunkedEnv, num_slots: int) -> Env:
-        """Return a wrapper of the environment that executes chunks with the delay."""
+        """Wrap the environment so that chunks are executed with the delay."""
         ...
 
 
@@ -106,21 +109,21 @@ DELAYS: Registry[Callable[[Any, EnvContext], Delay]] = Registry(
 
 
 def _delay_of(cfg: Any, context: EnvContext) -> Delay | None:
-    """Return the delay of an environment; None: the config has no delay and no overlap of chunks."""
+    """Return the configured delay, or None if the config has neither a delay nor overlapping chunks."""
     if not cfg.delay[1] and not context.overlap:
         return None
     for delay in DELAYS.every():
         return delay(cfg, context)
     raise ConfigError(
-        "env.control.latency_steps, rollout.chunk_overlap: the extension 'delay' is missing; reinstall embodyrl to get "
-        "it."
+        "env.control.latency_steps and rollout.chunk_overlap need the extension 'delay', which is missing. "
+        "Reinstall embodyrl."
     )
 
 
 _SHARE = 0.8
-"""Fraction of the free memory for simulators; policies and buffers are loaded later."""
+"""Fraction of the free memory that simulators may use; the rest is for policies and buffers, which are loaded later."""
 
 
 def tasks_in_memory(task_bytes: int, workers: int) -> int:
-    """Return the number of tasks of `task_bytes` each that one of `workers` processes can keep loaded, at least 1."""
+    """Return the number of tasks (at least 1) that one of `workers` processes can load, each task of `task_bytes`."""
     return max(1, int(available_bytes() * _SHARE / max(workers, 1) / task_bytes))

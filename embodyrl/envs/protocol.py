@@ -22,20 +22,20 @@ from embodyrl.types import (
 )
 
 AfterStep = Callable[[int, bool], None]
-"""Called with the slot and its success after each executed env step; used for video recording."""
+"""Callback that receives the slot and its success after each executed env step; used to record videos."""
 
 
 def instruction_for(spec: EnvSpec, reset_id: int) -> str:
-    """Return the language instruction of episodes from this reset id."""
+    """Return the language instruction of the episodes with this reset id."""
     return spec.instructions[reset_id] if spec.instructions else spec.tasks[spec.task_of(reset_id)[0]]
 
 
 class Env(Protocol):
-    """Interface of N slots of one simulator inside one process."""
+    """Interface of an environment with N slots in one process; each slot runs one episode at a time."""
 
     spec: EnvSpec
     task_limit: int | None
-    """Maximum number of distinct tasks in the slots without reloading simulators; None: unlimited."""
+    """Maximum number of distinct tasks that the slots can run without reloading simulators; None: unlimited."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start an episode in each slot, including settle steps."""
@@ -62,12 +62,12 @@ class Env(Protocol):
     ) -> tuple[FloatArray, ChunkResult]:
         """Execute up to `num_actions` steps of the scripted expert, which may read privileged state.
 
-        Executes the expert's actions with Gaussian noise of standard deviation `noise` on all dimensions except the
-        gripper, or `instead` [n, K, A], and returns the clean expert actions [n, K, A] (targets of imitation) with the
-        result.
+        The executed actions are the expert's with Gaussian noise of standard deviation `noise` on all dimensions
+        except the gripper, or `instead` [n, K, A]. Returns the expert's actions [n, K, A] without noise, which are
+        the labels for SFT, and the result of the chunk.
 
         Raises:
-            EnvError: there is no expert for a slot's task.
+            EnvError: the task of a slot has no scripted expert.
         """
         ...
 
@@ -96,7 +96,7 @@ class ReportsSolvedStarts(Env, Protocol):
     """Interface of environments that report episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return the slots of a reset whose goal is already reached before the first action."""
+        """Return those of the slots whose goal was already reached before the first action."""
         ...
 
 
@@ -109,7 +109,7 @@ class SavesState(Env, Protocol):
         ...
 
     def load(self, slot: int, state: Any) -> None:
-        """Continue the slot's episode in a saved state of the same episode, also after its end."""
+        """Restore a saved state of the slot's episode, even if the episode has ended."""
         ...
 
 
@@ -136,23 +136,23 @@ class EnvContext:
     reward: StepRewardSettings | None = None
     """Settings of the section `reward`; None: the simulator's own reward."""
     described: EnvSpec | None = None
-    """Environment description from the run plan; None: describe the environment."""
+    """Spec of the environment from the run plan; None: the factory determines the spec."""
     chunk: int = 0
     """Number of actions per chunk of the policy; 0: unknown."""
     overlap: int | None = None
     """Number of actions at the end of a chunk that overlap with the next chunk; None: the largest delay."""
     observe_committed: bool = False
-    """True: append the actions of the previous chunk that were not executed yet to the state, as the policy
-    requires."""
+    """If true, the state also contains the actions of the previous chunk that are not executed yet, as input of the
+    policy."""
     suites: tuple[str, ...] = ()
     """Additional suites to evaluate, a subset of the factory's `suites`."""
 
 
 class EnvFactory(Protocol):
-    """Interface of registered environments: checks without a simulator, construction only in a worker."""
+    """Interface of environment factories: config checks, the spec, and construction of the environment."""
 
     settings: type[EnvSettings]
-    """Settings class of the keys under `env`. The methods receive an instance, with the splits of the command."""
+    """Settings class of the keys under `env`; methods receive an instance with the splits of the command."""
     reads_rows: bool
     """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by
     default."""
@@ -164,11 +164,11 @@ class EnvFactory(Protocol):
         ...
 
     def run_problems(self, cfg: Any) -> list[str]:
-        """Return errors in sections other than `env` of a whole config. Optional."""
+        """Return errors in config sections other than `env`, one line each. Optional."""
         ...
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Return the context with objects built from other sections of a whole config. Optional.
+        """Return the context with the objects that are built from other config sections. Optional.
 
         Raises:
             ConfigError: a section has invalid values.
@@ -176,7 +176,7 @@ class EnvFactory(Protocol):
         ...
 
     def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:
-        """Describe the environment without building a simulator.
+        """Return the environment's spec without building a simulator.
 
         Raises:
             MissingDependencyError: a package, system library or asset is missing.
@@ -212,10 +212,10 @@ class GoalJudge(Protocol):
 
 
 class GoalFactory(EnvFactory, Protocol):
-    """Factory of environments whose `EnvSpec` has a `goal`."""
+    """Interface of factories of environments whose `EnvSpec` has a `goal`."""
 
     def judge(self, cfg: Any) -> GoalJudge:
-        """Build a `GoalJudge` in the actor's process."""
+        """Build the reward function for relabelled goals in this process."""
         ...
 
 

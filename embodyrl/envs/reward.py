@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
-"""Names of reward components in addition to those of the function: the simulator's reward, and failed calls."""
+"""Names of reward components that are added to those of the function: the simulator's reward, and the failed calls."""
 
 
 class StepRewardSettings(Settings):
@@ -27,22 +27,22 @@ class StepRewardSettings(Settings):
     needs = {"path": "mode"}
 
     path: SettingsPath | None = None
-    """package.module:function of a RewardStep that returns a number or named numbers, or the folder of a reward model
+    """package.module:function that maps a RewardStep to a number or a dict of numbers, or the folder of a reward model
     trained by `embodyrl sft objective.name=success`; default: the simulator's own reward."""
     mode: RewardMode = RewardMode.replace
-    """replace the simulator's reward with the reward of reward.path, or add both rewards."""
+    """replace: use only the reward of reward.path; add: add it to the simulator's reward."""
     weights: dict[str, float] = {}
-    """Weight of each component by name, 1 by default; with reward.mode=add, `simulator` is one of the components."""
+    """Weight of each reward component by name, 1 by default; with reward.mode=add, `simulator` is also a component."""
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for weights without a reward."""
+        """Yield an error if weights are set without a reward function."""
         if self.weights and self.path is None:
-            yield "reward.weights: reward.path is not set; set it to a function, or remove the weights."
+            yield "reward.weights needs reward.path, which is not set. Set reward.path, or remove the weights."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStep:
-    """One executed env step, the argument of a reward function.
+    """Executed env step; the argument of a reward function.
 
     >>> def careful(step: RewardStep) -> float:
     ...     return step.success - 0.01 * float(abs(step.action).sum())
@@ -72,18 +72,21 @@ class RewardStep:
 
     @cached_property
     def info(self) -> Mapping[str, Any]:
-        """Additional values of the simulator by name; possibly empty."""
+        """Simulator's info of the step, by name; may be empty."""
         return self.ask()
 
 
 def success(step: RewardStep) -> float:
-    """Return 1 for a step that reaches the goal, else 0; with reward.mode=add, a bonus of reward.weights.success."""
+    """Return 1 if the goal is reached after the step, else 0.
+
+    With reward.mode=add, this reward is a bonus of reward.weights.success.
+    """
     return float(step.success)
 
 
 StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
-"""Function that returns the reward of a step, or several components, which are weighted and added.
-The attribute `components` of the function contains the names of the components."""
+"""Function that returns the reward of a step, or a mapping of reward components, which are weighted and summed. The
+attribute `components` of the function contains the names of the components."""
 
 STEP_REWARDS: Registry[StepFunction] = Registry(
     "step reward",
@@ -109,13 +112,13 @@ def _reward_model(path: str) -> StepFunction | None:
 
 
 class StepReward:
-    """The function or model of `reward.path`."""
+    """Reward function or reward model of `reward.path`, with the weights of its components."""
 
     def __init__(self, cfg: StepRewardSettings) -> None:
         """Look up the function.
 
         Raises:
-            UnknownNameError: the path contains no function.
+            UnknownNameError: the path names no function.
         """
         assert cfg.path is not None
         self._function = _reward_model(cfg.path) or STEP_REWARDS.get(cfg.path)
@@ -128,13 +131,13 @@ class StepReward:
         """Add the reward components to an environment's spec.
 
         Raises:
-            ConfigError: a reward model was trained with other cameras, or another order of cameras.
+            ConfigError: the reward model was trained with other cameras, or with another order of cameras.
         """
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
         if names and spec.cameras.names[: len(names)] != names:
             raise ConfigError(
-                f"reward.path was trained with the cameras {', '.join(names)}; env '{spec.name}' renders "
-                f"{', '.join(spec.cameras.names) or 'none'}. List the cameras of the reward first, in this order."
+                f"reward.path: the model was trained with the cameras {', '.join(names)}; env '{spec.name}' renders "
+                f"{', '.join(spec.cameras.names) or 'none'}. Configure the model's cameras first, in this order."
             )
         reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)
         return replace(spec, reward=reward)
@@ -149,10 +152,10 @@ class StepReward:
             value = self._function(step)
             # The parts are columns of metrics and records, which are allocated before the first step.
             if isinstance(value, Mapping) and {*value} != {*self._names}:
-                raise ValueError(f"the function returned {', '.join(value)}, not {', '.join(self._names)}")
+                raise ValueError(f"the function returned {', '.join(value)}, expected {', '.join(self._names)}")
             parts = [float(value[name]) for name in self._names] if isinstance(value, Mapping) else [float(value)]
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
-                raise ValueError(f"the function returned {value!r:.80}, not {len(self._names)} finite number(s)")
+                raise ValueError(f"the function returned {value!r:.80}, expected {len(self._names)} finite number(s)")
         except Exception as error:  # errors of a user's function are counted and reported
             parts, why = [0.0] * len(self._names), f"{type(error).__name__}: {error}"[:300] + _line(error)
         return [*parts, *([simulated] if self._adds else []), float(why is not None)], why
@@ -163,22 +166,18 @@ class StepReward:
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line of the user's file in the traceback; empty for an error in the returned value."""
+    """Return the file and line of an error in the user's function; empty if the returned value is invalid."""
     below = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in below if frame.filename == below[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def reward_problems(cfg: StepRewardSettings) -> list[str]:
-    """Return errors of `reward.path` and its weights, one line each, without calling the function."""
+    """Return errors in `reward.path` and `reward.weights`, one line each, without calling the function."""
     if cfg.path is None:
         return []
     if _reward_model(cfg.path) is None and (found := STEP_REWARDS.problems([cfg.path], "reward.path")):
         return found
     known = StepReward(cfg).components[:-1]
     wrong = [name for name in cfg.weights if name not in known]
-    return (
-        [f"reward.weights: {', '.join(wrong)}: unknown component of the reward. Known: {', '.join(known)}."]
-        if wrong
-        else []
-    )
+    return [f"reward.weights: unknown reward component {', '.join(wrong)}. Known: {', '.join(known)}."] if wrong else []

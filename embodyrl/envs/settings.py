@@ -1,4 +1,4 @@
-"""Config keys shared by environments; keys of a single environment are declared in its folder."""
+"""Config keys that environments share; the keys of a single environment are declared in its folder."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -24,15 +24,15 @@ class EnvSplit(Settings):
     """Config keys for training or evaluation episodes."""
 
     total_num_envs: Slots = 8
-    """Number of env slots."""
+    """Total number of env slots, which run episodes in parallel."""
     ignore_terminations: bool = False
-    """Continue after success until max_episode_steps."""
+    """If true, episodes continue after the task is completed or failed, until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
     task_ids: Annotated[list[int], _TASKS, Must("a list of different task numbers, [0,1]")] | None = None
     """Task ids to use; default: all."""
     state_ids: Annotated[list[int], _RANGE, Must("[first,last] with 0 <= first <= last")] | None = None
-    """[first, last]: initial states of each task for this split; default: all."""
+    """Range [first, last] of the initial states of each task that this split uses; default: all."""
 
 
 class TrainSplit(EnvSplit):
@@ -46,12 +46,13 @@ class TrainSplit(EnvSplit):
     auto_reset: bool = True
     """Start the next episode of a slot when an episode ends; false: one episode per slot and rollout epoch."""
     continue_episodes: bool = False
-    """With algorithms that count steps (GAE): an episode that is cut at the end of a training step continues in the
-    next step. Every episode then starts from a separate initial state."""
+    """If true, an episode that is unfinished at the end of a training step continues in the next training step (only
+    for algorithms that count env steps, such as GAE). Every episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
-    """Share one reset id among the members of a group, and among all episodes of a slot within one rollout epoch."""
+    """If true, all members of a group, and all episodes of a slot within one rollout epoch, share one reset id."""
     max_steps_per_rollout_epoch: Count | None = None
-    """Env steps per slot and rollout epoch for algorithms that count steps (GAE); default: max_episode_steps."""
+    """Env steps per slot and rollout epoch for algorithms that count env steps, such as GAE; default:
+    max_episode_steps."""
 
 
 class ControlSettings(Settings):
@@ -65,10 +66,10 @@ class ControlSettings(Settings):
 
 
 class EnvSettings(Settings):
-    """Config keys for every environment: name and splits."""
+    """Config keys of every environment: its name, and its training and evaluation episodes."""
 
     env_type: Annotated[str, NumbersStates]
-    """Environment: a registered name or package.module:attr."""
+    """Name of a registered environment, or package.module:attr."""
     train: TrainSplit = TrainSplit()
     eval: EnvSplit = EnvSplit()
 
@@ -90,7 +91,7 @@ class EnvSettings(Settings):
 
     @property
     def max_chunks(self) -> int:
-        """Maximum number of replies per episode, if episode lengths count in chunks; 0: lengths count in env steps."""
+        """Maximum number of chunks per episode if episode lengths count chunks; 0 if they count env steps."""
         return 0
 
     @property
@@ -107,7 +108,7 @@ class EnvSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """Reward scale and delay of all simulators."""
+    """Config keys for the reward and the action delay of simulators."""
 
     control: ControlSettings = ControlSettings()
 
@@ -121,9 +122,9 @@ class InitParams(Settings):
     """Config keys for cameras."""
 
     camera_heights: Annotated[int, Field(ge=1, le=8192)] = 256
-    """Height of every camera image, pixels."""
+    """Height of every camera image in pixels."""
     camera_widths: Annotated[int, Field(ge=1, le=8192)] = 256
-    """Width of every camera image, pixels."""
+    """Width of every camera image in pixels."""
     camera_names: list[str] = ["agentview"]
     """Cameras to render for the policy, in the order of its image inputs; each camera costs rendering time."""
 
@@ -134,5 +135,5 @@ class CameraSettings(Settings):
     init_params: InitParams = InitParams()
 
     def with_cameras(self, names: Sequence[str]) -> Self:
-        """Return the environment with these cameras only."""
+        """Return the settings with the given cameras only."""
         return self.model_copy(update={"init_params": self.init_params.model_copy(update={"camera_names": [*names]})})

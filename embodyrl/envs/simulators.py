@@ -28,7 +28,7 @@ class SimStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSteps:
-    """`SimStep` of n slots, arrays [n]."""
+    """Results of one executed action in each of n slots (see `SimStep`); all arrays have shape [n]."""
 
     reward: DoubleArray | FloatArray
     terminated: BoolArray
@@ -37,7 +37,7 @@ class SimSteps:
 
 
 class Simulators(ABC):
-    """N simulator slots of one process, counted from 0. `slots` [n] are distinct slot numbers.
+    """Base class of N simulators (slots) in one process. Arguments `slots` [n] are distinct slot numbers from 0.
 
     A simulator that must step all its slots at once sets `EnvSpec.simulator.lockstep`: slots that are not in `slots`
     may then advance arbitrarily. Other simulators leave such slots unchanged.
@@ -46,17 +46,17 @@ class Simulators(ABC):
     task_limit: int | None = None
     """See `Env.task_limit`."""
     sequential: bool = False
-    """Run the whole chunk of one slot before the chunk of the next slot, because switching slots is expensive."""
+    """If true, each slot executes its whole chunk before the next slot starts, because switching slots is expensive."""
     current_slot: int | None = None
-    """Current slot for error messages, if slots are processed one by one."""
+    """Slot that is being processed, for error messages; None if slots are processed together."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.spec = spec
         self.solved: set[int] = set()
-        """Slots whose goal was reached when their episode began."""
+        """Slots whose goal was already reached at the start of the episode."""
 
     def note_start(self, slot: int, *, solved: bool) -> None:
-        """Store in `solved` if the goal is already reached at the start of the slot's episode; called by `reset`."""
+        """Record in `solved` if the goal is already reached at the start of the slot's episode; called by `reset`."""
         (self.solved.add if solved else self.solved.discard)(slot)
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Simulators(ABC):
         return {}
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode; None: the spec's instruction for the reset id applies."""
+        """Return the instruction of the slot's episode; None: `instruction_for` determines the instruction."""
         return None
 
     def expert(self, slot: int) -> FloatArray:
@@ -89,11 +89,11 @@ class Simulators(ABC):
 
     def save(self, slot: int) -> Any:
         """Return a copy of the slot's state for `load`; called only if `spec.simulator.saves_state`."""
-        raise EnvError(f"env '{self.spec.name}' cannot save its state.")
+        raise EnvError(f"env '{self.spec.name}' cannot save its state: its simulators have no method save.")
 
     def load(self, slot: int, state: Any) -> None:
-        """Continue the slot's episode in a saved state of the same episode."""
-        raise EnvError(f"env '{self.spec.name}' cannot load a state.")
+        """Restore a saved state of the slot's episode."""
+        raise EnvError(f"env '{self.spec.name}' cannot load a state: its simulators have no method load.")
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
@@ -101,7 +101,7 @@ class Simulators(ABC):
 
 
 class PerSlot(Simulators):
-    """Simulators with one instance (or one saved state) per slot: loops over the slots."""
+    """Base class of simulators that process one slot at a time."""
 
     @abstractmethod
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
@@ -113,7 +113,7 @@ class PerSlot(Simulators):
 
     @abstractmethod
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write images and state of the slot into the views."""
+        """Write the slot's images and state into the arrays of `out`."""
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Reset the slots one by one."""
@@ -133,7 +133,7 @@ class PerSlot(Simulators):
         return SimSteps(reward=columns[0], terminated=ended, success=reached, truncated=cut)
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Observe the slots one by one, each directly into its row."""
+        """Write the observations of the slots one by one."""
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
             self.current_slot = slot
             self.observe_slot(slot, ObservationOut(images=images[row], state=state[row]))

@@ -1,4 +1,4 @@
-"""Recording of episodes: settings, and removal of earlier attempts."""
+"""Settings for recording videos, and removal of videos from earlier attempts."""
 
 import glob
 from pathlib import Path
@@ -14,15 +14,15 @@ class VideoSettings(Settings):
     """Config keys for video recording."""
 
     fps: Annotated[int, Field(ge=1, le=240)] = 20
-    """Frames per second of recordings."""
+    """Frames per second of recorded videos."""
     base_dir: SettingsPath | None = None
-    """Videos are written to <base_dir>/<run id>/; default: videos/ in the run's folder."""
+    """Folder for videos, which are written to <base_dir>/<run id>/; default: videos/ in the run's folder."""
     info_on_video: bool = True
-    """Overlay instruction, step and success."""
+    """If true, each frame shows the instruction, the step and the success."""
 
 
 def remove_videos(stem: Path) -> None:
-    """Remove complete and partial videos of earlier attempts at an episode."""
+    """Remove complete and partial videos from earlier attempts at an episode."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
         if not film.is_dir():  # not a video of this package
