@@ -14,7 +14,7 @@ from embodyrl.envs.gym.settings import GymSettings
     [
         ({"key": "KeyA", "index": 0}, "value is missing"),
         ({"index": 0, "value": 1}, "neither key nor pad"),
-        ({"pad": "stick", "index": 0, "value": 1}, "neither buttonN"),
+        ({"pad": "stick", "index": 0, "value": 1}, "is invalid, expected buttonN"),
         ({"keys": "KeyA", "index": 0, "value": 1}, "keys='KeyA' is unknown"),
         ({"pad": "axis1-", "index": 0, "value": 1}, ""),
     ],
@@ -32,7 +32,7 @@ def test_gymnasium_environment_declares_its_inputs() -> None:
     env.close()
     assert [(c.key, c.value) for c in controls] == [("ArrowLeft", 0), ("ArrowRight", 1)]
     assert env.layout.action.neutral == (1.0,)
-    with pytest.raises(embodyrl.errors.ConfigError, match=r"env.controls\[0\]: dimension 0 and value 2"):
+    with pytest.raises(embodyrl.errors.ConfigError, match=r"env.controls\[0\]: index=0, value=2"):
         embodyrl.make_env("gym", "env.id=CartPole-v1", "env.controls=[{key: KeyA, index: 0, value: 2}]")
 
 

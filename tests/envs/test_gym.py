@@ -177,7 +177,7 @@ def test_invalid_expert_action_is_an_error():
 
 
 def test_out_of_range_category_is_refused():
-    with pytest.raises(EnvError, match=r"action \[3\], but ids start at 0 and the numbers of actions are \[3\]"):
+    with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 to \[2\]"):
         native_actions("counter", spaces.Discrete(3))(np.float32([3.0]))
 
 

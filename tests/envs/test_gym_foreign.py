@@ -96,7 +96,7 @@ def test_nested_success_key_is_read():
         ("IgnoresSeed", "two resets with the same seed return different observations"),
         ("Depth", "uint16 image"),
         ("TupleObs", ""),
-        ("make_suites", "of which near/0 is used; fix: env.suite=NAME"),
+        ("make_suites", "and near/0 is used; select with env.suite=NAME"),
     ],
 )
 def test_suspicious_observation_spaces_give_warnings(name, doubt):
@@ -141,7 +141,7 @@ def test_frames_of_several_cameras_are_concatenated():
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_hub_repository_error_contains_the_fix():
-    with pytest.raises(UnknownNameError, match=r"read its code, .*@COMMIT trust=true"):
+    with pytest.raises(UnknownNameError, match=r"review its code, .*@COMMIT trust=true"):
         described_id("hub_owner/some-env")
 
 

@@ -210,7 +210,7 @@ def test_values_outside_the_dtype_of_the_space_are_kept(space, value):
     "value", [np.full((4, 4, 3), 0.4), np.full((4, 4, 3), 300), np.full((4, 4, 3), -1), np.ones((4, 4, 3), np.bool_)]
 )
 def test_images_outside_0_to_255_are_refused(value):
-    with pytest.raises(EnvError, match=r"in 'observation', a uint8 image, expected 0\.\.255\. Fix: "):
+    with pytest.raises(EnvError, match=r"for the uint8 image 'observation', expected 0\.\.255\. Fix: "):
         write(spaces.Box(0, 255, (4, 4, 3), np.uint8), value)
 
 

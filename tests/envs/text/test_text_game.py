@@ -122,8 +122,8 @@ def place(seen: Any, info: Any) -> str:
     [
         ({"id": "NoSuchGame-v1"}, "cannot be built"),
         ({"kwargs": {"wind": 3}}, "cannot be built"),
-        ({"action_words": ["left", "right"]}, "4 actions"),
-        ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "only discrete actions"),
+        ({"action_words": ["left", "right"]}, "4 different words"),
+        ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "not supported, only Discrete"),
     ],
 )
 def test_unsupported_text_games_are_refused(keys: dict[str, Any], reason: str) -> None:

@@ -127,7 +127,7 @@ ILLEGAL = {
     "FailsToBuild": ("spec", "AttributeError: no licence"),
     "NoEnv": ("spec", "odd_envs.NoEnv, which is not a Gymnasium environment. Fix: derive it from gymnasium.Env"),
     "Agents": ("spec", "PettingZoo.*several agents.*Fix: "),
-    "forgets_to_return": ("spec", "the function returned None. Fix: end it with `return env`"),
+    "forgets_to_return": ("spec", "the function returned None. Fix: end the function with `return env`"),
     "NoInfo": ("spec", "bool, NoneType.*Fix: return info={} if there is no information"),
     "NoInfoAtFirst": ("spec", "ndarray, NoneType.*Fix: return info={} if there is no information"),
     "TwoEnds": ("spec", "array\\(.*for terminated, expected True or False. Fix: "),

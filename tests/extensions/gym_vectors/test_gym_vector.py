@@ -172,7 +172,7 @@ def test_vector_environment_passes_check_env():
 
 
 def test_vector_environment_of_another_size_is_refused():
-    with pytest.raises(ConfigError, match="of 3 environments instead of 1"):
+    with pytest.raises(ConfigError, match="of 3 environments, expected num_envs=1"):
         ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_slots=2))
 
 
