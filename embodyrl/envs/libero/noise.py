@@ -1,4 +1,4 @@
-"""Image corruptions of LIBERO-Plus for 256 x 256 images: five pixel-identical kinds with ten severities.
+"""Image corruptions of LIBERO-Plus for 256 x 256 images, pixel-identical: five kinds with ten severities each.
 
 The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers come from `rng` in the benchmark's order.
 """
@@ -16,7 +16,7 @@ ndimage: Any = _ndimage
 
 SIZE = 256
 _SEEN = 224
-"""Index of row and column from which glass blur moves no pixels."""
+"""Glass blur only moves pixels whose row and column are below this index."""
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:

@@ -129,7 +129,7 @@ class Scene:
         return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
 
     def highest_between(self, start: DoubleArray, end: DoubleArray, radius: float, without: tuple[str, ...]) -> float:
-        """Return the height of the highest solid within `radius` of a line between two points; -inf without."""
+        """Return the height of the highest solid within `radius` of a line between two points; -inf if none."""
         share = np.linspace(0.0, 1.0, 12)[:, None]
         return float(self.obstacle_tops(start + share * (end - start), radius, without).max())
 

@@ -62,7 +62,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
             yield f"{', '.join(sized)}: set env.init_params.camera_heights and camera_widths instead, for all cameras."
 
     def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
-        """Return the task's spec, read in a separate process that builds the task in some seconds.
+        """Return the task's spec, read in a separate process that builds the task, which takes some seconds.
 
         Raises:
             MissingDependencyError: ManiSkill, its Vulkan driver or an asset is missing.

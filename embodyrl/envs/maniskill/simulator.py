@@ -169,7 +169,7 @@ def _reset(
 
 
 def describe(cfg: ManiSkillSettings) -> Description:
-    """Return the properties of a task, which is built for this and closed.
+    """Build a task, and return its properties; the task is closed afterwards.
 
     Raises:
         EmbodyError: see `build`.
