@@ -27,11 +27,14 @@ class ActFactory(LeRobotFactory):
         if cfg.temporal_ensemble and cfg.steers:
             return [f"model.temporal_ensemble=true: set model.likelihood=gaussian instead of {cfg.likelihood}."]
         if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
-            return [f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so its latent has no effect; use residual."]
+            return [
+                f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so the latent has no effect. "
+                "Set model.likelihood=residual."
+            ]
         return []
 
     def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the policy's config and the keys of config.json (see `LeRobotFactory.plan`).
+        """Return the config of the policy and the raw keys of config.json (see `LeRobotFactory.plan`).
 
         With temporal ensembling, one action of the environment is a whole chunk of H actions.
 
@@ -43,13 +46,13 @@ class ActFactory(LeRobotFactory):
         rows = read_config(self.folder(cfg), KIND, ActConfig)[0].chunk_size
         if env.action.dim % rows or cfg.num_action_chunks != 1:
             raise ConfigError(
-                f"model.temporal_ensemble=true: set env.env_type=NAME_history env.ensemble_chunk={rows} and "
-                "model.num_action_chunks=1."
+                "model.temporal_ensemble=true needs an environment that averages whole chunks. Set env.env_type="
+                f"NAME_history env.ensemble_chunk={rows} model.num_action_chunks=1."
             )
         return super().plan(cfg, replace(env, action=replace(env.action, dim=env.action.dim // rows)))
 
     def spec(self, cfg: ActSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy (see `LeRobotFactory.spec`)."""
+        """Return the policy spec (see `LeRobotFactory.spec`)."""
         spec, (config, _) = super().spec(cfg, env, value_dim), self.plan(cfg, env)
         if cfg.temporal_ensemble:
             averaged = "its chunks are averaged (model.temporal_ensemble)"
@@ -67,11 +70,11 @@ class ActFactory(LeRobotFactory):
         return config.dim_model
 
     def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
-        """Return the width of the latent, which the actor outputs."""
+        """Return the size of the latent, which the DSRL actor outputs."""
         return config.latent_dim
 
     def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
-        """Return the token layout of a sampled chunk: the executed actions."""
+        """Return the token layout of a sampled chunk, which stores the executed actions."""
         return ChunkRecord.chain(chunk_shape(config), 0)
 
     def passes(self, cfg: ActSettings, config: ActConfig) -> int:
@@ -79,7 +82,7 @@ class ActFactory(LeRobotFactory):
         return 1
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
-        """Return the class of the policy (see `LeRobotFactory`)."""
+        """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
         from embodyrl.policies.act.policy import ActPolicy, CorrectedAct, SteeredAct
 
         return ActPolicy if steering is None else CorrectedAct if steering.proposes else SteeredAct

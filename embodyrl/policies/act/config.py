@@ -11,7 +11,7 @@ KIND = "act"
 
 
 class ActConfig(LeRobotConfig):
-    """Sizes and losses of an action chunking transformer (arXiv 2304.13705)."""
+    """Config of an action chunking transformer (arXiv 2304.13705): sizes and loss weights."""
 
     chunk_size: PositiveInt = 100
     n_action_steps: PositiveInt = 100

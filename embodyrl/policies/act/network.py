@@ -21,7 +21,7 @@ PLACE_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Encoder inputs of B observations: N tokens, the first of which is the latent (added later)."""
+    """Encoder inputs of B observations: N tokens, including the latent token that `Act.encode` adds first."""
 
     content: Tensor
     """[N - 1, B, D] token embeddings, without the latent token."""
@@ -52,7 +52,7 @@ class Posterior(NamedTuple):
 
 
 class _FeedForward(nn.Module):
-    """Shared parts of encoder and decoder layers: two linear layers, dropout, and pre-norm or post-norm."""
+    """Base class of encoder and decoder layers: two linear layers, dropout, and pre-norm or post-norm."""
 
     def __init__(self, config: ActConfig, norms: int) -> None:
         super().__init__()
@@ -85,7 +85,10 @@ class EncoderLayer(_FeedForward):
         self.self_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
 
     def forward(self, x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
-        """Map tokens [N, B, D]; positions are added to queries and keys, `padding` [B, N] is not attended to."""
+        """Map tokens [N, B, D] to the same shape; `padding` [B, N]: tokens that are not attended to.
+
+        Positions are added to queries and keys.
+        """
 
         def attend(tokens: Tensor) -> Tensor:
             placed = tokens + places
@@ -184,7 +187,7 @@ class Act(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def read(self, inputs: Inputs) -> Tokens:
-        """Convert normalized observations to tokens: state, environment state, then each pixel of each feature map."""
+        """Convert normalized observations to tokens: robot state, environment state, and pixels of the feature maps."""
         tokens, places = [], [*self.encoder_1d_feature_pos_embed.weight[:, None]]
         if inputs.state is not None:
             tokens.append(self.encoder_robot_state_input_proj(inputs.state[:, 0]))

@@ -17,7 +17,7 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 
 
 class ActPolicy(LeRobotPolicy):
-    """Implements `Policy` for `Act`."""
+    """Policy with an ACT network; implements `Policy`."""
 
     prefix = "model."
     _cfg: ActSettings
@@ -25,7 +25,10 @@ class ActPolicy(LeRobotPolicy):
     _network: Act
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Return a chunk per observation (see `Policy.act`); with temporal ensembling an action is a whole chunk."""
+        """Return a chunk for each observation (see `Policy.act`).
+
+        With temporal ensembling, each action is a whole chunk.
+        """
         if not self._cfg.temporal_ensemble:
             return super().act(obs, noise=noise, temperature=temperature)
         out = super().act(obs, noise=None)
@@ -57,7 +60,7 @@ class ActPolicy(LeRobotPolicy):
         return Transition(mean=mean, std=torch.full_like(mean, self._cfg.action_std * temperature))
 
     def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
-        """Sample from a Gaussian around the chunk."""
+        """Sample executed actions from a Gaussian around the decoded chunk."""
         spread = self._around(read, temperature)
         rows = spread.mean + spread.std * normals(seeds, START, spread.mean.shape[1:], self._device)
         tokens = self._record.layout.pack(seeds[:, None], rows.flatten(1).cpu().numpy())
@@ -70,7 +73,7 @@ class ActPolicy(LeRobotPolicy):
         return spread.log_prob(rows), spread.entropy()
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H, A]: mean absolute error, and `kl_weight` times the latent's KL.
+        """Return the SFT loss of actions [B, H, A]: mean absolute error, plus `kl_weight` times the KL of the latent.
 
         Actions marked in `padding` [B, H] are ignored.
 
@@ -107,7 +110,7 @@ class ActPolicy(LeRobotPolicy):
 
 
 class SteeredAct(Started, ActPolicy):
-    """A frozen ACT with an actor that chooses the latent."""
+    """DSRL policy: an actor chooses the latent of a frozen ACT."""
 
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
         tokens, _ = read.model
@@ -117,4 +120,4 @@ class SteeredAct(Started, ActPolicy):
 
 
 class CorrectedAct(Corrected, ActPolicy):
-    """A frozen ACT with an actor that corrects the chunk."""
+    """Residual policy: an actor corrects the chunk of a frozen ACT."""

@@ -14,10 +14,10 @@ class ActSettings(LeRobotSettings):
     needs = {"likelihood=gaussian": "action_std"}
 
     likelihood: Likelihood = Likelihood.gaussian
-    """Source of log-probabilities for RL: a Gaussian around the chunk (gaussian). With dsrl and residual the model is
-    frozen, and an actor learns with algorithm=sac to choose the latent, or to correct the chunk."""
+    """Source of log-probabilities for RL. gaussian: a Gaussian around the chunk. dsrl, residual: the model is frozen,
+    and algorithm=sac trains an actor that chooses the latent (dsrl) or corrects the chunk (residual)."""
     action_std: Positive = 0.1
-    """gaussian: standard deviation of normalized actions."""
+    """gaussian: standard deviation of the noise on normalized actions."""
     temporal_ensemble: bool = False
-    """Temporal ensembling: pass whole chunks to an environment that averages them (env.ensemble_chunk); evaluation
-    only."""
+    """Temporal ensembling (evaluation only): pass whole chunks to an environment that averages them, see
+    env.ensemble_chunk."""

@@ -17,7 +17,7 @@ class DiffusionFactory(LeRobotFactory):
     network = "embodyrl.policies.diffusion.network:Diffusion"
 
     def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the policy's config in an environment, with the sampler of the settings (see `LeRobotFactory`)."""
+        """Return the config with the sampler of the settings, and the raw config.json (see `LeRobotFactory.plan`)."""
         config, raw = super().plan(cfg, env)
         return cfg.applied(config), raw
 
@@ -26,11 +26,11 @@ class DiffusionFactory(LeRobotFactory):
         return config.condition_width
 
     def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
-        """Return the number of noise values chosen by the DSRL actor: for a chunk, or for one repeated action."""
+        """Return the number of noise values that the DSRL actor outputs: for a chunk, or for one repeated action."""
         return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
-        """Return the token layout of a sampled chunk: the states around its stochastic denoising steps."""
+        """Return the token layout of a sampled chunk, which stores the states around its stochastic denoising steps."""
         return record_of(cfg, config)
 
     def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
@@ -38,7 +38,7 @@ class DiffusionFactory(LeRobotFactory):
         return config.steps
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
-        """Return the class of the policy (see `LeRobotFactory`)."""
+        """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
         from embodyrl.policies.diffusion.policy import CorrectedDiffusion, DiffusionPolicy, SteeredDiffusion
 
         return DiffusionPolicy if steering is None else CorrectedDiffusion if steering.proposes else SteeredDiffusion

@@ -8,11 +8,11 @@ from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
 
 KIND = "diffusion"
 FINAL_GROUPS = 8
-"""Number of groups of the last group norm, which ignores `n_groups` as in the original implementation."""
+"""Number of groups in the last group norm, a constant as in the original implementation, which ignores `n_groups`."""
 
 
 class DiffusionConfig(LeRobotConfig):
-    """Sizes, noise schedule and losses of a diffusion policy (arXiv 2303.04137)."""
+    """Config of a diffusion policy (arXiv 2303.04137): sizes, noise schedule and loss."""
 
     n_obs_steps: PositiveInt = 2
     horizon: PositiveInt = 16
@@ -89,7 +89,7 @@ class DiffusionConfig(LeRobotConfig):
         return self.n_obs_steps * (self.state_dim + seen + self.environment_dim)
 
     def wrong(self) -> str | None:
-        """Return a description of contradictory sizes, or None."""
+        """Return a description of the first config error, or None."""
         if STATE not in self.input_features:
             return f"input_features has no '{STATE}'"
         if self.cameras and self.crop and any(a > b for a, b in zip(self.crop, self._before_crop, strict=True)):

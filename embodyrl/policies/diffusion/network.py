@@ -52,7 +52,7 @@ class ImageEncoder(nn.Module):
         return F.relu(self.out(self.pool(self.backbone(images)).flatten(1)))
 
     def _cropped(self, images: Tensor, height: int, width: int) -> Tensor:
-        """Crop at the centre, or during training at one random position for all images of a batch."""
+        """Crop images at the centre; during training, at one random position for all images of a batch."""
         rooms = images.shape[2] - height, images.shape[3] - width
         top, left = (round(room / 2) for room in rooms)
         if self.training and self._random and any(rooms):
@@ -113,7 +113,7 @@ class Stage(nn.Sequential):
     """Two residual blocks, and a layer that changes the number of time steps."""
 
     def forward(self, input: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-        """Map [B, C, H] to the output of the blocks (for the skip connection), and the output of the last layer."""
+        """Map [B, C, H] to two outputs: the skip connection [B, C', H], and the output of the last layer."""
         first, second, resize = self
         kept = second(first(input, condition), condition)
         return kept, resize(kept)

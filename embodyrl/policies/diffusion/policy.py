@@ -1,4 +1,4 @@
-"""Diffusion Policy as a policy: chunks by denoising, likelihood of the chain (DPPO), and noise prediction loss."""
+"""Diffusion Policy: chunks by denoising, likelihood of the denoising chain (DPPO), and noise-prediction loss."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 
 
 class DenoisingChain(GaussianChain):
-    """Denoising steps as a policy (DPPO, arXiv 2409.00588), with a lower bound on the standard deviations.
+    """Denoising chain as a policy (DPPO, arXiv 2409.00588), with a lower bound on the standard deviations.
 
     If one step is stochastic, the other steps are DDIM steps without noise.
     """
@@ -37,7 +37,7 @@ class DenoisingChain(GaussianChain):
         self._plain = Schedule(config, steps, Sampler.DDIM)
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the stochastic step, and the deterministic step."""
+        """Return the stochastic and the deterministic denoising step."""
         level = self._noisy.levels.to(x.device)[index]
         predicted, _ = velocity(x, level)
         step = self._noisy.step(x, predicted, level)
@@ -45,12 +45,12 @@ class DenoisingChain(GaussianChain):
         return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), certain
 
     def _part(self, x: Tensor) -> Tensor:
-        """Return the executed actions [B, K, A] of a chunk x [B, H, A], which begins with actions of past steps."""
+        """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
         return x[:, self._first : self._first + self._shape.executed]
 
 
 class DiffusionPolicy(LeRobotPolicy):
-    """Implements `Policy` for `Diffusion`."""
+    """Policy with a diffusion network; implements `Policy`."""
 
     prefix = "diffusion."
     _cfg: DiffusionSettings
@@ -63,7 +63,7 @@ class DiffusionPolicy(LeRobotPolicy):
         self._chain = DenoisingChain(self._cfg, self._config)
 
     def _read(self, obs: Observation) -> Read:
-        """Return the condition [B, D]."""
+        """Return the condition [B, D] of the U-Net."""
         condition = self._network.condition(self._inputs(obs))
         return Read(condition, condition)
 
@@ -72,7 +72,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Denoise from noise seeded by the observation, or from zeros; return the executed actions."""
+        """Denoise from initial noise that is seeded by the observation, or zero; return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
         seeds = seeds_of_observations(obs)
@@ -82,7 +82,7 @@ class DiffusionPolicy(LeRobotPolicy):
     def denoise(
         self, condition: Tensor, x: Tensor, seeds: IntArray | None = None, schedule: Schedule | None = None
     ) -> Tensor:
-        """Return the chunks [B, H, A] of initial noise x [B, H, A]; without seeds no step adds noise."""
+        """Denoise initial noise x [B, H, A] to chunks [B, H, A]; without seeds, no step adds noise."""
         schedule = schedule or self._schedule
         for index, number in enumerate(schedule.levels.tolist()):
             level = torch.full((len(x),), number, device=x.device)
@@ -102,11 +102,11 @@ class DiffusionPolicy(LeRobotPolicy):
         return Chosen(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
 
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the chain's states."""
+        """Return log-probabilities and entropies of the chain's denoising steps."""
         return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
+        """Return the SFT loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
 
         Actions marked in `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the sum is divided by H A.
         Missing actions before the current step repeat the first action and are ignored. Without gradients, noise and
@@ -138,7 +138,7 @@ class DiffusionPolicy(LeRobotPolicy):
 
 
 class SteeredDiffusion(Started, DiffusionPolicy):
-    """A frozen diffusion policy with an actor that chooses the initial noise of deterministic DDIM steps."""
+    """DSRL policy: an actor chooses the initial noise of a frozen diffusion policy with deterministic DDIM steps."""
 
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
         plain = Schedule(self._config, self._config.steps, Sampler.DDIM)
@@ -149,4 +149,4 @@ class SteeredDiffusion(Started, DiffusionPolicy):
 
 
 class CorrectedDiffusion(Corrected, DiffusionPolicy):
-    """A frozen diffusion policy with an actor that corrects the chunk."""
+    """Residual policy: an actor corrects the chunk of a frozen diffusion policy."""

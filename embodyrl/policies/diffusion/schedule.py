@@ -55,7 +55,7 @@ class Schedule:
         """Build a schedule of `steps` denoising steps: DDPM, or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
         self.shares = torch.cumprod(1.0 - betas(config), 0)
-        """[T] fraction of the variance that is signal after each training step."""
+        """[T] fraction of signal variance after each training step."""
         self._stride = config.num_train_timesteps // steps
         self.levels = torch.arange(steps - 1, -1, -1) * self._stride
 
@@ -65,7 +65,7 @@ class Schedule:
         return share.sqrt() * chunk + (1 - share).sqrt() * noise
 
     def step(self, x: Tensor, predicted: Tensor, level: Tensor) -> Step:
-        """Compute one denoising step.
+        """Compute the next state of the denoising process.
 
         Args:
             x: [B, H, A] states.

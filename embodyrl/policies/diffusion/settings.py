@@ -28,21 +28,20 @@ class DiffusionSettings(LeRobotSettings):
     }
 
     likelihood: Likelihood = Likelihood.chain
-    """Source of log-probabilities for RL: the denoising steps (chain: DPPO). With dsrl and residual the model is frozen
-    and an actor learns with algorithm=sac to choose the initial noise, or to correct the chunk."""
+    """Source of log-probabilities for RL. chain: the denoising steps (DPPO). dsrl, residual: the model is frozen, and
+    algorithm=sac trains an actor that chooses the initial noise (dsrl) or corrects the chunk (residual)."""
     sampler: Sampler | None = None
-    """Denoising steps: DDPM or DDIM; default: that of the checkpoint (noise_scheduler_type)."""
+    """Sampler of the denoising steps: DDPM or DDIM; default: noise_scheduler_type of the checkpoint."""
     num_inference_steps: Count | None = None
-    """Denoising steps of a chunk; default: the checkpoint's value."""
+    """Number of denoising steps per chunk; default: the checkpoint's value."""
     greedy_start: GreedyStart = GreedyStart.random
-    """Noise of greedy actions: initial noise and sampler noise are functions of the observation (random), or both are
-    zero (zero)."""
+    """Initial noise and sampler noise of greedy actions. random: noise seeded by the observation; zero: no noise."""
     noise_repeated: bool = False
     """dsrl: the actor chooses one noise vector for all actions of a chunk; false: one per action."""
     stochastic_steps: Stochastic = Stochastic.one
     """chain: train on one random denoising step per chunk, or on all steps; each step needs a forward pass."""
     diffusion_eta: Share = 1.0
-    """chain with DDIM: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (the noise of DDPM)."""
+    """chain with DDIM: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (noise of DDPM)."""
     diffusion_min_std: Positive = 0.1
     """chain: minimum standard deviation of a stochastic step."""
 
@@ -52,7 +51,7 @@ class DiffusionSettings(LeRobotSettings):
         return self.stochastic_steps is Stochastic.all
 
     def applied(self, config: DiffusionConfig) -> DiffusionConfig:
-        """Return the config with the sampler and the number of steps of the settings."""
+        """Return the config with the sampler and the number of steps from the settings."""
         changes = {"noise_scheduler_type": self.sampler, "num_inference_steps": self.num_inference_steps}
         return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 

@@ -31,7 +31,7 @@ class Normalization(StrEnum):
 
 
 class Feature(BaseModel):
-    """Type and shape of an input or output."""
+    """Type and shape of an input or output feature."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,7 +40,7 @@ class Feature(BaseModel):
 
 
 class LeRobotConfig(BaseModel):
-    """Keys of config.json that ACT and Diffusion Policy share; unknown keys are kept in the file and ignored."""
+    """Config keys shared by ACT and Diffusion Policy; unknown keys are kept in the file and ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -58,7 +58,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of all images; zeros without cameras."""
+        """Height and width of all images; (0, 0) without cameras."""
         height, width = self.input_features[self.cameras[0]].shape[-2:] if self.cameras else (0, 0)
         return height, width
 
@@ -76,7 +76,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def environment_dim(self) -> int:
-        """Dimension of the environment's state; 0: no such input."""
+        """Dimension of the environment's state; 0: no environment state."""
         feature = self.input_features.get(self.environment_name)
         return feature.shape[0] if feature else 0
 
@@ -92,7 +92,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def first_executed(self) -> int:
-        """Number of actions of a chunk that precede the current step."""
+        """Number of actions at the start of a chunk that belong to past steps."""
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:
@@ -109,7 +109,7 @@ class LeRobotConfig(BaseModel):
         return None
 
     def fitted(self, env: EnvSpec, executed: int) -> Self:
-        """Return the config of a new model for an environment: its cameras, its state and its actions.
+        """Return the config of a new model for an environment, with its cameras, state and actions.
 
         LeRobot's policies need two state inputs without images, so the state is split into two.
         """
@@ -131,7 +131,7 @@ class LeRobotConfig(BaseModel):
         return self.model_copy(update=changed | {"n_action_steps": executed})
 
     def mismatches(self, env: EnvSpec) -> list[str]:
-        """Return the missing inputs of an environment, one line each with the fix."""
+        """Return the mismatches between checkpoint and environment, one line each with the fix."""
         problems, steps = [], self.n_obs_steps
         state, cameras = steps * (self.state_dim + self.environment_dim), steps * len(self.cameras)
         history = f" for each of {steps} steps" if steps > 1 else ""
@@ -153,12 +153,13 @@ class LeRobotConfig(BaseModel):
             )
         if env.action.dim != self.action_dim:
             problems.append(
-                f"env '{env.name}' has {env.action.dim}-D actions, the checkpoint {self.action_dim}-D actions."
+                f"env '{env.name}' has {env.action.dim}-D actions, but the checkpoint has {self.action_dim}-D actions. "
+                "Choose another environment or checkpoint."
             )
         return problems
 
     def to_json(self, kind: str, raw: Mapping[str, Any]) -> bytes:
-        """Return config.json for LeRobot: this config's values, and the other keys of `raw`."""
+        """Return the contents of config.json for LeRobot: the values of this config, and all other keys of `raw`."""
         mine = json.loads(self.model_dump_json())
         kept = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
         common = {"device": "cpu"} | dict.fromkeys(_UNSET, False)
@@ -186,17 +187,17 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
     try:
         raw: dict[str, Any] = dict(read_json(path))
         if (found := raw.get("type", kind)) != kind:
-            raise CheckpointError(f"{path} is of policy type '{found}', not '{kind}'. Set model={found}.")
+            raise CheckpointError(f"{path} has policy type '{found}', not '{kind}'. Set model={found}.")
         read = config.model_validate({key: value for key, value in raw.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path}: {where} is {first['input']!r}: {first['msg']}. Download the file again."
+            f"{path}: {where}={first['input']!r} is invalid: {first['msg']}. Download the file again."
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}). It must be the folder of a LeRobot {kind} policy."
+            f"{path} cannot be read ({error}). Set model.path to the folder of a LeRobot {kind} policy."
         ) from error
     # LeRobot executes the actions that the chunk contains.
     contained = max(1, read.horizon_length - read.first_executed)

@@ -30,17 +30,20 @@ _MAY_DIFFER = (
 
 
 class LeRobotFactory(ABC):
-    """Implementation of `PolicyFactory`; subclasses add config, sizes and network."""
+    """Base class of policy factories in LeRobot's layout; subclasses add config, sizes and network.
+
+    Implements `PolicyFactory`.
+    """
 
     kind: ClassVar[str]
     config: ClassVar[type[LeRobotConfig]]
     settings: ClassVar[Any]
     network: ClassVar[str]
-    """package.module:class of the network, constructed with the config."""
+    """Class of the network as package.module:class; the config is its constructor argument."""
 
     @abstractmethod
     def features(self, config: Any) -> int:
-        """Return the number of inputs of value heads and actors."""
+        """Return the number of input features of value heads and actors."""
 
     @abstractmethod
     def chosen(self, cfg: Any, config: Any) -> int:
@@ -56,7 +59,7 @@ class LeRobotFactory(ABC):
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
-        """Return the class of the policy; `steering`: True if its network is frozen."""
+        """Return the policy class; `steering`: shape of the actor on a frozen network, or None."""
 
     def validate(self, cfg: LeRobotSettings) -> list[str]:
         """Return config problems, one line each with the fix."""
@@ -83,8 +86,9 @@ class LeRobotFactory(ABC):
         folder = None if cfg.path is None else resolve_asset(cfg.path)
         if folder is None or not folder.is_dir():
             raise ConfigError(
-                f"model.path={cfg.path} is not a folder. It must be a LeRobot {self.kind} policy: {CONFIG_FILE}, "
-                f"{WEIGHTS_FILE} and the files of both processors; assets/{self.kind} starts from random weights."
+                f"model.path={cfg.path} is not a folder. Use the folder of a LeRobot {self.kind} policy with "
+                f"{CONFIG_FILE}, {WEIGHTS_FILE} and the files of both processors. Use assets/{self.kind} for random "
+                "weights."
             )
         return folder
 
@@ -143,13 +147,13 @@ class LeRobotFactory(ABC):
         return costs if shape is None else steering_costs(costs, shape)
 
     def steering(self, cfg: LeRobotSettings, config: LeRobotConfig) -> SteeringShape | None:
-        """Return the output shape of the actor on a frozen network; None: the network itself is trained."""
+        """Return the input and output sizes of the actor on a frozen network; None: the network itself is trained."""
         if not cfg.steers:
             return None
         return steering_shape(cfg, config, self.features(config), self.chosen(cfg, config))
 
     def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the sizes of network and actor (see `PolicyFactory.compare`)."""
+        """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
         config, _ = self.plan(cfg, env)
         mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))
@@ -183,7 +187,7 @@ class LeRobotFactory(ABC):
         return policy
 
     def plan(self, cfg: LeRobotSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the policy's config in an environment, and the keys of config.json.
+        """Return the config of the policy for an environment, and the raw keys of config.json.
 
         Raises:
             ConfigError: checkpoint and environment do not fit.

@@ -1,4 +1,4 @@
-"""Folders of LeRobot 0.4 policies: weights, processors with their statistics, and heads that RL adds.
+"""Folders of LeRobot 0.4 policies: weights, processors with statistics, and RL heads.
 
 Older folders (0.3) keep the statistics among the weights, possibly prefixed by the name of a robot.
 """
@@ -37,7 +37,7 @@ from embodyrl.policies.weights import check_weights
 HEADS_FILE = "embodyrl_heads.safetensors"
 """File of the weights added by RL, which LeRobot does not read."""
 NETWORK = "network."
-"""Prefix of the names of weights in a module."""
+"""Prefix of the network's weights in a `LeRobotModule`."""
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""
@@ -62,7 +62,7 @@ class LeRobotFiles:
     statistics: Statistics
     """Normalization statistics by feature and name (mean, std, min, max)."""
     eps: float = 1e-8
-    """Minimum denominator of the normalizer."""
+    """Minimum denominator in the normalizer."""
     aside: dict[str, Tensor] = field(default_factory=dict)
     """Statistics that an older folder stores among the weights."""
     metadata: dict[str, str] | None = None
@@ -183,7 +183,7 @@ def _processor_statistics(
 
 
 def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None) -> Statistics:
-    """Return the statistics of one robot among the weights of an older folder.
+    """Return the statistics of one robot from the weights of an older folder.
 
     Raises:
         CheckpointError: there are several robots, and none is selected.
@@ -200,7 +200,8 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
         return next(iter(robots.values()), {})
     if robot is None:
         raise CheckpointError(
-            f"{where} contains statistics of several robots: {', '.join(sorted(robots))}. Set model.unnorm_key to one."
+            f"{where} contains statistics of several robots: {', '.join(sorted(robots))}. Set model.unnorm_key to "
+            "one of these names."
         )
     return robots[find_data_set(robot, robots, where)]
 
@@ -239,7 +240,7 @@ def _image_statistics(config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> dict[str, bytes]:
-    """Return the files of both processors in LeRobot's format."""
+    """Return the files of the preprocessor and the postprocessor in LeRobot's format."""
     inputs, outputs = (
         {name: feature.model_dump(mode="json") for name, feature in features.items()}
         for features in (config.input_features, config.output_features)

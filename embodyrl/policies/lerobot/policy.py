@@ -35,7 +35,7 @@ from embodyrl.types import (
 
 
 class LeRobotModule(HeadedModule):
-    """All parameters: the network, the statistics of its data, and heads added by RL."""
+    """Module with all parameters: the network, the normalization statistics, and heads added by RL."""
 
     def __init__(
         self, network: nn.Module, units: Units, features: int, value_dim: int, steering: SteeringShape | None
@@ -116,7 +116,7 @@ class LeRobotPolicy(ABC):
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Return a chunk for each observation (see `Policy.act`); greedy chunks have zero tokens."""
+        """Return a chunk for each observation (see `Policy.act`). Greedy chunks have zero tokens."""
         read = self._read(obs)
         if noise is None:
             chosen = Chosen.greedily(self._greedy(obs, read))
@@ -144,7 +144,7 @@ class LeRobotPolicy(ABC):
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))
 
     def save(self, folder: Path) -> None:
-        """Write LeRobot's folder, and RL heads in a separate file."""
+        """Write the policy in LeRobot's layout, and RL heads in a separate file."""
         self._files.save(self._module, folder)
 
     def load_weights(self, folder: Path) -> None:
@@ -156,13 +156,13 @@ class LeRobotPolicy(ABC):
             self._count_dimensions()
 
     def _value(self, read: Read) -> Tensor:
-        """Return value estimates [B, V] from detached features: the critic does not train the policy's features."""
+        """Return value estimates [B, V] from detached features, so that the critic does not train the network."""
         head = self._module.value_head
         pooled = read.pooled.detach()
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
     def _inputs(self, obs: Observation) -> Inputs:
-        """Normalize observations; history steps are concatenated in state and cameras, oldest first."""
+        """Normalize observations. History steps are concatenated in state and cameras, oldest first."""
         config, steps = self._config, self._config.n_obs_steps
         state_dim, environment_dim = config.state_dim, config.environment_dim
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
@@ -192,11 +192,11 @@ class LeRobotPolicy(ABC):
         return self._module.units.normalize(ACTION, rows)
 
     def _counted(self, per_number: Tensor) -> Tensor:
-        """Return the columns of values [B, K, A] that depend on the noise: without constant action dimensions."""
+        """Select the log-probabilities [B, K, A] of action dimensions that are not constant in the data."""
         return per_number[..., self._varying] if per_number.shape[2] == self._config.action_dim else per_number
 
     def _count_dimensions(self) -> None:
-        """Find the action dimensions with log-probabilities, which depend on the statistics of the weights."""
+        """Find the action dimensions with log-probabilities: those that are not constant in the data."""
         varies = self._module.units.varies()
         self._varying = np.arange(self._config.action_dim) if varies is None else varying(varies.cpu().numpy())
         if self._by_dimension:
@@ -228,14 +228,14 @@ def build_policy(
 
 
 class SteeredLeRobot(Steered, LeRobotPolicy):
-    """A frozen network with an actor that changes its chunks; implementation of `SoftActor`."""
+    """Base class of policies with a frozen network and an actor; implements `SoftActor`."""
 
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
         return self._from_actions(actions)
 
 
 class Started(SteeredLeRobot):
-    """DSRL (arXiv 2506.15799): the actor chooses the network's noise or latent."""
+    """DSRL policy (arXiv 2506.15799): the actor chooses the initial noise or latent of the network."""
 
     def _see(self, obs: Observation) -> Seen:
         with torch.no_grad():
@@ -244,7 +244,7 @@ class Started(SteeredLeRobot):
 
     @abstractmethod
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
-        """Return the executed actions [B, K, A] for actor outputs [B, n] within the bound."""
+        """Return the executed actions [B, K, A] for outputs [B, n] of the actor."""
 
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
@@ -254,7 +254,7 @@ class Started(SteeredLeRobot):
 
 
 class Corrected(SteeredLeRobot):
-    """A residual policy (arXiv 2407.16677, 2412.13630): the actor corrects the greedy chunk."""
+    """Residual policy (arXiv 2407.16677, 2412.13630): the actor corrects the greedy chunk of the network."""
 
     def _see(self, obs: Observation) -> Seen:
         with torch.no_grad():

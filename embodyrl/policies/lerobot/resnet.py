@@ -14,7 +14,7 @@ from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, EXPANSION, PLAIN, WID
 
 NORM_EPS = 1e-5
 START_SCALE = 0.3
-"""Scale of the last frozen norm of a block without pretrained weights, which keeps the outputs bounded."""
+"""Scale of the last frozen norm in each residual block without pretrained weights, which bounds the outputs."""
 
 Norm = Callable[[int], nn.Module]
 
@@ -33,7 +33,7 @@ class FrozenBatchNorm(nn.Module):
             self.register_buffer(name, torch.full((channels,), value))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale and shift [N, C, H, W]."""
+        """Apply scale and shift to feature maps [N, C, H, W]."""
         scale = self.weight * (self.running_var + NORM_EPS).rsqrt()
         shift = self.bias - self.running_mean * scale
         return x * scale[:, None, None] + shift[:, None, None]
@@ -49,7 +49,7 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1, dilation: int =
 
 
 class PlainBlock(nn.Module):
-    """Two 3x3 convolutions."""
+    """Basic residual block: two 3x3 convolutions."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PlainBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (with the stride) and 1x1 convolutions."""
+    """Bottleneck residual block: 1x1, 3x3 (strided) and 1x1 convolutions."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm, dilation: int = 1) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequenti
 
 
 def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
-    """Return the parts of a network by torchvision's names, in order.
+    """Return the modules of a ResNet by torchvision's names, in order.
 
     Args:
         name: a key of `DEPTHS`.

@@ -22,13 +22,13 @@ class LeRobotSettings(ResidualSettings):
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names."""
     unnorm_key: str | None = None
-    """Key of the normalization statistics if an older checkpoint has statistics of several robots."""
+    """Key (robot) of the normalization statistics, if an older checkpoint has statistics of several robots."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: bound of the noise or latent that the actor chooses."""
+    """dsrl: bound of the noise or latent that the actor chooses, -noise_bound..noise_bound."""
 
     @property
     def warmup_steps(self) -> int:
-        """See `ModelSettings.warmup_steps`."""
+        """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
         return WARMUP_STEPS
 
     @property
@@ -38,7 +38,7 @@ class LeRobotSettings(ResidualSettings):
 
 
 def chunk_shape(config: LeRobotConfig) -> ChunkShape:
-    """Return the sizes of a chunk."""
+    """Return the chunk sizes of a config: predicted actions, executed actions and action dimension."""
     width = config.action_dim
     return ChunkShape(horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width)
 

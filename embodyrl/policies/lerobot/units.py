@@ -1,4 +1,4 @@
-"""Statistics of the training data, and normalization of observations and actions."""
+"""Normalization statistics of the training data, and normalization of observations and actions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PAIRS = {
     Normalization.QUANTILES: ("q01", "q99"),
     Normalization.QUANTILE10: ("q10", "q90"),
 }
-"""The two statistics used by each kind of normalization."""
+"""Names of the two statistics that each kind of normalization uses."""
 STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
 
 
@@ -36,7 +36,7 @@ class Inputs:
 
 
 class Units(nn.Module):
-    """Normalization of each feature by its type. Statistics are buffers, so they are saved with the weights.
+    """Normalization of each feature by its type. Statistics are buffers, so that they are saved with the weights.
 
     A feature without statistics is unchanged.
     """
@@ -79,7 +79,7 @@ class Units(nn.Module):
                 mine.copy_(theirs.view_as(mine))
 
     def normalize(self, name: str, x: Tensor) -> Tensor:
-        """Map values of a feature to the network's units; statistics are along the last dimensions."""
+        """Convert values of a feature to the network's units; statistics broadcast along the last dimensions."""
         if (mode := self._modes.get(name)) is None:
             return x
         first, second = self._pair(name)
@@ -88,7 +88,10 @@ class Units(nn.Module):
         return 2 * (x - first) / self._span(first, second) - 1
 
     def unnormalize(self, name: str, x: Tensor) -> Tensor:
-        """Map values from the network's units; the inverse of `normalize` except for the eps of mean and std."""
+        """Convert values of a feature from the network's units.
+
+        The inverse of `normalize`, except for the eps of mean and std.
+        """
         if (mode := self._modes.get(name)) is None:
             return x
         first, second = self._pair(name)
@@ -99,7 +102,7 @@ class Units(nn.Module):
         return (x + 1.0) * self._span(first, second) / 2.0 + first
 
     def varies(self) -> Tensor | None:
-        """Return [A] 0 for action dimensions that are constant in the data, else 1; None: no dimension is constant."""
+        """Return [A]: 0 for action dimensions that are constant in the data, else 1; None: no dimension is constant."""
         if (mode := self._modes.get(ACTION)) is None:
             return None
         first, second = self._pair(ACTION)

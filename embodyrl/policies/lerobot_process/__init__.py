@@ -1,4 +1,4 @@
-"""Policies of an installed LeRobot, in a separate process. Importing this package does not import torch."""
+"""LeRobot policies in a separate process. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeRobotProcessFactory:
-    """Builds policies of an installed LeRobot; implementation of `PolicyFactory`."""
+    """Builds policies that run in an installed LeRobot; implements `PolicyFactory`."""
 
     settings: type[LeRobotProcessSettings] = LeRobotProcessSettings
     """Settings class of the keys under `model`."""
@@ -81,23 +81,23 @@ class LeRobotProcessFactory:
         return steered(spec, shape, cfg.likelihood)
 
     def costs(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Return the costs of the actor; the weights of LeRobot are in another process."""
+        """Return the costs of the actor. LeRobot's weights are in another process and are not counted."""
         if not cfg.steers:
             return PolicyCosts()
         return steering_costs(PolicyCosts(), steering_shape(cfg, read_checkpoint(_folder(cfg))))
 
     def compare(self, cfg: LeRobotProcessSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the frozen policy's config and the sizes of the actor (see `PolicyFactory.compare`)."""
+        """Check that the frozen policy's config and the actor's sizes match a folder (see `PolicyFactory.compare`)."""
         if (folder / CONFIG_FILE).is_file() and read_checkpoint(folder) != read_checkpoint(_folder(cfg)):
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} is of another policy than model.path={cfg.path}. Use the model.path of its "
-                "training."
+                f"{folder / CONFIG_FILE} is not the config of model.path={cfg.path}. Use the model.path with which the "
+                "checkpoint was trained."
             )
         if cfg.steers:
             steering_shape(cfg, read_checkpoint(_folder(cfg))).check(folder)
 
     def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
-        """Start the process and load the policy.
+        """Start the LeRobot process and load the policy.
 
         Raises:
             ConfigError: training was requested.
@@ -118,7 +118,7 @@ class LeRobotProcessFactory:
 
 
 def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringShape:
-    """Return the sizes of the actor, which reads states, means of images of the newest step, and proposed actions."""
+    """Return the sizes of the actor. Its inputs are states, image means of the newest step, and proposed actions."""
     hidden = saved.n_obs_steps * saved.state_dim + len(saved.cameras) * 3 * GRID * GRID
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, saved.action_dim)
@@ -127,7 +127,7 @@ def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringSh
 
 
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
-    """Return the index of each camera of the checkpoint among the cameras of one observed step."""
+    """Return the index of each camera of the checkpoint among the environment's cameras of one step."""
     known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
     wanted = cfg.cameras or [name.removeprefix(PREFIX) for name in saved.cameras]
     if cfg.cameras or {*wanted} <= {*known}:
@@ -136,7 +136,7 @@ def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple
 
 
 def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> list[str]:
-    """Return the mismatches of checkpoint and environment, one line each."""
+    """Return the mismatches between checkpoint and environment, one line each."""
     steps, problems = saved.n_obs_steps, []
     if cfg.num_action_chunks > saved.n_action_steps:
         problems.append(

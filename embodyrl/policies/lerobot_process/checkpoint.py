@@ -1,4 +1,4 @@
-"""Keys that the config.json of every LeRobot policy has. Does not import torch."""
+"""Keys of config.json that all LeRobot policies share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = "observation.images."
 
 
 class Feature(BaseModel):
-    """Type and shape of an input or output."""
+    """Type and shape of an input or output feature."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -25,7 +25,7 @@ class Feature(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """Inputs, outputs and chunk of a policy."""
+    """Config of a LeRobot policy: inputs, outputs and chunk sizes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -45,13 +45,13 @@ class Checkpoint(BaseModel):
 
     @property
     def states(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the state features: the robot's state before the environment's."""
+        """Names and sizes of the state features: first the robot's state, then the environment's state."""
         found = [(f.type == "ENV", name, f.shape[0]) for name, f in self.input_features.items() if f.type != "VISUAL"]
         return tuple((name, size) for _, name, size in sorted(found))
 
     @property
     def state_dim(self) -> int:
-        """Size of all states of one step."""
+        """Total size of all state features of one step."""
         return sum(size for _, size in self.states)
 
     @property
@@ -61,12 +61,12 @@ class Checkpoint(BaseModel):
 
     @property
     def horizon_length(self) -> int:
-        """H: number of actions of a predicted chunk, also of those that are not executed."""
+        """H: number of predicted actions per chunk, including actions that are not executed."""
         return self.horizon or self.chunk_size or self.n_action_steps
 
     @property
     def noise_dim(self) -> int:
-        """N: size of the initial noise of an action."""
+        """N: size of the initial noise of one action."""
         return self.max_action_dim or self.action_dim
 
 
@@ -92,7 +92,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _check_steps(file: Path) -> None:
-    """Check the steps of a processor, because LeRobot imports and calls a step without a registered name.
+    """Check that all steps of a processor are registered: LeRobot imports and calls any class named by other steps.
 
     Raises:
         CheckpointError: a step refers to Python code, or the file is malformed.

@@ -1,4 +1,4 @@
-"""Client of a process with LeRobot: one request per batch, a deadline for every reply."""
+"""Client of a LeRobot process: one request per batch, and a timeout for every reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embodyrl.types import FloatArray, Observation, PolicyOutput, PolicySpec
 
 
 class LeRobotPolicy(OnlyActs):
-    """Policy that requests chunks from a process of LeRobot; implementation of `Policy` without training."""
+    """Inference-only policy that requests chunks from a LeRobot process; implements `Policy`."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class LeRobotPolicy(OnlyActs):
         saved: Checkpoint,
         views: tuple[int, ...],
     ) -> None:
-        """Start the process and load the weights.
+        """Start the LeRobot process and load the weights there.
 
         Args:
             cfg: keys under `model`.

@@ -11,35 +11,36 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.steering.settings import ResidualSettings
 
 GRID = 8
-"""Rows and columns of the means of a camera image that the actor reads."""
+"""Number of rows and columns to which camera images are averaged for the actor."""
 Likelihood = StrEnum("Likelihood", ["none", "dsrl", "residual"])
 
 
 class LeRobotProcessSettings(ResidualSettings):
-    """Config keys for a policy of an installed LeRobot."""
+    """Config keys for a policy that runs in an installed LeRobot."""
 
     needs = {"likelihood=dsrl": "noise_bound noise_repeated"}
 
     path: Path | None = None
-    """Folder of `save_pretrained`: config.json, weights and the files of both processors."""
+    """Folder written by `save_pretrained`: config.json, weights, and the files of both processors."""
     precision: Precision = Precision.fp32
-    """Compute precision of the actor: fp32. LeRobot determines the policy's precision."""
+    """Compute precision of the actor (only fp32). The precision of the policy is set by LeRobot."""
     python: str | None = None
-    """Python executable with LeRobot installed; default: this interpreter. Code of its packages runs."""
+    """Python executable of an environment with LeRobot, which runs the policy and its packages; default: this
+    interpreter."""
     cameras: list[str] | None = None
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names, else the first cameras."""
     likelihood: Likelihood = Likelihood.none
-    """Source of log-probabilities for RL: none (evaluation only), or an actor on the frozen policy that selects its
-    initial noise (dsrl) or corrects its chunks (residual)."""
+    """Source of log-probabilities for RL. none: evaluation only. dsrl, residual: an actor on the frozen policy chooses
+    its initial noise (dsrl) or corrects its chunks (residual)."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: limit of the selected noise, -noise_bound..noise_bound."""
+    """dsrl: bound of the initial noise that the actor chooses, -noise_bound..noise_bound."""
     noise_repeated: bool = False
     """dsrl: one noise vector for all actions of a chunk; false: one vector per action."""
     load_timeout_s: Seconds = 600.0
-    """Time limit for loading the policy."""
+    """Maximum time in seconds for loading the policy."""
     answer_timeout_s: Seconds = 120.0
-    """Time limit of a reply."""
+    """Maximum time in seconds for a reply."""
 
     @property
     def steers(self) -> bool:

@@ -1,4 +1,4 @@
-"""Actors on a frozen policy of LeRobot.
+"""Actors on a frozen LeRobot policy.
 
 One corrects its actions (residual policy, arXiv 2407.16677, 2412.13630), the other selects its initial noise (DSRL,
 arXiv 2506.15799).
@@ -30,7 +30,7 @@ HEADS_FILE = "embodyrl_heads.safetensors"
 
 
 class SteeredLeRobot(Steered, LeRobotPolicy):
-    """A frozen policy of LeRobot with a trained actor; implementation of `SoftActor`."""
+    """Policy with a frozen LeRobot policy and a trained actor; implements `SoftActor`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SteeredLeRobot(Steered, LeRobotPolicy):
         views: tuple[int, ...],
         shape: SteeringShape,
     ) -> None:
-        """Start the process and build the actor, with the weights of the folder if it has an actor."""
+        """Start the process and build the actor; load the actor's weights if the folder has an actor."""
         super().__init__(cfg, spec, request, folder, saved, views)
         self._folder, self._device = folder, torch.device(request.device)
         self._temperature = request.temperature
@@ -69,7 +69,7 @@ class SteeredLeRobot(Steered, LeRobotPolicy):
         self._actor.shape.save(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace actor and value head in place; a folder without them changes nothing.
+        """Load actor and value head in place, if the folder contains them.
 
         Raises:
             CheckpointError: the file is damaged or does not fit.
@@ -89,13 +89,13 @@ class SteeredLeRobot(Steered, LeRobotPolicy):
 
     @property
     def _range(self) -> tuple[FloatArray, FloatArray]:
-        """Return the middle and half the width of the action range, [A] each."""
+        """Return the centre and the half-width of the action range, [A] each."""
         low, high = np.asarray(self._env.action.bounds, np.float64)
         bounded = np.isfinite(low) & np.isfinite(high) & (high > low)
         return np.where(bounded, (low + high) / 2, 0.0), np.where(bounded, (high - low) / 2, 1.0)
 
     def _means(self, obs: Observation) -> Tensor:
-        """Return means of the pixels in -1..1, [B, views x 3 x rows x columns], of the newest images."""
+        """Return image means [B, views x 3 x rows x columns] in -1..1, for the newest step."""
         if not self._views:
             return torch.zeros(len(obs), 0, device=self._device)
         newest = obs.images.shape[1] // self._saved.n_obs_steps
@@ -106,7 +106,7 @@ class SteeredLeRobot(Steered, LeRobotPolicy):
 
 
 class CorrectedLeRobot(SteeredLeRobot):
-    """An actor corrects the actions of the frozen policy.
+    """Residual policy: the actor corrects the actions of the frozen policy.
 
     Corrections are relative to the environment's action bounds, which are -1..1 for unbounded dimensions. The actor
     reads the states of LeRobot's preprocessor, means of the newest images, and the proposed actions.
@@ -144,7 +144,7 @@ class NoisedLeRobot(SteeredLeRobot):
 
 
 def _duplicate(source: Path, target: Path) -> None:
-    """Link a file of weights, which is never changed in place; copy other files."""
+    """Create a hard link to a weight file, which is never changed in place, or copy another file."""
     if source.suffix == ".safetensors":
         try:
             os.link(source, target)

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def encoded(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace arrays by type, shape and bytes, which do not depend on the version of numpy."""
+    """Replace each array by its type, shape and bytes, which any version of numpy can read."""
     return {
         name: ("array", value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
         for name, value in message.items()
@@ -18,7 +18,7 @@ def encoded(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `encoded`; arrays are writable."""
+    """Convert the tuples of `encoded` back to writable arrays."""
     return {
         name: np.frombuffer(bytearray(value[3]), value[1]).reshape(value[2])
         if isinstance(value, tuple) and value[:1] == ("array",)
@@ -28,10 +28,10 @@ def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Server:
-    """LeRobot policy with its preprocessor and postprocessor."""
+    """Runs a LeRobot policy with its preprocessor and postprocessor, for requests of the client."""
 
     def __init__(self, path: str, device: str, seed: int, steered: bool) -> None:
-        """Load the policy as LeRobot's evaluation does; `steered`: requests select its initial noise."""
+        """Load the policy as in LeRobot's evaluation; `steered`: requests contain the initial noise."""
         import torch
         from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore[reportMissingImports]
         from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # pyright: ignore[reportMissingImports]
@@ -88,7 +88,7 @@ class Server:
     def _require_effect(
         self, found: list[dict[str, Any]], tasks: list[str], actions: int, states: list[str], noise: Any
     ) -> None:
-        """Check that the noise changes the actions; some policies ignore their argument `noise`."""
+        """Check that the noise changes the actions, because some policies ignore the argument `noise`."""
         first, chunks = [{name: value[:1] for name, value in step.items()} for step in found], []
         for shift in (0, 1):
             self._torch.manual_seed(0)
