@@ -337,5 +337,5 @@ def test_folder_without_weights_does_not_query_the_hub(tmp_path):
         loading.add_adapters(None, model_of("causal_lm", lora=TextLoraSettings(path=str(tmp_path))), trainable=False)
     (tmp_path / "config.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "gpt2"):
-        with pytest.raises(CheckpointError, match="not the folder of a full model"):
+        with pytest.raises(CheckpointError, match="does not contain a full model"):
             loading.load(folder, dtype=None)

@@ -32,11 +32,11 @@ class CausalLMFactory:
 
     name: str
     start: str | None = None
-    """Included folder without weights, used without `model.path`: a small Llama with character tokens, initialised from
-    the seed."""
+    """Included folder that is used without `model.path`: config and tokenizer of a small Llama with character
+    tokens. Its weights are initialised from the seed."""
     start_parameters: int = 0
     sees: bool = False
-    """True for a vision-language model (`AutoModelForImageTextToText`), which processes the images of a prompt."""
+    """True for a vision-language model (`AutoModelForImageTextToText`), which accepts images in prompts."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
@@ -61,7 +61,7 @@ class CausalLMFactory:
         ]
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: a chunk is a reply, an action is one token.
+        """Return the policy spec: a chunk is a reply, an action is one token.
 
         Raises:
             ConfigError: the chat template rejects messages of the environment.
@@ -127,7 +127,7 @@ class CausalLMFactory:
         )
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return keys of a run that the policy does not support, one line each."""
+        """Return an error for each run key that the policy does not support. Optional."""
         return sampling_problems(cfg, spec)
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
@@ -187,4 +187,4 @@ CAUSAL_LM = CausalLMFactory(name="causal_lm")
 TINY = CausalLMFactory(name="causal_lm_tiny", start="assets/causal_lm_tiny", start_parameters=533_120)
 VISION_LM = CausalLMFactory(name="vision_lm", sees=True)
 VISION_TINY = CausalLMFactory(name="vision_lm_tiny", start="assets/vision_lm_tiny", start_parameters=590_592, sees=True)
-"""The tiny model with a vision tower of one layer (Idefics3), four tokens per image, and colours in the vocabulary."""
+"""Tiny vision-language model (Idefics3) with a one-layer vision tower and four tokens per image."""

@@ -12,7 +12,10 @@ _MIN_RESERVED = 32
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values [B, heads, T, D] of one layer; without gradients, because new tokens are written in place."""
+    """Preallocated keys and values [B, heads, T, D] of one layer.
+
+    Gradients are not supported, because new tokens are written in place.
+    """
 
     def __init__(self, longest: int) -> None:
         """Set up an empty layer; `longest`: maximum number of tokens, which limits the reserved space."""
@@ -47,7 +50,10 @@ def _extended(old: Tensor, size: int) -> Tensor:
 
 
 def reserved_cache(config: Any, longest: int) -> DynamicCache:
-    """Return an empty cache for a model's config; layers of other kinds, such as sliding windows, are unchanged."""
+    """Return an empty cache for a model's config, with reserved space in all full-attention layers.
+
+    Other layers, such as sliding-window attention, are unchanged.
+    """
     cache = DynamicCache(config=config)
     cache.layers = [ReservedLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -57,7 +63,9 @@ _M_MMAP_THRESHOLD = -3
 
 
 def unmap_large_tensors() -> None:
-    """Configure malloc to return freed blocks of at least 128 KiB to the system: for passes with many large tensors.
+    """Configure malloc to return freed blocks of at least 128 KiB to the system.
+
+    Used before passes with many large tensors.
 
     glibc (2.36) does not reuse a freed aligned block for a block of the same size, so a forward and backward pass of a
     language model would need up to twice the memory of its tensors.

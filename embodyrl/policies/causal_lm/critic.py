@@ -14,7 +14,7 @@ CRITIC_FOLDER = "critic"
 
 
 class WithCritic:
-    """Implementation of `TextPolicy` and `HasEngine`: one model acts, another model computes the values.
+    """Text policy with a separate critic model that computes the values; implements `TextPolicy` and `HasEngine`.
 
     The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
     and the warm-up of value heads.
@@ -44,7 +44,7 @@ class WithCritic:
         self._version = 0
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """See `Policy.act`."""
+        """Return a reply to each conversation, with values of the critic (see `Policy.act`)."""
         if (version := weights_version(self.module)) != self._version:
             weights_changed(self._policy.module)  # an engine loads its weights from there
             self._version = version
@@ -54,7 +54,7 @@ class WithCritic:
         return replace(out, value=value)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """See `Policy.score`."""
+        """Return the policy's scores of tokens, with values of the critic (see `Policy.score`)."""
         return replace(self._policy.score(obs, tokens), value=self._critic.score(obs, tokens).value)
 
     def save(self, folder: Path) -> None:

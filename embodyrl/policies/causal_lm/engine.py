@@ -21,7 +21,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
-"""Size of the KV cache in vLLM's CPU build; on a GPU the run plan sets vLLM's share of memory."""
+"""Size of the KV cache in bytes, for vLLM's CPU build. On a GPU the run plan sets the fraction of memory."""
 
 
 @contextmanager
@@ -51,10 +51,10 @@ class VllmEngine:
     """vLLM engine in this process, with the weights of the policy's module."""
 
     tempered = True
-    """True if log-probabilities include the temperature."""
+    """True because the returned log-probabilities include the temperature."""
 
     def __init__(self, save: Callable[[Path], None], request: PolicyRequest, *, dtype: str) -> None:
-        """Build the engine from a folder filled by `save`; the user's arguments of vLLM take precedence.
+        """Build the engine from a folder filled by `save`; vLLM arguments from the config take precedence.
 
         Raises:
             MissingDependencyError: vLLM is not installed.

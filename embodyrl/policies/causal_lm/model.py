@@ -54,7 +54,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
-    """Return (model, tokenizer), or (model, processor) of a vision-language model, without running code of the folder.
+    """Return (model, tokenizer), or (model, processor) for a vision-language model, without executing remote code.
 
     With a `seed`, weights are initialised randomly: the folder contains none.
 
@@ -64,7 +64,10 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
     """
     if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
         # The library would search its hub cache for the folder, or for the adapter's base model.
-        raise CheckpointError(f"{folder} is not the folder of a full model; set an adapter with model.lora.path.")
+        raise CheckpointError(
+            f"{folder} does not contain a full model. Use the folder of a full model, and set an adapter with "
+            "model.lora.path."
+        )
     try:
         kind, model_kind = (
             (AutoProcessor, AutoModelForImageTextToText) if sees else (AutoTokenizer, AutoModelForCausalLM)
@@ -86,7 +89,9 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         kind = "vision-language" if sees else "causal language"
-        raise CheckpointError(f"{folder} cannot be loaded as a {kind} model: {one_line(error)}") from error
+        raise CheckpointError(
+            f"{folder} cannot be loaded as a {kind} model: {one_line(error).rstrip('.')}. Use another model."
+        ) from error
     except (ImportError, AttributeError) as error:
         # Without torchvision the library's table of video processors is empty, even if none is used.
         raise MissingDependencyError(
@@ -96,13 +101,17 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
     model, info = loaded
     if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):
         raise CheckpointError(
-            f"{folder}: missing or mismatched weights {', '.join(wrong[:5])}; download the files again."
+            f"{folder} has missing or mismatched weights: {', '.join(wrong[:5])}. Download the files again."
         )
     return model, processor
 
 
 def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
-    """Add low-rank adapters (new, or those in `path`, by default `model.lora.path`), or merge a given adapter."""
+    """Add low-rank adapters to a model, or merge a given adapter into its weights.
+
+    The adapters are new, or loaded from `path` (default: `model.lora.path`). A given adapter is merged unless
+    `model.is_lora` is set.
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     lora = cfg.lora
@@ -233,7 +242,7 @@ class LanguageModel(nn.Module):
         plain: bool,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, greedy match (see `scores_of`) and value of the last `count` tokens.
+        """Return log-probability, entropy, argmax match (see `scores_of`) and value of the last `count` tokens.
 
         `plain`: True if `head_is_last`; the logits of long replies are then computed in chunks.
         """
@@ -247,7 +256,7 @@ class LanguageModel(nn.Module):
     def scores_of_hidden(
         self, hidden: Tensor, said: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, greedy match (see `scores_of`) and value of tokens `said` [B, n].
+        """Return log-probability, entropy, argmax match (see `scores_of`) and value of tokens `said` [B, n].
 
         `hidden` [B, n, D] are the states that predict the tokens. At most `CHUNK_LOGITS` logits are stored; with
         several chunks, logits are recomputed in the backward pass.
@@ -277,7 +286,7 @@ class LanguageModel(nn.Module):
 
 
 class _Scores(torch.autograd.Function):
-    """Autograd function of `scores_of`: separate operations would store tensors even for an unused entropy."""
+    """Autograd function of `scores_of`. Separate operations would store tensors even for an unused entropy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -300,7 +309,7 @@ class _Scores(torch.autograd.Function):
 
 
 def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and greedy match (token is the argmax) of tokens [...] for logits [..., V]."""
+    """Return log-probability, entropy and argmax match of tokens [...], given logits [..., V]."""
     return _Scores.apply(logits, said, temperature)
 
 

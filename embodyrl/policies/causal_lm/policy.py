@@ -30,19 +30,18 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
 ADAPTED_SEED = 0
-"""Seed of random base weights of adapters.
-Checkpoints contain only the adapters, which fit every run with this seed."""
+"""Seed of the random base weights under adapters. It is constant, because checkpoints contain only the adapters."""
 VALUE_FILE = "value_head/model.safetensors"
-"""File of the value head, in a separate folder because other tools load every weight file next to config.json."""
+"""File of the value head. It has a separate folder, because other tools load every weight file next to config.json."""
 
 
 class CausalLMPolicy:
-    """Implementation of `Policy`. A chunk is one reply of at most K tokens, including the end token."""
+    """Language-model policy; implements `Policy`. A chunk is one reply of at most K tokens, including the end token."""
 
     def __init__(
         self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, sees: bool
     ) -> None:
-        """Load a folder's model; without `cfg.path` its weights are initialised from the seed.
+        """Load the model from a folder. Without `cfg.path`, initialise its weights from the seed.
 
         `sees`: True for a vision-language model, which processes the images of an observation.
         """
@@ -91,7 +90,7 @@ class CausalLMPolicy:
 
     @property
     def vocabulary(self) -> frozenset[tuple[str, int]]:
-        """Set of all tokens with their ids."""
+        """Set of (token, id) pairs of the tokenizer."""
         return frozenset(self.tokenizer.get_vocab().items())
 
     # --- acting -----------------------------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class CausalLMPolicy:
         return tokens, logprob, value, best
 
     def rest(self) -> None:
-        """See `HasEngine.rest`."""
+        """Free the memory of the engine until the next inference (see `HasEngine.rest`)."""
         if self._engine is not None:
             self._engine.sleep()
 
@@ -243,7 +242,7 @@ class CausalLMPolicy:
         return tokens, logprobs, values, best.cpu().numpy()
 
     def _barred(self, t: int) -> Tensor | None:
-        """Return tokens that are not allowed at position t of a reply."""
+        """Return the token ids that are not allowed at position t of a reply."""
         early = self.ends if t < self._sampling.min_new_tokens else None
         both = [ids for ids in (early, self.never) if ids is not None]
         return torch.cat(both) if both else None
@@ -285,7 +284,7 @@ class CausalLMPolicy:
     def _score(
         self, obs: Observation, tokens: IntArray, *, dropout: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, value and greedy match of each token, all [B, K]."""
+        """Return log-probability, entropy, value and argmax match of each token, all [B, K]."""
         if not torch.is_grad_enabled() and len(split := in_parts(obs)) > 1:  # all slots of a run, with an engine
             scored = [self._score(part, tokens[rows]) for rows, part in split]
             one, two, three, four = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
@@ -315,7 +314,7 @@ class CausalLMPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Return the value of each conversation, in the first column of [B, V]."""
+        """Return the value of each conversation in the first column of [B, V] (see `Policy.values`)."""
         ids, mask, positions, image_inputs = self._inputs(self.read(obs))
         with self._precision():
             _, value = self._net(ids, mask, positions, 1, **image_inputs)
@@ -324,7 +323,7 @@ class CausalLMPolicy:
         return out
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the mean negative log-probability of each reply's tokens, and the fraction of greedy matches."""
+        """Return the mean negative log-likelihood of each reply's tokens, and the fraction of argmax matches."""
         tokens = actions[:, :, 0].astype(np.int64)
         logprob, _, _, top = self._score(obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0)
         count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
@@ -343,7 +342,7 @@ class CausalLMPolicy:
         return np.asarray([len(prompt) for prompt in self.read(obs)], np.int64)
 
     def served_by(self, url: str, model: str | None) -> Any:
-        """See `TextPolicy.served_by`."""
+        """Return a reference policy that is computed by a server (see `TextPolicy.served_by`)."""
         from embodyrl.policies.causal_lm.server import ServedReference
 
         return ServedReference(url, model, self.read, max(self.tokenizer.get_vocab().values()))
@@ -358,14 +357,14 @@ class CausalLMPolicy:
         return ids, mask, self._net.positions(ids, mask, image_inputs), image_inputs
 
     def _precision(self, *, keep: bool = True) -> torch.autocast:
-        """Return the autocast context; `keep` caches cast weights for a backward pass without recomputation."""
+        """Return the autocast context; `keep`: cache cast weights, which recomputation in the backward pass forbids."""
         mixed = self._autocast not in (None, torch.float32)
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write the Hugging Face layout: model and tokenizer, or the adapters in `adapter/`; and the value head."""
+        """Write the Hugging Face layout: model and tokenizer, or adapters in `adapter/`; and the value head, if any."""
         self.processor.save_pretrained(folder)
         with without_bars():
             self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
@@ -397,4 +396,7 @@ class CausalLMPolicy:
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
             weights_changed(self.module)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} does not fit this model: {' '.join(str(error).split())[:300]}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"{folder} does not fit this model ({reason}). Use a checkpoint of the same model."
+            ) from error

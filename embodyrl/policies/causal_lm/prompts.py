@@ -58,7 +58,7 @@ class Reader:
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
 
     def end_of_reply(self, ends: Sequence[int]) -> int:
-        """Return the end token of the chat template, else of the tokenizer, else the first of `ends`.
+        """Return the end token of the chat template, else of the tokenizer, else the first token of `ends`.
 
         Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first token.
         """
@@ -151,7 +151,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 
 
 def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the additional tensors of a batch of prompts followed by replies of these lengths.
+    """Return the additional tensors of a batch of prompts, extended for replies of the given lengths.
 
     Image tensors are concatenated along the first dimension, and padded with zeros in the other dimensions, which
     models treat as padding. Token types get zeros for padding and replies.

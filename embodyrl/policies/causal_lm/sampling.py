@@ -67,7 +67,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
 
 
 def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
-    """Return sampling parameters with the names of vLLM and compatible servers."""
+    """Return sampling parameters under the names of vLLM and compatible servers."""
     names = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     return {name: getattr(params, name) for name in names} | {
         "top_k": max(params.top_k, 0),
@@ -85,7 +85,7 @@ def seeds_of(noise: FloatArray) -> list[int]:
 
 
 def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Allocate the outputs of `count` replies: tokens (-1) and log-probabilities (0) [B, limit], and `no_best`."""
+    """Allocate the outputs of `count` replies: tokens (-1), log-probabilities (0), both [B, limit], and `no_best`."""
     return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
 
 

@@ -21,7 +21,7 @@ from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, see
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 ANSWER_S = 300.0
-"""Timeout in seconds of one reply, or of loading an adapter."""
+"""Timeout in seconds for one reply, or for loading an adapter."""
 _MOST_BYTES = 1 << 28
 """Maximum size of one reply in bytes."""
 CONNECTIONS = 64
@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 
 class _Server:
-    """One model of a server, called through `<url>/completions`."""
+    """Client of a server's completions API (`<url>/completions`) for one model."""
 
     key = "rollout.url"
     """Config key of the address."""
 
     def __init__(self, url: str, model: str | None) -> None:
-        """Query the models of the server.
+        """Choose a model from the models that the server lists.
 
         Args:
             url: address including /v1.
@@ -61,7 +61,6 @@ class _Server:
         self._base = self._model = model or served[0]
 
     def _complete(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the only completion for a request."""
         return self._parse("completions", lambda said: dict(said["choices"][0]), question)
 
     def _complete_all(self, questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +68,7 @@ class _Server:
             return list(pool.map(self._complete, questions))
 
     def _parse(self, path: str, find: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """Return the result of `find` for the JSON of a reply."""
+        """Send a request, and return `find` applied to the JSON of the reply."""
         text = self._ask(path, body)
         try:
             return find(json.loads(text))
@@ -95,10 +94,10 @@ class _Server:
 
 
 class ServerEngine(_Server):
-    """Generates replies; only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
+    """Generates replies on a server. Only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
 
     tempered = False
-    """False: log-probabilities exclude the temperature."""
+    """False because the returned log-probabilities exclude the temperature."""
 
     def __init__(
         self, url: str, model: str | None, save_adapter: Callable[[Path], None] | None, *, dtype: str, sampling: Any
@@ -120,7 +119,9 @@ class ServerEngine(_Server):
     def sync(
         self, module: object, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Upload new adapters, then compare the log-probability of a token after `probe` between server and module.
+        """Upload changed adapters, and check that the server has the weights of the module.
+
+        The check compares the log-probability of one token after `probe`.
 
         Raises:
             EmbodyError: the log-probabilities differ: other weights, or another tokenizer.
@@ -177,7 +178,7 @@ class ServerEngine(_Server):
 
 
 class ServedReference(_Server):
-    """Reference policy on a server: log-probabilities of given tokens, from a request that echoes prompt and reply.
+    """Reference policy on a server, which returns log-probabilities of given tokens by echoing prompt and reply.
 
     Implements the part of `Policy` that a reference needs.
     """
@@ -185,7 +186,7 @@ class ServedReference(_Server):
     key = "algorithm.reference_url"
 
     def __init__(self, url: str, model: str | None, read: Reader, highest: int) -> None:
-        """Connect; `read` converts conversations to token ids up to `highest`.
+        """Connect to the server; `read` converts conversations to token ids up to `highest`.
 
         Raises:
             EmbodyError: there is no server, or it rejects the ids.
@@ -196,7 +197,10 @@ class ServedReference(_Server):
         self._complete(self._echo([highest]))
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies or values."""
+        """Return log-probabilities [B, K] of replies at temperature 1; no entropies or values.
+
+        Log-probabilities after the end of a reply are 0.
+        """
         prompts, replies = self._read(obs), [row[row >= 0].tolist() for row in tokens]
         answers = self._complete_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
         found = np.zeros(tokens.shape, np.float32)

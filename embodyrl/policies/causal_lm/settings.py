@@ -11,7 +11,7 @@ from embodyrl.policies.settings import AdapterSettings, LoraSettings
 RESERVED = frozenset({"messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize"})
 RESERVED |= {"tools", "documents", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
 RESERVED |= {"chat_template", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
-"""Arguments of `apply_chat_template` that are not arguments of the template, or are set by the run."""
+"""Arguments of `apply_chat_template` that are set by the run, or are not passed to the template."""
 
 
 class TextLoraSettings(LoraSettings):
@@ -24,10 +24,10 @@ class TextLoraSettings(LoraSettings):
 
 
 class CausalLMSettings(AdapterSettings):
-    """Config keys for a causal language model; K is the maximum length of a reply."""
+    """Config keys for a causal language model; num_action_chunks (K) is the maximum length of a reply."""
 
     chat: bool | None = None
-    """Language models: apply the tokenizer's chat template; null: apply a template if the tokenizer has one."""
+    """Language models: apply the tokenizer's chat template; null: apply the template if the tokenizer has one."""
     chat_template: Path | None = None
     """Language models: file with a chat template (Jinja); default: the tokenizer's template."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -35,7 +35,7 @@ class CausalLMSettings(AdapterSettings):
     lora: TextLoraSettings = TextLoraSettings()
 
     def problems(self) -> Iterator[str]:
-        """Yield settings problems, including arguments of the chat template that are reserved or have no effect."""
+        """Yield config errors, including arguments of the chat template that are reserved or have no effect."""
         yield from super().problems()
         if self.chat is False and (self.chat_template or self.chat_template_kwargs):
             yield "model.chat=false: model.chat_template and model.chat_template_kwargs have no effect; remove them."

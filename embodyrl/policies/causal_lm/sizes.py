@@ -7,7 +7,7 @@ from typing import Any
 from embodyrl.files import read_json
 
 CHUNK_LOGITS = 2**26
-"""Number of logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
+"""Number of logits that are scored at a time: 0.25 GiB in float32. A backward pass holds a few copies."""
 _MOST_PIXELS = 14 * 14 * 4 * 1280
 """Default maximum number of pixels of an image at native resolution, if the processor's config has none."""
 
@@ -24,7 +24,7 @@ class TextSizes:
     """Width of keys and values."""
     tied: bool
     shares: bool
-    """True if all layers store keys and values of each position, so that replies can share the prompt's."""
+    """True if all layers store keys and values of every position, so that replies can share those of the prompt."""
 
     @property
     def layer_parameters(self) -> int:
@@ -54,7 +54,7 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def shared_bytes(self, prompt: int, reply: int, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the activation bytes of a reply and of a distinct prompt with shared prompts; (0, 0): unsupported.
+        """Return the activation bytes of a reply, and of a distinct prompt, with shared prompts; (0, 0): unsupported.
 
         Each reply stores its prompt's keys and values repeated for all heads; each distinct prompt also stores its
         keys and values before the repetition.
@@ -67,11 +67,11 @@ class TextSizes:
         return self.layers * one_reply, self.layers * prompt * (own + 2 * number * self.keys)
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
-        """Return the bytes of three float32 copies of one reply's logits, and of `CHUNK_LOGITS` logits."""
+        """Return the bytes of three float32 copies of the logits: of one reply, and of `CHUNK_LOGITS` logits."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the temporary bytes for gradients of the output matrix, without and with recomputed layers.
+        """Return the temporary bytes for gradients of the output matrix: without, and with recomputed layers.
 
         Gradients of earlier micro-batches, of earlier chunks of logits and of this chunk exist at the same time. In
         bfloat16, autocast keeps one cast of the matrix and gradients are summed in bfloat16. With recomputed layers,

@@ -1,4 +1,4 @@
-"""One reply of a language model, token by token."""
+"""Streaming generation: one reply of a language model, token by token."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Piece:
     top: tuple[tuple[int, float], ...]
     """The most probable tokens with their log-probabilities."""
     text: str
-    """Text completed by this token; the texts of all tokens join to the reply."""
+    """Text that this token completes. The concatenated texts of all tokens are the reply."""
     is_end: bool
     """True for an end token, which has no text."""
     finish: str | None
-    """None, or the reason why this is the last token: stop (end token or stop string) or length."""
+    """Reason of the end if this is the last token: stop (end token or stop string) or length; else None."""
 
 
 def context_length(policy: CausalLMPolicy) -> int | None:
@@ -67,10 +67,10 @@ def read_prompt(policy: CausalLMPolicy, messages: Sequence[Message]) -> list[int
     except (TemplateError, TypeError, LookupError) as error:
         roles = ", ".join(m.role for m in messages)
         why = " ".join(str(error).split())[:200]
-        raise PromptError(f"the chat template of the model rejects messages of {roles}: {why}") from error
+        raise PromptError(f"The chat template of the model rejects messages of {roles}: {why}") from error
     limit = context_length(policy)
     if limit is not None and len(prompt) >= limit:
-        raise PromptError(f"the messages have {len(prompt)} tokens; the context of the model has {limit}")
+        raise PromptError(f"The messages have {len(prompt)} tokens, but the context of the model has only {limit}")
     return list(prompt)
 
 
@@ -84,7 +84,7 @@ def stream(
     seed: int | None,
     top: int = 0,
 ) -> Iterator[Piece]:
-    """Generate one reply as `CausalLMPolicy.act` does.
+    """Generate one reply token by token, with the distribution of `CausalLMPolicy.act`.
 
     Args:
         policy: a language model.
@@ -140,7 +140,7 @@ class ReplyText:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._from = self._done = 0
-        """Tokens before `_done` are decoded.
+        """Number of decoded tokens (`_done`).
         Decoding starts at `_from`, because the text of a token depends on the previous token."""
         self._held = ""
         self.stopped = False
