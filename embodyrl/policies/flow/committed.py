@@ -1,4 +1,4 @@
-"""Real-time chunking of a flow: chunks that continue the previous chunk.
+"""Real-time chunking for flow policies: chunks that continue the previous chunk.
 
 Guidance is pseudo-inverse inpainting (arXiv 2506.07339). In the trained form, the network receives the committed
 actions without noise (arXiv 2512.05964). t = 1 is noise, t = 0 is data, v has the target noise - data.
@@ -26,7 +26,7 @@ class Committed:
     weight: Tensor
     """[B, H, 1] guidance weights."""
     frozen: Tensor
-    """[B, H, 1] bool: the action is executed before this chunk begins."""
+    """[B, H, 1] bool: True for an action that is executed before this chunk begins."""
 
     @classmethod
     def of(cls, rows: Tensor, counts: Tensor, mask: RtcMask) -> Self:
@@ -40,12 +40,12 @@ class Committed:
         )
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Replace the frozen actions in x [B, H, D] by the committed actions."""
+        """Return x [B, H, D] with the frozen actions replaced by the committed actions."""
         return torch.where(self.frozen, self.rows, x)
 
 
 def guidance_weights(delay: Tensor, end: Tensor, horizon: int, mask: RtcMask) -> Tensor:
-    """Return weights [B, H] for delays [B] and ends [B] of the previous chunk: 1 before the delay, 0 from the end on.
+    """Return guidance weights [B, H] for delays [B] and ends [B] of the previous chunk.
 
     From delay to end, action i has weight c (e^c - 1) / (e - 1), c, 1 or 0 (`mask`), c = (end - i) / (end - delay + 1).
     """
@@ -94,7 +94,7 @@ def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) 
 
 
 def simulated_delays(u: FloatArray, longest: int) -> IntArray:
-    """Return delays [B] for uniform numbers [B] in [0, 1): 0 in half of the samples, else uniform in 1..longest.
+    """Return simulated delays [B] for uniforms [B] in [0, 1): 0 in half of the samples, else uniform in 1..longest.
 
     The first chunk of an episode has no delay. With delays uniform in 0..D, only one of D + 1 samples would train the
     first action of a chunk.

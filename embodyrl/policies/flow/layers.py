@@ -49,7 +49,7 @@ def positions_of(valid: Tensor) -> Tensor:
 
 
 def rotary(positions: Tensor, spec: LayersSpec) -> Rope:
-    """Return tables of the half-split rotary embedding at positions [B, T]."""
+    """Return cosine and sine tables of the half-split rotary embedding at positions [B, T]."""
     return rope_tables(positions, spec.head_dim, ROPE_THETA)
 
 
@@ -154,7 +154,7 @@ class View:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm layer. All calls use `forward`, in which FSDP gathers the weights of a layer."""
+    """Pre-norm decoder layer. All calls use `forward`, because FSDP gathers the weights of a layer there."""
 
     def __init__(self, spec: LayersSpec, *, condition_width: int = 0, kv_inputs: int | None = None) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def _add(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Layers and final norm; with token embeddings if `vocab` is given."""
+    """Decoder layers and a final norm; with token embeddings if `vocab` is given."""
 
     def __init__(
         self, spec: LayersSpec, layers: list[DecoderLayer], *, vocab: int = 0, condition_width: int = 0

@@ -19,7 +19,7 @@ _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Naming scheme of the weights of a published checkpoint format."""
+    """Naming scheme of the weights in a published checkpoint format."""
 
     name: str
     renames: tuple[tuple[str, str], ...]
@@ -27,7 +27,7 @@ class Layout:
     tied: str | None = None
     """Name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()
-    """(published name, stack) of unused matrices [vocab, width of that stack] required by the published loader."""
+    """(published name, stack) of each unused matrix [vocab, width of the stack] that the published loader requires."""
 
     def likeness(self, keys: Iterable[str]) -> int:
         """Return the number of characteristic prefixes of this layout that occur among the keys."""
@@ -62,7 +62,7 @@ def _paligemma(
     tied: str | None = None,
     dead: str,
 ) -> Layout:
-    """Build a layout of pi0 and pi0.5.
+    """Build a layout of pi0 and pi0.5 on PaliGemma.
 
     `head`: prefix of all projections of the flow head. `actions`: further prefix of its input projections.
     """
@@ -138,7 +138,7 @@ LAYOUTS = (OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD, *_TRANSFORMERS_SAVED
 
 
 def layout_of(keys: Iterable[str], where: Path) -> Layout:
-    """Return the layout of a checkpoint by its names.
+    """Return the layout that matches the weight names of a checkpoint.
 
     Raises:
         CheckpointError: no layout matches.
@@ -151,8 +151,8 @@ def layout_of(keys: Iterable[str], where: Path) -> Layout:
     first = min(present, default="none")
     raise CheckpointError(
         f"{where}: its {len(present)} weights (first name: '{first}') match no known layout. Known layouts: "
-        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing. "
-        "Use another checkpoint."
+        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing; "
+        "use another checkpoint."
     )
 
 
@@ -194,7 +194,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
             if layout.theirs(ours) != key:
                 raise CheckpointError(
                     f"{where}: '{key}' does not match the layout of the other weights ({layout.name}). The files are "
-                    f"from two checkpoints; use the files of one."
+                    "from two checkpoints; use the files of a single checkpoint."
                 )
             weights[ours] = tensor
     names = [layout.theirs(EMBEDDING)] if EMBEDDING in weights else []

@@ -96,7 +96,7 @@ class ChainLikelihood(GaussianChain):
         self._cfg, self._noise_std = cfg, noise_std
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the stochastic step of this likelihood, and the ODE step."""
+        """Return the stochastic step of this likelihood, and the deterministic ODE step."""
         t, end = times(index, self._cfg.num_steps)
         v, hidden = velocity(x, t.flatten())
         if self._noise_std is not None:
@@ -136,7 +136,7 @@ class FpoLikelihood:
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute the losses again (see `ChunkLikelihood`)."""
+        """Return negative flow-matching losses as log-probabilities (see `ChunkLikelihood`); entropies are 0."""
         whole, floats = self.record.layout.unpack(tokens)
         values, shape = on_device(floats, device), self._shape
         split = shape.horizon * shape.width

@@ -18,7 +18,7 @@ from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSp
 
 LAYER_NORM_EPS = 1e-6
 CYCLES, CONTRAST = 4, 3.0
-"""Initial patch filters: number of cosines per direction, and their scale."""
+"""Initial patch filters: number of cosines per direction, and scale of the filters."""
 
 
 class SiglipEmbeddings(nn.Module):
@@ -206,7 +206,7 @@ class FlowModel(nn.Module, ABC):
     expert: Decoder
 
     def __init__(self, spec: FlowSpec, *, state_width: int, time_mlp: tuple[str, int]) -> None:
-        """Build the common parts; `state_width`: width of the state's token; 0: no such token.
+        """Build the common parts; `state_width`: width of the state token, 0 without a state token.
 
         `time_mlp`: common prefix of the names of the two layers that embed time, and the input width of the first.
         """
@@ -228,11 +228,11 @@ class FlowModel(nn.Module, ABC):
 
     @abstractmethod
     def memory(self, prefix: Prefix) -> Memory:
-        """Return the expert's inputs from a prefix, computed with the expert's weights."""
+        """Return the expert's inputs computed from a prefix: keys and values as memory, and the state."""
 
     @abstractmethod
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return suffix tokens [B, T, D], and the condition of the norms or None.
+        """Return suffix tokens [B, T, D] and the condition of the adaptive norms, or None without adaptive norms.
 
         The last H tokens are the noisy actions x [B, H, A] at times [B].
         """
@@ -247,7 +247,7 @@ class FlowModel(nn.Module, ABC):
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
 
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
-        """Run the backbone; with `output`, also return hidden states, which need one more layer."""
+        """Run the backbone; `output`: also return hidden states, which need one more layer."""
         x, valid = self.embed_prefix(inputs)
         view = View(rotary(positions_of(valid), self.spec.language), key_mask(valid, valid if output else None))
         layers, hidden = self.language.remember(x, [view] * self.spec.language.depth, output=output)
@@ -272,7 +272,7 @@ class FlowModel(nn.Module, ABC):
             stack.gradient_checkpointing = True
 
     def initialise(self, seed: int) -> None:
-        """Initialise all weights: normal with variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
+        """Initialise all weights: normal with variance 1 / fan_in; biases and adaptive norms 0, plain norms identity.
 
         A small model learns faster if attention is useful at the start: towers as in `SiglipTower.initialise`, open
         gates after the expert's adaptive norms, and queries of the expert that depend on the token and not only on the

@@ -1,4 +1,7 @@
-"""Flow policy for any velocity network: `act`, `score` and training share one code path. Also Flow-Noise's head."""
+"""Flow policy for any velocity network, and the noise head of Flow-Noise.
+
+`act`, `score` and training share one code path.
+"""
 
 import math
 from dataclasses import replace
@@ -40,7 +43,7 @@ HIDDEN = (128, 64)
 
 
 class _Layer(nn.Module):
-    """Linear layer with the parameter name of RLinf's checkpoints."""
+    """Linear layer with the parameter names of RLinf's checkpoints."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -90,11 +93,11 @@ RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
 
 
 class ActionScale(Protocol):
-    """Conversion between the units of actions and the units of the flow."""
+    """Interface for converting between environment actions and the units of the flow."""
 
     varies: FloatArray
-    """[A] 0 for action dimensions that are constant in the data, else 1. The flow of constant dimensions is arbitrary,
-    and its log-probability would add noise to every gradient."""
+    """[A] 0 for action dimensions that are constant in the data, else 1. The flow output of constant dimensions is
+    arbitrary, and its log-probability would add noise to every gradient."""
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Convert the executed part x [B, K, D] of chunks to environment actions [B, K, A]."""
@@ -106,7 +109,7 @@ class ActionScale(Protocol):
 
 
 class WeightFiles(Protocol):
-    """Interface of the weight storage of a network in a folder."""
+    """Interface for reading and writing the weights of a network in a folder."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write all weights of a `FlowModule`."""
@@ -118,7 +121,7 @@ class WeightFiles(Protocol):
 
 
 class FlowModule(HeadedModule):
-    """All parameters: the network, and heads added by RL.
+    """Module with all parameters of a flow policy: the network, and heads added by RL.
 
     The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
     observations once for all steps of a flow; its `pooled` [B, prefix_width] is the input of a value head, or None.
@@ -139,7 +142,7 @@ class FlowModule(HeadedModule):
 
 
 class FlowPolicy:
-    """Implementation of `Policy` for the network of a `FlowModule`.
+    """Flow policy for the network of a `FlowModule`; implements `Policy`.
 
     Tokens have the layout of `ChunkRecord`. The log-probabilities of an action are at the start of its tokens,
     padded with 0.
@@ -176,7 +179,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Sample a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
+        """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE and have zero tokens."""
         obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
         velocity = self._continuing(velocity, committed)
@@ -296,7 +299,6 @@ class FlowPolicy:
         return partial(guided, velocity, committed, limit=self._cfg.rtc_guidance, through_network=through)
 
     def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return deterministic chunks [B, H, D]."""
         return follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)
 
     def _greedy_start(self, obs: Observation) -> Tensor:
@@ -349,10 +351,10 @@ class FlowPolicy:
         return head(hidden.mean(1))
 
     def _counted(self, per_action: Tensor) -> Tensor:
-        """Return the columns of values [B, K, P] that depend on the noise: without constant action dimensions."""
+        """Select the log-probabilities [B, K, P] of action dimensions that are not constant in the data."""
         return per_action[..., varying(self._scale.varies)] if self._by_dimension else per_action
 
     def _count_dimensions(self) -> None:
-        """Set the number of log-probabilities per action, which depends on the statistics of the weights."""
+        """Set the number of log-probabilities per action, without dimensions that are constant in the data."""
         if self._by_dimension:
             self.spec = replace(self.spec, scored=len(varying(self._scale.varies)))

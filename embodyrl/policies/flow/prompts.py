@@ -17,7 +17,7 @@ STATE_BINS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptForm:
-    """Prompt format."""
+    """Format of a model's prompts."""
 
     template: str
     """Template with {task} and, if the state is text, {state}."""
@@ -26,9 +26,9 @@ class PromptForm:
     bos: str | None = None
     """Special token at the start."""
     tail: str = ""
-    """Text that is tokenised separately at the end."""
+    """Text at the end of the prompt, tokenized separately."""
     cleans: bool = True
-    """Strip the instruction, and replace underscores and newlines with spaces."""
+    """True if the instruction is stripped, and underscores and newlines are replaced by spaces."""
 
     @property
     def reads_state(self) -> bool:
@@ -89,14 +89,15 @@ class FlowPrompts:
         ids = self._encode(self.form.text(task, "" if state is None else state_text(state)))
         if len(ids) > self.form.limit:
             raise ConfigError(
-                f"The prompt of '{task}' has {len(ids)} tokens, but this model supports {self.form.limit}; shorten it."
+                f"The prompt of '{task}' has {len(ids)} tokens, but this model supports {self.form.limit}. "
+                "Shorten the instruction."
             )
         return ids
 
     def batch(
         self, tasks: Sequence[str], states: FloatArray | None = None, *, full: bool = False
     ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Return ids [B, W] padded on the right with zeros, and a mask that is False for padding.
+        """Return token ids [B, W], padded on the right with zeros, and a mask that is False for padding.
 
         W is the width of the known tasks; a longer row widens the batch to a multiple of 16. `full`: W is the limit
         (for values that average over all text tokens including padding).

@@ -50,37 +50,40 @@ class FlowSettings(ResidualSettings):
     num_steps: Count = 10
     """Number of Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
-    """Initial noise of greedy actions: zero; or random, with a seed from the observation's bytes (random as in
-    published evaluations, but reproducible)."""
+    """Initial noise of greedy actions. zero: zeros; random: noise as in published evaluations, but with a seed from the
+    observation's bytes."""
     likelihood: Likelihood = Likelihood.flow_sde
-    """Source of log-probabilities for RL: stochastic steps with a noise level (flow_sde, flow_cps) or learned noise
-    (flow_noise), or differences of the flow-matching loss (fpo); greedy actions follow the ODE. With a frozen flow and
-    algorithm=sac: an actor that selects the initial noise (dsrl) or corrects the actions (residual)."""
+    """Source of log-probabilities for RL. flow_sde, flow_cps: stochastic steps with a given noise level; flow_noise:
+    stochastic steps with learned noise; fpo: differences of the flow-matching loss. dsrl, residual: the flow is frozen,
+    and algorithm=sac trains an actor that chooses the initial noise (dsrl) or corrects the actions (residual). Greedy
+    actions follow the ODE."""
     stochastic_steps: Stochastic = Stochastic.one
-    """flow_sde, flow_cps: one random step per chunk is stochastic, or all steps; flow_noise: all steps."""
+    """Stochastic steps per chunk with flow_sde and flow_cps: one random step, or all steps. With flow_noise, all steps
+    are stochastic."""
     ignore_last: bool = False
-    """Keep the last denoising step deterministic."""
+    """If true, the last denoising step is deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """flow_sde, flow_cps: noise level a of the SDE."""
+    """flow_sde, flow_cps: noise level of the stochastic steps (a in the papers)."""
     noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
     ]
-    """flow_noise: bounds of the standard deviation of a step."""
+    """flow_noise: minimum and maximum standard deviation of a step."""
     joint_logprob: JointLogprob = JointLogprob.sum
-    """stochastic_steps=all: sum of the log-probabilities of the steps, or mean over the steps and the initial noise
-    (RLinf)."""
+    """Log-probability of a chunk with stochastic_steps=all: sum over the steps, or mean over the steps and the initial
+    noise (RLinf)."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: limit of the chosen noise, -noise_bound..noise_bound."""
+    """dsrl: bound of the initial noise that the actor chooses, -noise_bound..noise_bound."""
     noise_repeated: bool = False
     """dsrl: one noise vector for all actions of a chunk, as in the DSRL paper for pi0; false: one vector per action."""
     steered_noise: Share = 0.0
-    """dsrl: noise level a of flow_sde for sampling from the frozen flow; 0: ODE. The noise can improve samples of an
+    """dsrl: noise level of flow_sde for sampling from the frozen flow; 0: ODE. The noise can improve samples of an
     undertrained flow and is not part of log-probabilities."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
     fpo_ratio: FpoRatio = FpoRatio.mean
-    """fpo: one ratio from the mean loss of the pairs, or one ratio per pair (sample; with logprob_type=token_level)."""
+    """fpo: importance ratio. mean: one ratio from the mean loss of all pairs; sample: one ratio per pair, with
+    logprob_type=token_level."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
     """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""
@@ -91,16 +94,17 @@ class FlowSettings(ResidualSettings):
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
     rtc: Rtc = Rtc.off
-    """Real-time chunking with env.control.latency_steps or rollout.chunk_overlap: guide each denoising step towards
-    the remaining actions of the previous chunk (guided; identity: without backpropagation through the network), or
-    train the flow with the committed actions as inputs (trained); off: each chunk depends only on its observation."""
+    """Real-time chunking with env.control.latency_steps or rollout.chunk_overlap. off: each chunk depends only on its
+    observation. guided: each denoising step is guided towards the remaining actions of the previous chunk. identity:
+    the same without backpropagation through the network. trained: the committed actions are inputs of the flow in
+    training and inference."""
     rtc_guidance: Annotated[float, Field(ge=0, le=1000)] = 5.0
     """Upper bound of the guidance weight in a denoising step."""
     rtc_mask: RtcMask = RtcMask.exp
     """Weights of actions that the next chunk may change: exponential or linear decay, ones or zeros."""
     rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
-    """SFT: largest simulated delay D; half of the samples have no delay, the others 1..D uniformly. Longer delays are
-    rejected in rollouts."""
+    """SFT: maximum simulated delay D. Half of the samples have no delay, the other half has uniform delays in 1..D.
+    Rollouts with a longer delay are rejected."""
 
     @property
     def reads_committed(self) -> bool:
@@ -114,7 +118,7 @@ class FlowSettings(ResidualSettings):
 
     @property
     def warmup_steps(self) -> int:
-        """See `ModelSettings.warmup_steps`."""
+        """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
         return WARMUP_STEPS
 
     @property
@@ -124,12 +128,12 @@ class FlowSettings(ResidualSettings):
 
     @property
     def sampled_steps(self) -> int:
-        """Number of steps from which the stochastic step is sampled; the last step of CPS is deterministic."""
+        """Number of candidate steps for the single stochastic step; the last step of CPS is deterministic."""
         skips = self.ignore_last or self.likelihood is Likelihood.flow_cps
         return self.num_steps - 1 if skips else self.num_steps
 
     def problems(self) -> Iterator[str]:
-        """Yield errors of settings with which no step is stochastic."""
+        """Yield an error for each combination of settings without a stochastic step."""
         yield from super().problems()
         guided = self.rtc in (Rtc.guided, Rtc.identity)
         if self.rtc is not Rtc.off and (self.steers or (guided and self.likelihood is Likelihood.fpo)):
@@ -161,7 +165,7 @@ def flow_gripper(env: EnvSpec) -> GripperConvention | None:
 
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
-    """Return the input and output sizes of the actor for a frozen flow with `hidden` expert features."""
+    """Return the input and output sizes of the actor on a frozen flow; `hidden`: number of expert features."""
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, shape.action_dim)
     numbers = shape.width * (1 if cfg.noise_repeated else shape.horizon)
@@ -171,7 +175,7 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
 def described(
     spec: PolicySpec, cfg: FlowSettings, env: EnvSpec, shape: ChunkShape, hidden: int, folder: Path | None
 ) -> PolicySpec:
-    """Return the spec of a flow policy in a folder; if the flow is frozen, with the actor's token layout.
+    """Return the spec of a flow policy in a folder. For a frozen flow, the spec has the actor's token layout.
 
     Raises:
         CheckpointError: the folder has an actor with other outputs.
@@ -195,7 +199,7 @@ def described_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hi
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
-    """Compare the actor of a flow policy with the actor in a folder, if both exist.
+    """Check that the actor of a flow policy matches the actor in a folder, if both exist.
 
     Raises:
         CheckpointError: the outputs of the actors differ.

@@ -37,7 +37,7 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersSpec:
-    """Sizes of a stack of decoder layers: Gemma's or Llama's."""
+    """Sizes of a stack of Gemma or Llama decoder layers."""
 
     width: int
     depth: int
@@ -72,21 +72,22 @@ class FlowSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pi0Spec(FlowSpec):
-    """pi0, and pi0.5 (arXiv 2410.24164, 2504.16054; sizes of the openpi repository)."""
+    """Sizes of pi0 and pi0.5 (arXiv 2410.24164, 2504.16054; values from the openpi repository)."""
 
     adaptive: bool = False
-    """pi0.5: time conditions the expert's norms, and the state is text; pi0: both are suffix tokens."""
+    """True (pi0.5): the time conditions the expert's norms, and the state is text. False (pi0): the state is a suffix
+    token, and the time is mixed into the action tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmolVlaSpec(FlowSpec):
-    """SmolVLA (arXiv 2506.01844; sizes of lerobot)."""
+    """Sizes of SmolVLA (arXiv 2506.01844; values from lerobot)."""
 
     shuffle: int = 4
     """Side of the square of patches that are merged into one token."""
     joint_every: int = 2
-    """Layers whose index is a multiple of this number attend jointly, all other layers use cross-attention; 1: all
-    layers attend jointly."""
+    """Layers with an index that is a multiple of this number use joint attention, all other layers cross-attention. 1:
+    all layers use joint attention."""
 
     @property
     def image_tokens(self) -> int:
@@ -128,7 +129,7 @@ _SMOLVLM = "HuggingFaceTB/SmolVLM2-500M-"
 
 
 def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
-    """Read the sizes of a checkpoint.
+    """Read the sizes from a checkpoint's config.json.
 
     Args:
         folder: folder with config.json.
@@ -165,11 +166,17 @@ def _read_own(raw: Mapping[str, Any]) -> FlowSpec:
 
 
 def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -> Pi0Spec:
-    """Read openpi's (action_horizon, action_dim) or lerobot's sizes (chunk_size, max_action_dim, max_state_dim)."""
+    """Read the sizes of pi0 or pi0.5.
+
+    Keys: openpi's (action_horizon, action_dim), or lerobot's (chunk_size, max_action_dim, max_state_dim).
+    """
     stacks = []
     for name in ("paligemma_variant", "action_expert_variant"):
         if config[name] not in _GEMMA:
-            raise CheckpointError(f"{where}: {name}={config[name]} is unknown. Known: {', '.join(_GEMMA)}.")
+            raise CheckpointError(
+                f"{where}: {name}={config[name]} is not a known Gemma size ({', '.join(_GEMMA)}). "
+                "Use another checkpoint."
+            )
         stacks.append(_GEMMA[config[name]])
     action_dim = int(config["action_dim"] if "action_dim" in config else config["max_action_dim"])
     return replace(
@@ -202,7 +209,7 @@ _THEIRS = {
 
 
 def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Map sizes in transformers' configs to the names in embodyrl; names in `more` are equal in both."""
+    """Map sizes in transformers' configs to field names here; names in `more` are the same in both."""
     return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 

@@ -20,11 +20,11 @@ from embodyrl.types import FloatArray, IntArray, Observation
 
 
 class SteeredFlowPolicy(Steered, FlowPolicy):
-    """A frozen flow with a trained actor; implementation of `SoftActor`."""
+    """Policy with a frozen flow and a trained actor; implements `SoftActor`."""
 
     @abstractmethod
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return the inputs of the actor [B, F], a function of the observation, without gradients."""
+        """Return the inputs of the actor [B, F], computed from the observation without gradients."""
 
     def _see(self, obs: Observation) -> Seen:
         obs, _ = self._committed(obs)
@@ -87,7 +87,7 @@ class CorrectedFlow(SteeredFlowPolicy):
 
 
 def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
-    """Return the policy class of the settings."""
+    """Return the policy class for the settings."""
     if cfg.corrects:
         return CorrectedFlow
     return SteeredStart if cfg.steers else FlowPolicy

@@ -173,11 +173,11 @@ def test_relative_actions_need_equal_delta_dims(name, tmp_path):
     with pytest.raises(CheckpointError, match="unlike policy_postprocessor"):
         build("pi0", folder)
     edit(folder, AFTER, lambda s: named(s, "absolute_actions_processor").update(enabled=True))
-    with pytest.raises(CheckpointError, match=r"6 relative action dimensions.*Set it to 6"):
+    with pytest.raises(CheckpointError, match=r"6 relative action dimensions.*Set model.delta_dims=6"):
         build("pi0", folder)
     env = replace(ENV, state_dim=5)
     edit(folder, BEFORE, lambda s: named(s, name).update(action_names=["gripper", *"abcdef"]))
-    with pytest.raises(CheckpointError, match="not the first ones"):
+    with pytest.raises(CheckpointError, match="relative actions after absolute actions"):
         build("pi0", folder, env=env)
 
 

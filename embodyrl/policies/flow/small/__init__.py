@@ -33,7 +33,7 @@ class SmallFlowSettings(FlowSettings):
     num_steps: Annotated[int, Field(ge=1, le=10**6)] = 4
     """Number of Euler steps from noise to an action chunk."""
     num_images_in_input: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of camera images per query."""
+    """Number of camera images per inference."""
     use_proprio: bool = True
     """Use proprioception as an input."""
 
@@ -86,7 +86,7 @@ class SmallFlowFactory:
         return described_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes and actor (see `PolicyFactory.compare`)."""
+        """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
         plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
         wrong = [f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v]
         if wrong:

@@ -58,7 +58,7 @@ class SmallConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Bounds of actions and states; equal bounds mean that a dimension is constant in the data."""
+    """Bounds of actions and states. Equal bounds mean that the dimension is constant in the data."""
 
     action_low: FloatArray
     """Lower action bounds [A]."""
@@ -70,7 +70,9 @@ class Units:
 
 
 def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
-    """Return the bounds that map to -1..1: q01 and q99 of the folder's statistics, else the action space, else -1, 1.
+    """Return the bounds that map to -1..1.
+
+    The bounds are q01 and q99 of the folder's statistics, else those of the action space, else -1 and 1.
 
     Args:
         env: environment spec, with the dimensions of actions and states.
@@ -107,6 +109,6 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
     if low.shape != (size,):
         raise CheckpointError(
             f"{path}: {part} has {len(low)} numbers, but the environment has {size}. "
-            "Use the environment of the training."
+            "Use the environment in which the checkpoint was trained."
         )
     return low, high

@@ -28,7 +28,7 @@ from embodyrl.types import FloatArray, Observation, PolicySpec
 
 @dataclass(frozen=True, slots=True)
 class SmallFiles:
-    """`model.safetensors` and `config.json`; implementation of `WeightFiles`."""
+    """Reads and writes `model.safetensors` and `config.json`; implements `WeightFiles`."""
 
     config: SmallConfig
 
@@ -49,12 +49,12 @@ class SmallFiles:
 
 
 PLACE_SCALE = 0.3
-"""Scale of position embeddings relative to features of initial size 1."""
+"""Scale of position embeddings relative to features with initial scale 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallPrefix:
-    """Keys and values for each layer of the expert, [B, heads, N, W / heads], and the input of a value head."""
+    """Prefix of the expert: keys and values of each layer, [B, heads, N, W / heads], and the input of a value head."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -122,7 +122,7 @@ class ExpertBlock(nn.Module):
 
 
 class LookedFor(nn.Module):
-    """Image locations that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
+    """Finds image locations that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
 
     The instruction scales and shifts the features (FiLM, arXiv 1709.07871), starting at the identity.
     """
@@ -160,7 +160,7 @@ def _halve(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SmallFlow(nn.Module):
-    """Network of a `FlowModule`; implementation of `ActionScale`. The units are saved with the weights."""
+    """Small flow network of a `FlowModule`; implements `ActionScale`. The units are saved with the weights."""
 
     action_low: Tensor
     action_high: Tensor
@@ -225,7 +225,7 @@ class SmallFlow(nn.Module):
         return SmallPrefix(keys=keys.unbind(), values=values.unbind(), mask=mask, pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FlowModule`."""
+        """Return the velocity and the hidden states of the action tokens (see `FlowModule`)."""
         width = self.config.width
         rows = self.action_in(x) + _waves(x.shape[1], width, x.device)
         time = self.time(_time_waves(t, width))
@@ -252,7 +252,6 @@ class SmallFlow(nn.Module):
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))
 
     def _see(self, obs: Observation, language: Tensor) -> Tensor:
-        """Return one token per image, [B, C, width]."""
         images = on_device(np.ascontiguousarray(obs.images[:, : self.config.num_images]), language.device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
         asked = language.repeat_interleave(self.config.num_images, dim=0)

@@ -1,4 +1,4 @@
-"""pi0, pi0.5 and SmolVLA as policies. Importing this package does not import torch."""
+"""pi0, pi0.5 and SmolVLA policies. Importing this package does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ class VlaFactory:
         return adapter_problems(cfg) + _folder_problems(cfg)
 
     def spec(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Return the policy spec, read from the checkpoint's small files.
+        """Return the policy spec, read from the checkpoint's config, tokenizer and statistics.
 
         Raises:
             ConfigError: the checkpoint and the environment do not fit.
@@ -79,7 +79,7 @@ class VlaFactory:
         return described(spec, cfg, env, shape, model.expert.width, folder)
 
     def _check_cameras(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the cameras in LeRobot's config.json with those of the environment."""
+        """Check that the cameras in LeRobot's config.json match the cameras of the environment."""
         if cfg.cameras is not None or (folder / INPUTS_FILE).is_file():
             return
         names, read = env.cameras.names, env.cameras.names[: cfg.num_images_in_input]
@@ -87,12 +87,12 @@ class VlaFactory:
             raise ConfigError(f"model={cfg.model_type} in env '{env.name}': {problem}")
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate size and memory from the checkpoint's small files."""
+        """Estimate size and memory from the checkpoint's config.json."""
         model = read_folder(_folder(cfg), cfg)
         return described_costs(vla_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Check that the folder's actor fits (see `PolicyFactory.compare`)."""
+        """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""
         model = read_folder(_folder(cfg), cfg)
         check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 

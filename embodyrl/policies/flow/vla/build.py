@@ -1,4 +1,4 @@
-"""Construction of pi0, pi0.5 and SmolVLA: built on the meta device, loaded from a folder, partly frozen.
+"""Construction of pi0, pi0.5 and SmolVLA: on the meta device, then with weights from a folder, partly frozen.
 
 Weights are safetensors in any published layout, strictly checked; no code is executed. Adapters and other files are in
 the same folder.
@@ -108,14 +108,17 @@ def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 MODEL = "network.model."
 """Prefix of the model in a `FlowModule`."""
 BESIDE_FILE = "beside.safetensors"
-"""File of fully trained weights, saved next to adapters."""
+"""File of the fully trained weights that are saved next to adapters."""
 
 
 class VlaFiles:
-    """Weights in published layouts, or adapters with fully trained weights. Implementation of `WeightFiles`."""
+    """Reads and writes weights in published layouts, or adapters with fully trained weights.
+
+    Implements `WeightFiles`.
+    """
 
     def __init__(self, base: Path, network: VlaNetwork, adapter: AdapterSpec | None) -> None:
-        """Read the small files of a checkpoint.
+        """Read config, tokenizer and statistics of a checkpoint.
 
         Args:
             base: `model.path`, the folder of the base weights of adapters.
@@ -144,7 +147,9 @@ class VlaFiles:
             (folder / name).write_bytes(content)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read a published checkpoint, one of embodyrl, or adapters, which are merged if no adapters are trained.
+        """Load weights from a published checkpoint, a checkpoint of embodyrl, or adapters.
+
+        Adapters are merged if no adapters are trained.
 
         Raises:
             CheckpointError: a weight is missing, unexpected, damaged or of another shape.

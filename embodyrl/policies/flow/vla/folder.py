@@ -1,4 +1,4 @@
-"""Small files in a checkpoint folder of pi0, pi0.5 or SmolVLA: prompts, statistics, units. Does not import torch."""
+"""Config, prompts, statistics and units in a checkpoint folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def to_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatA
 
 
 def from_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
-    """Add the state: the inverse of `to_deltas`."""
+    """Add the state [B, S] to the first `dims` dimensions of actions [B, H, A]: the inverse of `to_deltas`."""
     return _shift(actions, state, dims, 1.0)
 
 
@@ -80,7 +80,7 @@ class Units:
 
 
 def kind_of(spec: FlowSpec) -> str:
-    """Return the name of the model with these sizes."""
+    """Return the model type with these sizes: pi0, pi05 or smolvla."""
     if isinstance(spec, Pi0Spec):
         return "pi05" if spec.adaptive else "pi0"
     return "smolvla"
@@ -200,7 +200,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
     for part, size in sizes.items():
         if part not in found:
             raise CheckpointError(
-                f"{folder} has no statistics of {part}; its data set lacks them. Use another checkpoint."
+                f"{folder} has no statistics of {part}, because its data set has none. Use another checkpoint."
             )
         statistics = found[part]
         quantiles = cfg.normalization is Normalization.quantiles
@@ -217,7 +217,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
 
 
 def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[Mapping[str, FlowStatistics], float]:
-    """Return statistics by part (state, actions), and the epsilon of the denominators."""
+    """Return statistics by part (state, actions), and the epsilon that is added to the denominators."""
     key = cfg.unnorm_key
     if (folder / STATISTICS_FILE).exists():
         return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
@@ -281,7 +281,7 @@ def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Add embodyrl's statistics to the files of LeRobot's loader, if the folder has such files."""
+    """Add embodyrl's statistics to the LeRobot files of a folder, if there are such files."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}

@@ -1,4 +1,4 @@
-"""pi0, pi0.5 and SmolVLA as networks of a flow policy: stored observations to velocities, and units."""
+"""Networks of pi0, pi0.5 and SmolVLA for flow policies: from stored observations to velocities, and units."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ from embodyrl.types import ByteArray, FloatArray, Observation
 
 
 class Pi0(FlowModel):
-    """pi0 and pi0.5. The suffix is a state token and the actions; in pi0.5 only the actions, with time in the norms."""
+    """Network of pi0 and pi0.5.
+
+    The suffix contains a state token and the actions; in pi0.5 only the actions, and the time conditions the norms.
+    """
 
     spec: Pi0Spec
 
@@ -45,7 +48,7 @@ class Pi0(FlowModel):
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Return image tokens; only text tokens are scaled."""
+        """Return image tokens, which are not scaled, in contrast to text tokens."""
         return self.projector(self.vision(images))
 
     def memory(self, prefix: Prefix) -> Memory:
@@ -64,7 +67,7 @@ class Pi0(FlowModel):
         return Memory(views=with_memory(view, prefix.layers), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return state and action tokens, or action tokens and the condition of the norms."""
+        """Return state and action tokens (pi0), or action tokens and the condition of the norms (pi0.5)."""
         actions, when = self.action_in_proj(x), time_embedding(time, self.spec.expert.width)
         if self.spec.adaptive:
             return actions, F.silu(self.time_mlp(when.to(actions.dtype)))
@@ -73,7 +76,7 @@ class Pi0(FlowModel):
 
 
 class SmolVla(FlowModel):
-    """SmolVLA: the state is the last token of the prefix; images and text do not attend to it.
+    """Network of SmolVLA. The state is the last token of the prefix; images and text do not attend to it.
 
     Actions do not attend to later actions. The state is not part of `Prefix`: its token passes through the language
     model in `memory`, so its projection can be trained with a frozen backbone without storing the activations of
@@ -122,7 +125,7 @@ class SmolVla(FlowModel):
         return Memory(views=tuple(views), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return action tokens that contain the time; its angles are computed in float64, as in the published code."""
+        """Return action tokens that contain the time. Its angles are computed in float64, as in the published code."""
         when = time_embedding(time, self.spec.expert.width, double=True)
         return self._mix_time(self.action_in_proj(x), when), None
 
@@ -151,7 +154,7 @@ def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
 
 
 def pad_centred(frames: ByteArray, side: int) -> Tensor:
-    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centred on black.
+    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centred with black padding.
 
     As in openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
     """
@@ -188,7 +191,7 @@ class VlaReader:
     """Conversion of observations and actions to the model's inputs; implementation of `ActionScale`."""
 
     def __init__(self, cfg: VlaSettings, spec: FlowSpec, folder: Path, request: PolicyRequest) -> None:
-        """Read tokenizer and statistics of a folder.
+        """Read the tokenizer and the statistics of a folder.
 
         Raises:
             CheckpointError: the files are missing, damaged or do not fit the environment.
@@ -205,7 +208,7 @@ class VlaReader:
 
     @property
     def unnorm_key(self) -> str | None:
-        """Robot or data set of the statistics."""
+        """Key of the normalization statistics: a robot or a data set."""
         return self._cfg.unnorm_key
 
     def adopt(self, folder: Path) -> None:
@@ -264,7 +267,7 @@ class VlaNetwork(nn.Module):
     """The network of a `FlowModule`."""
 
     def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
-        """Combine model and reader; `pools`: a value head uses the prefix, which costs one more layer."""
+        """Combine model and reader; `pools`: average the prefix for a value head, which needs one more layer."""
         super().__init__()
         self.model = model
         self.shape = shape

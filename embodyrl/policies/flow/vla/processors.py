@@ -25,13 +25,13 @@ _STEPS = {
     "pi0": (TOKENIZER, "pi0_new_line_processor", *RELATIVE),
     "pi05": (TOKENIZER, _STATE_PROMPT, *RELATIVE),
 }
-"""Steps of LeRobot 0.4 and 0.5 by model, in addition to those of every policy."""
+"""Additional processor steps of LeRobot 0.4 and 0.5 by model; `vla/processors.py` lists the common steps."""
 _MODES = {Normalization.mean_std: "MEAN_STD", Normalization.quantiles: "QUANTILES"}
 _IN_LEROBOT = "or set model=lerobot to run the policy in LeRobot."
 
 
 def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Processors:
-    """Read the processors of a folder, and compare their steps with this implementation and the settings.
+    """Read the processors of a folder, and check that their steps match this implementation and the settings.
 
     Raises:
         CheckpointError: a file is damaged, or a processor does something else.
@@ -83,7 +83,7 @@ def _problem(found: Processors, cfg: VlaSettings, folder: Path, action_dim: int)
 
 
 def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> str | None:
-    """Return an error if the relative dimensions of actions differ from `model.delta_dims`."""
+    """Return an error if the relative action dimensions differ from `model.delta_dims`."""
     steps = found.config_of(*RELATIVE) or {}
     after = bool((found.config_of(ABSOLUTE) or {}).get("enabled"))
     relative = bool(steps.get("enabled"))
@@ -99,9 +99,12 @@ def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> s
     mask = _relative_dims(steps, action_dim)
     count = sum(mask)
     if mask != [True] * count + [False] * (action_dim - count):
-        return f"has relative actions that are not the first ones: {mask}. Use another checkpoint, {_IN_LEROBOT}"
+        return f"has relative actions after absolute actions: {mask}. Use another checkpoint, {_IN_LEROBOT}"
     if count != cfg.delta_dims:
-        return f"has {count} relative action dimensions, but model.delta_dims={cfg.delta_dims}. Set it to {count}."
+        return (
+            f"has {count} relative action dimensions, but model.delta_dims={cfg.delta_dims}. "
+            f"Set model.delta_dims={count}."
+        )
     return None
 
 

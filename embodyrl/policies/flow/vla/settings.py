@@ -17,8 +17,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Config keys for pi0 and SmolVLA, whose state is a token."""
 
     greedy_start: GreedyStart = GreedyStart.random
-    """Initial noise of greedy actions: random, with a seed from the observation's bytes (random as in published
-    evaluations, but reproducible); or zero."""
+    """Initial noise of greedy actions. random: noise as in published evaluations, but with a seed from the
+    observation's bytes; zero: zeros."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of camera images per inference, in the order of the checkpoint; other cameras of the checkpoint are
     masked."""
@@ -36,7 +36,7 @@ class VlaSettings(FlowSettings, AdapterSettings):
     With is_lora, adapters are added to the same parts."""
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield an error for each contradiction between settings."""
         yield from super().problems()
         if self.horizon is not None and self.num_action_chunks > self.horizon:
             yield (
@@ -51,9 +51,9 @@ class Pi05Settings(VlaSettings):
     normalization: Normalization = Normalization.quantiles
     """Normalisation of states and actions: quantiles (pi0.5; q01 and q99 map to -1 and 1) or mean_std."""
     state_in_prompt: bool = True
-    """Write the state into the prompt; false: ignore the state, as openpi's pi05_libero does."""
+    """Write the state into the prompt; false: ignore the state, as in openpi's pi05_libero."""
 
 
 def reads_state(cfg: VlaSettings) -> bool:
-    """Return whether the model reads the state: pi0.5 can ignore it."""
+    """Return True if the model reads the state; pi0.5 can ignore the state."""
     return not isinstance(cfg, Pi05Settings) or cfg.state_in_prompt

@@ -10,7 +10,7 @@ _NETWORK = "embodyrl.policies.flow.vla.network"
 _BACKBONE = ("vision.", "projector.", "language.")
 _PROMPT_TOKENS = 48
 _HALF = 2.5
-"""Average bytes per stored activation element under autocast: most in bfloat16, some in float32."""
+"""Average bytes per stored activation element under autocast, which stores most in bfloat16 and some in float32."""
 
 
 def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:

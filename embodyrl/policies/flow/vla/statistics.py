@@ -25,7 +25,7 @@ _LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """normalised = (x - shift) / scale for the first D dimensions; other dimensions are unchanged."""
+    """Affine map: normalised = (x - shift) / scale for the first D dimensions; other dimensions are unchanged."""
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
@@ -38,7 +38,7 @@ class Affine:
         return out.astype(np.float32)
 
     def unnormalise(self, x: npt.ArrayLike) -> FloatArray:
-        """Invert `normalise`."""
+        """Invert `normalise`: map normalised values to the original units."""
         out = np.array(x, np.float64)
         size = len(self.shift)
         out[..., :size] = out[..., :size] * np.asarray(self.scale) + np.asarray(self.shift)
@@ -47,13 +47,13 @@ class Affine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowStatistics:
-    """Statistics per dimension of a data set's states or actions: mean and std, q01 and q99, or all four."""
+    """Statistics of states or actions by dimension: mean and std, q01 and q99, or all four."""
 
     numbers: Mapping[str, tuple[float, ...]]
     where: str
 
     def mean_std(self, eps: float = OPENPI_EPS) -> Affine:
-        """Return (x - mean) / (std + eps), as in pi0 and SmolVLA.
+        """Return the map (x - mean) / (std + eps), as in pi0 and SmolVLA.
 
         Raises:
             CheckpointError: mean or std is missing.
@@ -62,7 +62,7 @@ class FlowStatistics:
         return Affine(shift=mean, scale=tuple(s + eps for s in std))
 
     def quantiles(self, eps: float = OPENPI_EPS) -> Affine:
-        """Return (x - q01) / (q99 - q01 + eps) * 2 - 1, as in pi0.5.
+        """Return the map (x - q01) / (q99 - q01 + eps) * 2 - 1, as in pi0.5.
 
         Raises:
             CheckpointError: q01 or q99 is missing.
@@ -107,7 +107,7 @@ robot before `buffer` if a model was trained on several robots: `so100.buffer.ac
 
 
 def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = None) -> dict[str, FlowStatistics]:
-    """Read the statistics among the tensors of a LeRobot file: of its normalizer, or among an older model's weights.
+    """Read the statistics in a LeRobot file: from its normalizer, or from the weights of an older model.
 
     Args:
         tensors: tensors by name; see `STATISTIC`.
@@ -141,7 +141,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    """Check statistics read from a file and return them; `where`: file and part, ending in the part's name.
+    """Check and convert statistics read from a file; `where`: file and part, ending in the part's name.
 
     Raises:
         CheckpointError: see `check_statistics`.
