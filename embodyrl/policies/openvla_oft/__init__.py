@@ -1,4 +1,4 @@
-"""OpenVLA-OFT and OpenVLA. Importing this package does not import torch."""
+"""OpenVLA-OFT and OpenVLA policies. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NO_PATH = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVlaOftFactory:
-    """Builds policies of any size; implementation of `PolicyFactory`."""
+    """Builds OpenVLA or OpenVLA-OFT policies of any size; implements `PolicyFactory`."""
 
     settings: type[OpenVlaSettings] = OftSettings
     """Settings class of the keys under `model`."""
@@ -100,7 +100,7 @@ class OpenVlaOftFactory:
         return steering_costs(costs, _correction(cfg), beside=value_parameters(config, options))
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the sizes of model and actor (see `PolicyFactory.compare`)."""
+        """Check that the sizes of model and actor match a folder (see `PolicyFactory.compare`)."""
         cfg, saved = as_oft(cfg), read_config(folder)
         mine = read_config(_folder(cfg))
         if (saved.towers, saved.llama) != (mine.towers, mine.llama):

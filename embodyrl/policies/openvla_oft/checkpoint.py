@@ -49,7 +49,7 @@ def component_of(key: str) -> str:
 
 
 def side_components(keys: Iterable[str]) -> list[str]:
-    """Return the components of a model (given its state-dict keys) that are stored outside of its shards.
+    """Return the components of a model that are stored in separate files, given its state-dict keys.
 
     The vision backbone is in the shards, unless FiLM has changed the names of its weights.
     """
@@ -139,7 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def map_weights(path: Path) -> dict[str, Tensor]:
-    """Return memory-mapped weights of a safetensors file, without the rotary frequencies of old conversions.
+    """Return memory-mapped weights of a safetensors file; rotary frequencies of old conversions are dropped.
 
     Raises:
         CheckpointError: the file is missing, truncated or not a safetensors file.
@@ -232,7 +232,7 @@ def save_components(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
-    """Write tokenizer, preprocessor, statistics and configuration."""
+    """Write tokenizer, preprocessor, statistics and configuration to a folder."""
     for name, content in side_files.items():
         (folder / name).write_bytes(content)
 
@@ -252,7 +252,8 @@ def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str
         elif name not in optional:
             raise CheckpointError(
                 f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
-                "The checkpoint is incomplete, or was trained without it: see model.use_proprio, action_head, use_film."
+                f"The checkpoint is incomplete, or was trained without {name}. Check model.use_proprio, "
+                "model.action_head and model.use_film."
             )
     return files
 
@@ -264,7 +265,7 @@ def _copy(
     optional: set[str],
     change: Change | None = None,
 ) -> None:
-    """Check all files, then copy them and empty `files`, so that mapped pages are freed."""
+    """Copy weights after checking all files, and empty `files` so that mapped pages are freed."""
     found = {key: tensor for weights in files.values() for key, tensor in weights.items()}
     place = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
     check_weights(

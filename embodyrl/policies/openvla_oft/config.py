@@ -22,12 +22,12 @@ from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
 NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
-"""Statistics that map to -1..1, by `model.action_normalization`: LIBERO and Bridge use q99, ALOHA min/max."""
+"""Statistics that map to -1..1, for each `model.action_normalization`. LIBERO and Bridge use q99, ALOHA min/max."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Values that map to -1 and 1, per dimension; dimensions with a False `mask` are not normalised."""
+    """Values that map to -1 and 1, by dimension. Dimensions with a False `mask` are not normalised."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -108,7 +108,7 @@ def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = Tru
 
 
 class ActionTokenizer:
-    """Tokenizer with uniform bins over -1..1; the highest value has the lowest id.
+    """Tokenizer of actions with uniform bins over -1..1; the highest value has the lowest id.
 
     `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` returns the centre of the bin. The
     two lowest ids share one centre, because n_bins edges enclose n_bins - 1 bins.
@@ -180,7 +180,7 @@ class VitSpec:
 
     @property
     def num_prefix(self) -> int:
-        """Number of tokens before the patches, which are not part of the features."""
+        """Number of tokens before the patch tokens, which are not part of the features."""
         return int(self.class_token) + self.reg_tokens
 
 
@@ -209,7 +209,7 @@ class PixelNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OftOptions:
-    """Options from the settings, in addition to the checkpoint's files."""
+    """Options of the model from the settings, in addition to the checkpoint's JSON files."""
 
     cfg: OftSettings
     autoregressive: bool = False
@@ -230,7 +230,7 @@ class OftConfig:
 
     folder: Path
     towers: tuple[VitSpec, VitSpec]
-    """Vision towers, DINOv2 first, then SigLIP: the order of the image channels."""
+    """Vision towers in the order of the image channels: DINOv2, SigLIP."""
     pixel_norms: tuple[PixelNorm, PixelNorm]
     llama: LlamaSpec
     pad_token_id: int
@@ -241,7 +241,7 @@ class OftConfig:
     random_init: bool
     """True if the folder requests random initial weights instead of containing weights."""
     random_on_device: bool
-    """Generate the weights on the model's device: fast, but the values depend on the kind of device; for benchmarks."""
+    """True if the random weights are generated on the model's device: fast, but device-dependent; for benchmarks."""
 
     @property
     def image_size(self) -> int:

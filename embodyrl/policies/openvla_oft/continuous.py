@@ -1,4 +1,4 @@
-"""Action distributions of the continuous heads: a Gaussian around L1 regression, and a denoising chain."""
+"""Action distributions of the continuous heads: a Gaussian around the L1 head's output, and a denoising chain."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class L1Gaussian:
-    """Gaussian whose mean is the head's output, with a learned standard deviation per action dimension.
+    """Gaussian around the head's output, with a learned standard deviation per action dimension.
 
     The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded: the
     environment clips them. A token is the bit pattern of a float32, so log-probabilities are of the exact samples.
@@ -76,7 +76,7 @@ class DiffusionChain(GaussianChain):
         self._cfg, self._levels, self._alphas = cfg, torch.tensor(ddim_steps(steps)), cumulative_alphas()
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the stochastic step, and the deterministic step of greedy actions."""
+        """Return the stochastic step, and the deterministic step for greedy actions."""
         steps, alphas = self._cfg.num_diffusion_steps_inference, on_device(self._alphas, x.device)
         level = on_device(self._levels, x.device)[index]
         noise, _ = velocity(x, level)  # here the network predicts the noise
@@ -87,13 +87,13 @@ class DiffusionChain(GaussianChain):
 
 
 class Diffusion:
-    """Head that acts by denoising, with the likelihood of one or all noisy steps of the chain; see `DiscreteTokens`."""
+    """Diffusion head, with the likelihood of one or all stochastic steps of the chain (see `DiscreteTokens`)."""
 
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
         self._model, self._cfg, self._tokenizer, self._chain = model, cfg, tokenizer, DiffusionChain(cfg)
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """Denoise sampled noise; greedy actions start from the same fixed noise for all observations."""
+        """Denoise sampled noise; greedy actions start from one constant noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
             chosen = Chosen.greedily(self._denoised(inputs, prefix))
@@ -120,7 +120,7 @@ class Diffusion:
         return start.expand(len(inputs.prompt_ids), *shape)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities and entropies of the noisy steps, and values."""
+        """Return log-probabilities and entropies of the stochastic steps, and values."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         logprob, entropy = self._chain.score(self._network(inputs, prefix), tokens, device, temperature)
         return logprob, entropy, self._value(inputs, prefix)
@@ -171,6 +171,6 @@ class Diffusion:
 
 
 def agreement(found: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
-    """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN is in no bin."""
+    """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN matches no bin."""
     same = tokenizer.encode(found.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
     return (on_device(same, found.device) & ~found.isnan()).flatten(1).float().mean(1)

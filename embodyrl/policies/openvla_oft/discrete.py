@@ -1,4 +1,4 @@
-"""Action distribution of the discrete head: one categorical per number of a chunk, in parallel or token by token."""
+"""Action distribution of the discrete head: a categorical for each action dimension, in parallel or token by token."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-    """Run the forward pass; for `GuidedInputs`, return logits null + w (conditioned - null), and values."""
+    """Return logits and values of the forward pass; logits of `GuidedInputs` are null + w (conditioned - null)."""
     if not isinstance(inputs, GuidedInputs):
         return forward(inputs)
     # Copied: the outputs of a CUDA graph are valid until its next call.
@@ -25,7 +25,7 @@ def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: Mode
 
 
 class DiscreteTokens:
-    """Head whose tokens are vocabulary ids, as in the published code; temperature divides the logits.
+    """Head with vocabulary ids as tokens, as in the published code; temperature divides the logits.
 
     The continuous heads have the same interface (`L1Gaussian`, `Diffusion`).
     """

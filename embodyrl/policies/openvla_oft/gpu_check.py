@@ -1,4 +1,4 @@
-"""GPU check of OpenVLA-OFT: rollouts, log-probabilities, CUDA graphs and training with two layers of the 7B model."""
+"""GPU check of OpenVLA-OFT with two layers of the 7B model: rollouts, log-probabilities, CUDA graphs and training."""
 
 import tempfile
 import time
@@ -72,7 +72,7 @@ def _settings(folder: Path, *, adapted: bool, recorded: bool = False) -> OftSett
 
 @contextmanager
 def _built(parts: GpuParts, device: str, size: str, *, adapted: bool, recorded: bool = False) -> Iterator[list[Policy]]:
-    """Yield a list with the policy and free its memory at the end; the list is empty if construction fails."""
+    """Yield a list with the policy, and free its memory at the end. The list is empty if construction fails."""
     holder: list[Policy] = []
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name), size, _LAYERS)
@@ -141,7 +141,7 @@ def _act(parts: GpuParts, holder: list[Policy], device: str, name: str) -> tuple
 
 
 def _replay(parts: GpuParts, holder: list[Policy], device: str, plain: PolicyOutput | None) -> str:
-    """Act with CUDA graphs: results must repeat for equal inputs and agree with the forward pass without graphs."""
+    """Check that CUDA graphs repeat their results and agree with the forward pass without graphs."""
     (policy,) = holder
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -164,7 +164,7 @@ def _replay(parts: GpuParts, holder: list[Policy], device: str, plain: PolicyOut
 
 
 def _train(parts: GpuParts, holder: list[Policy], device: str, name: str, costs: PolicyCosts) -> str:
-    """Take optimizer steps; compare peak memory with the plan."""
+    """Take optimizer steps, and compare peak memory with the plan."""
     (policy,) = holder
     planned = planned_bytes(costs, _BATCH)
     on_gpu = device.startswith("cuda")

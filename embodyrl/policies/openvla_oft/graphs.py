@@ -1,4 +1,4 @@
-"""Inference with CUDA graphs: a forward pass is captured once per batch size and replayed with a single launch.
+"""Inference with CUDA graphs: a forward pass is captured once per batch size, then replayed with a single launch.
 
 A replay runs the captured kernels in order, so acting and scoring use the same computation; it saves the host's time
 for thousands of launches. Batches are padded to a few sizes, because each size has its own graph.
@@ -18,7 +18,7 @@ Forward = Callable[[ModelInputs], tuple[Tensor, Tensor]]
 
 
 def bucket(count: int) -> int:
-    """Round a batch size up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most 1.5 times the size.
+    """Round a batch size up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... (at most 1.5 times larger).
 
     >>> [bucket(count) for count in (1, 3, 5, 9, 17, 64, 65)]
     [1, 3, 6, 12, 24, 64, 96]
@@ -28,7 +28,7 @@ def bucket(count: int) -> int:
 
 
 def fill(inputs: ModelInputs, count: int) -> ModelInputs:
-    """Return a batch of `count` rows: the inputs, padded with their first row."""
+    """Pad a batch to `count` rows with copies of its first row."""
     return replace(
         inputs,
         **{name: torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])]) for name, x in _tensors(inputs).items()},
@@ -49,7 +49,7 @@ class _Recording:
 
 
 class Recorded:
-    """A captured and replayed forward pass without gradients.
+    """Forward pass without gradients that is captured once and then replayed.
 
     Weights may change in place, but must keep their memory. Outputs are valid until the next call. If capturing fails,
     a warning is logged once and the plain forward pass is used.
@@ -62,7 +62,7 @@ class Recorded:
         self._works = True
 
     def __call__(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return logits and values, like the forward pass."""
+        """Return logits and values of the forward pass."""
         count = len(inputs.prompt_ids)
         filled = fill(inputs, bucket(count))
         try:

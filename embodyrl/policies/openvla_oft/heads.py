@@ -24,7 +24,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualMlp(nn.Module):
-    """MLP from the concatenated hidden states of one action's A tokens to the action."""
+    """MLP from the concatenated hidden states of an action's A tokens to the action [A]."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ResidualMlp(nn.Module):
 
 
 class L1Head(nn.Module):
-    """Regression: the output is the normalised action."""
+    """L1 regression head; the output is the normalised action."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -57,7 +57,10 @@ class L1Head(nn.Module):
 
 
 class ActionScale(nn.Module):
-    """Exploration of RL around the L1 head: a log standard deviation [A] of normalised actions, always float32."""
+    """Learned log standard deviation [A] of normalised actions, for RL around the L1 head.
+
+    It is always float32.
+    """
 
     def __init__(self, action_dim: int) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class ActionScale(nn.Module):
 
 
 class DiffusionHead(nn.Module):
-    """Predicts the noise in a noisy action chunk."""
+    """Diffusion head, which predicts the noise in a noisy action chunk."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -96,12 +99,12 @@ def cumulative_alphas() -> Tensor:
 
 
 def ddim_steps(count: int) -> list[int]:
-    """Return the training steps of `count` denoising steps, from noisy to clean ("leading" spacing)."""
+    """Return the training steps of `count` denoising steps, noisiest first ("leading" spacing)."""
     return [i * (TRAIN_STEPS // count) for i in reversed(range(count))]
 
 
 def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """Return one DDIM step (arXiv 2010.02502, equations 12 and 16): clip the clean estimate to -1..1, reduce the noise.
+    """Apply a DDIM step (arXiv 2010.02502, eq. 12 and 16): clip the clean estimate to -1..1, then reduce the noise.
 
     The noise is not recomputed from the clipped estimate, and the last level is noise-free, as in the published code.
 

@@ -159,7 +159,7 @@ TEMPLATE = "In: What action should the robot take to {instruction}?\nOut:"
 
 
 class PromptEncoder:
-    """Encodes instructions with one tokenizer, at a width fixed by the known tasks."""
+    """Encodes instructions with one tokenizer; known tasks are padded to a constant width."""
 
     def __init__(self, tokenizer_file: Path, *, bos_token_id: int, tasks: Sequence[str] = ()) -> None:
         """Read a tokenizer.
@@ -192,7 +192,7 @@ class PromptEncoder:
         return (self._bos, *ids, *tail)
 
     def batch(self, instructions: Sequence[str]) -> tuple[IntArray, IntArray]:
-        """Return ids [B, W] padded on the right with zeros, and lengths [B].
+        """Return token ids [B, W], padded on the right with zeros, and lengths [B].
 
         W is the fixed width; only a longer, unexpected instruction widens the batch to a multiple of 16.
         """

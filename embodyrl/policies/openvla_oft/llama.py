@@ -89,7 +89,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def _scaled(a: Tensor, b: Tensor, scale: float, onto: Tensor | None = None) -> Tensor:
-    """Return `onto + scale * a @ b` in one matrix product; without `onto`, only the product."""
+    """Compute `onto + scale * a @ b` in one matrix product; without `onto`, only the product."""
     if onto is None:
         return (a @ b) if scale == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
     return torch.addmm(onto, a, b, alpha=scale)
@@ -122,7 +122,7 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Rotate x as `_rotate` does, in three kernels without copies; `sign` -1 rotates back."""
+    """Apply the rotation of `_rotate` in three kernels without copies; `sign` -1 rotates back."""
     out = x * cos
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -132,7 +132,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotation as an autograd function, whose gradient is rotated back. Both halves of the tables are equal."""
+    """Autograd function of the rotary rotation, whose backward pass rotates back.
+
+    Both halves of the tables are equal.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the elements x[b, rows[b]], [B, R, ...], of x [B or 1, T, ...] for indices `rows` [B, R]."""
+    """Select the rows x[b, rows[b]], [B, R, ...], of x [B or 1, T, ...] with indices `rows` [B, R]."""
     if len(x) == 1:
         return x[0][rows]
     begin = torch.arange(len(rows), device=rows.device)[:, None]
@@ -224,21 +227,21 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Deduplicated inputs of the first layer: S of T tokens, one for each set of identical tokens.
+    """Deduplicated inputs of the first layer: S distinct tokens of the T tokens.
 
     Zero tokens are identical at all positions: their queries and keys are zero, also after the rotation.
     """
 
     positions: Tensor
-    """[B, S] positions of the S tokens."""
+    """[B, S] positions of the S distinct tokens."""
     mask: Tensor
-    """[B, 1, 1, S] float, for the first layer: the logarithm of the number of tokens per key, -inf for none."""
+    """[B, 1, 1, S] float mask of the first layer: the logarithm of each key's multiplicity, -inf for absent keys."""
     places: Tensor
-    """[B, T] index of each token among the S tokens."""
+    """[B, T] index of each token among the S distinct tokens."""
 
 
 class LlamaAttention(nn.Module):
-    """Multi-head attention; the plan contains the mask."""
+    """Multi-head attention with the mask of an `AttentionPlan`."""
 
     def __init__(self, spec: LlamaSpec, layer: int) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from embodyrl.policies.vla.adapter import (
 )
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
-"""Parts that may have adapters; value head and proprioception projector are always fully trained."""
+"""Parts that may have adapters. Value head and proprioception projector are always fully trained."""
 _PUBLIC_PREFIX = "base_model.model."
 _OURS = ".default."
 
@@ -89,7 +89,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") -> Change:
-    """Return a function that merges an adapter into the weights of `base` while they are loaded, without a second copy.
+    """Return a function that merges an adapter into weights of `base` during loading, without a second copy.
 
     Args:
         adapter: folder of the adapter.
@@ -112,7 +112,9 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
 
 
 def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:
-    """Add adapters to the selected linear layers and patch embeddings; freeze all other weights `within` the parts.
+    """Add adapters to the selected linear layers and patch embeddings.
+
+    All other weights of the parts `within` are frozen.
 
     Adapters of layers without influence on the output are frozen too; public adapters contain them.
 
@@ -130,7 +132,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
     if not names:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         raise ConfigError(
-            f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known: {known}."
+            f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known layer names: {known}."
         )
     config = LoraConfig(
         r=spec.r,
@@ -160,7 +162,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
-    """Return outputs [..., out] of an adapted linear layer for inputs [..., in]."""
+    """Return outputs [..., out] of a linear layer with an adapter, for inputs [..., in]."""
     return linears([layer], x)[0] if x.is_cuda else type(layer).forward(layer, x)
 
 

@@ -30,11 +30,11 @@ from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
-"""All parts except those added by RL."""
+"""Names of all model parts except those added by RL."""
 
 
 class ValueHead(nn.Module):
-    """MLP from a hidden state to V value estimates, always in float32."""
+    """MLP from a hidden state to V value estimates, always computed in float32."""
 
     def __init__(self, width: int, value_dim: int) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ class ModelInputs:
     prompt_lengths: Tensor
     """[B] number of prompt tokens of each row without padding."""
     state: Tensor | None = None
-    """[B, S] proprioception in -1..1."""
+    """[B, S] proprioception, normalised to -1..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedInputs(ModelInputs):
-    """Inputs with a suffix, and inputs without the suffix for classifier-free guidance of the logits."""
+    """Inputs with and without the instruction suffix, for classifier-free guidance of the logits."""
 
     null: ModelInputs
     weight: float
@@ -82,7 +82,7 @@ class GuidedInputs(ModelInputs):
 
 
 class OpenVlaOft(nn.Module):
-    """One model class for all sizes and heads, with the parameter names of the published checkpoints."""
+    """OpenVLA-OFT network of any size and with any head, with the parameter names of published checkpoints."""
 
     def __init__(self, config: OftConfig, options: OftOptions) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class OpenVlaOft(nn.Module):
         return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
     def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Map hidden states [B, n, D] to float32 logits [B, n, columns], and the first state to values [B, V]."""
+        """Return float32 logits [B, n, columns] of hidden states [B, n, D], and values [B, V] of the first state."""
         return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
 
     def regress(self, hidden: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class OpenVlaOft(nn.Module):
         return self.value_head(hidden[:, 0])
 
     def prefix(self, inputs: ModelInputs) -> Tensor:
-        """Embed the tokens after BOS: the patches image by image, then the proprioception: [B, P, D]."""
+        """Embed the tokens after BOS, [B, P, D]: image patches, then proprioception."""
         language = self._language_vector(inputs) if self.options.cfg.use_film else None
         parts = [self.projector(self.vision_backbone(inputs.pixels, language))]
         if self.proprio_projector is not None:
@@ -177,7 +177,7 @@ class OpenVlaOft(nn.Module):
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
-        """Embed as in `embed` without slots, but with one token for all identical zero slots: [B, S, D]."""
+        """Embed like `embed` without slots, with a single token for all identical zero slots: [B, S, D]."""
         more = self.options.num_action_tokens - 1
         embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
         slot = last_prompt[:, None] + 1
@@ -243,7 +243,7 @@ class OpenVlaOft(nn.Module):
         return self._embed_text(inputs, 0).sum(dim=1) / count
 
     def add_residual_actor(self, seed: int) -> None:
-        """Add the actor that corrects the model's actions; initial corrections are 0."""
+        """Add the actor that corrects the model's actions; initial corrections are zero."""
         width = self.language_model.lm_head.in_features
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -295,7 +295,7 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
 
 
 def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
-    """Compute some output columns of a bias-free linear layer, which may have low-rank adapters (peft)."""
+    """Compute selected output columns of a bias-free linear layer, which may have low-rank adapters (peft)."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, layer.weight[columns])
     wrapped: Any = layer
@@ -307,7 +307,7 @@ def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
 
 
 Choose = Callable[[int, Tensor], Tensor]
-"""Function from (token index, logits [B, 1, bins]) to the chosen bin [B, 1]."""
+"""Function from (token index, logits [B, 1, bins]) to the index of the chosen bin [B, 1]."""
 
 
 def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:

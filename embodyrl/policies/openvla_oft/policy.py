@@ -182,7 +182,7 @@ class OpenVlaOftPolicy:
         self._adopt(read_config(folder))
 
     def _adopt(self, config: OftConfig) -> None:
-        """Use the statistics and conditioning of a folder, and its small files, which are saved with the weights."""
+        """Use the statistics and conditioning of a folder; keep its tokenizer and JSON files for `save`."""
         self.conditioning = read_conditioning(config.folder)
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
@@ -222,7 +222,7 @@ class OpenVlaOftPolicy:
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:
-        """Meaning of action tokens: the lowest token id, and the bounds of the binned actions."""
+        """Meaning of action tokens: the lowest token id, and the bounds of actions for the bins."""
         return self._config.action_vocab_start, self._bounds
 
     def _build_head(self) -> DiscreteTokens | L1Gaussian | Diffusion:
@@ -254,7 +254,7 @@ class OpenVlaOftPolicy:
 
 
 def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
-    """Build the model on the meta device, allocate its memory once, and load or initialise the weights.
+    """Build the model on the meta device, allocate its memory once, then load or initialise the weights.
 
     Raises:
         CheckpointError: the weights or the adapter do not fit.
@@ -312,7 +312,7 @@ def _merging(module: OpenVlaOft, base: Path, adapter: Path) -> Change:
 
 
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
-    """Cast all weights to bfloat16 except those added by RL, and fully trained weights next to adapters."""
+    """Cast all weights to bfloat16, except RL heads and weights that are fully trained next to adapters."""
     module.to(torch.bfloat16)
     for name in (*OF_RL, *FRESH) if keep_trained else OF_RL:
         if (part := getattr(module, name)) is not None:
@@ -330,7 +330,8 @@ def freeze(module: nn.Module, patterns: list[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
             raise ConfigError(
-                f"model.freeze: '{pattern}' matches no parameter. Names start with {parts}; try '{parts}.*'."
+                f"model.freeze: '{pattern}' matches no parameter. Parameter names start with {parts}; "
+                "use a pattern such as 'vision_backbone.*'."
             )
     for name, parameter in module.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):

@@ -1,4 +1,4 @@
-"""Declaration of the GPU check of OpenVLA-OFT, without torch."""
+"""Declaration of the GPU check of OpenVLA-OFT. Does not import torch."""
 
 from embodyrl.extensions.findings import GpuCheck
 

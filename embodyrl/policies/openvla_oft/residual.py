@@ -1,4 +1,4 @@
-"""A frozen OpenVLA-OFT, with any head, whose greedy chunk a small actor corrects (arXiv 2412.13630, 2407.16677)."""
+"""Residual policy: an actor corrects the greedy chunk of a frozen OpenVLA-OFT (arXiv 2412.13630, 2407.16677)."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
 class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
-    """Policy of greedy actions of a frozen model, with corrections up to `residual_scale` per normalised dimension.
+    """Residual policy on a frozen OpenVLA-OFT, with corrections up to `residual_scale` in normalised units.
 
     The model is built as for evaluation, so that its actions stay bit-identical while the actor is trained.
     """
@@ -39,7 +39,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         return self._see(obs).value.cpu().numpy()
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Raise an error: corrections of actions depend on the observation.
+        """Raise an error, because the correction of an action depends on the observation.
 
         Raises:
             ConfigError: always.
@@ -50,7 +50,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
 
     def _see(self, obs: Observation) -> Seen:
-        """Return the features: the mean of the hidden states that predict actions, then the normalised proposal."""
+        """Return the features: mean hidden state of the action predictions, then the normalised greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()

@@ -21,7 +21,7 @@ class OpenVlaSettings(AdapterSettings):
     """Config keys for OpenVLA, which predicts one action per inference, autoregressively."""
 
     action_dim: Count = 7
-    """A: dimensions of one action."""
+    """A: dimension of an action."""
     unnorm_key: str | None = None
     """Key of the action statistics; default: the key of the environment."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 1
@@ -30,21 +30,20 @@ class OpenVlaSettings(AdapterSettings):
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names."""
     action_normalization: Normalization = Normalization.bounds_q99
-    """Statistics that map to -1 and 1 for actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
+    """Statistics that map to -1 and 1, for actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
-    """Preprocessing of the checkpoint's training: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
+    """Image preprocessing in the checkpoint's training: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     rope_bf16_table: bool = False
-    """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained with this
-    rounding."""
+    """Round the rotary frequencies to bfloat16 as in RLinf; only for checkpoints trained with this rounding."""
     freeze: list[str] = []
-    """Names of frozen parameters as patterns, for example [vision_backbone.*]."""
+    """Patterns of parameter names to freeze, for example [vision_backbone.*]."""
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
     cuda_graphs: bool = False
     """Run inference with CUDA graphs, one for each batch size (not tested on a GPU yet)."""
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield an error for each contradiction between settings."""
         yield from super().problems()
         if self.compile and self.cuda_graphs:
             yield "model.compile=true and model.cuda_graphs=true: use one of them; a compiled model cannot be recorded."
@@ -63,24 +62,24 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     use_proprio: bool = False
     """Use proprioception as an input."""
     append_stop: bool = True
-    """Add the STOP token after the action placeholders, as in the original training."""
+    """Append the STOP token to the action placeholders, as in the original training."""
     action_head: ActionHead = ActionHead.discrete
     """Action head: discrete tokens, or continuous actions (l1, diffusion)."""
     likelihood: Likelihood = Likelihood.head
-    """Source of log-probabilities for RL: the action head (head), or an actor that corrects the greedy chunk of the
-    frozen model (residual)."""
+    """Source of log-probabilities for RL. head: the action head; residual: an actor that corrects the greedy chunk of
+    the frozen model."""
     action_std: Positive = 0.1
-    """l1: initial standard deviation of normalised actions (-1..1) for RL; the standard deviation is learned."""
+    """l1: initial standard deviation of normalised actions in RL; the standard deviation is a trained parameter."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Number of denoising steps of the diffusion head, at most 50 (the number in training)."""
     stochastic_steps: Stochastic = Stochastic.one
     """diffusion: train on one random step per chunk, or on all steps; each step needs a forward pass."""
     diffusion_eta: Share = 1.0
-    """diffusion: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (the forward process)."""
+    """diffusion: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (the forward process)."""
     diffusion_min_std: Positive = 0.1
     """diffusion: minimum standard deviation of a stochastic step."""
     use_film: bool = False
-    """Condition the vision towers on the instruction (FiLM, OFT+; evaluation only)."""
+    """Condition the vision towers on the instruction with FiLM, as in OFT+ (evaluation only)."""
 
     @property
     def every_step(self) -> bool:
@@ -89,7 +88,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
 
     @property
     def warmup_steps(self) -> int:
-        """See `ModelSettings.warmup_steps`."""
+        """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
         return WARMUP_STEPS if self.action_head is ActionHead.diffusion or self.corrects else 0
 
 

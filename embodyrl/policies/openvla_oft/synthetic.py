@@ -1,4 +1,4 @@
-"""Checkpoints with random weights and observations of noise, for benchmarks of speed and memory."""
+"""Synthetic checkpoints with random weights, and random observations, for benchmarks of speed and memory."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ LARGE = {
     "pad_token_id": 32000,
     "text_config": {"model_type": "llama", "vocab_size": 32064},
 }
-"""Layer sizes of the published 7B model."""
+"""Layer sizes in config.json of the published 7B model."""
 ENV = EnvSpec(
     name="synthetic",
     action=ActionSpec(dim=7),
@@ -48,6 +48,6 @@ def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
 
 
 def observe(batch: int) -> Observation:
-    """Return observations of `ENV` with noise as images, equal in each call."""
+    """Return observations of `ENV` with random images; every call returns the same observations."""
     images = np.random.default_rng(0).integers(0, 256, (batch, 1, 256, 256, 3), dtype=np.uint8)
     return Observation(images=images, state=np.zeros((batch, 0), np.float32), instructions=(TASK,) * batch)

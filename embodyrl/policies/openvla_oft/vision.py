@@ -40,11 +40,11 @@ class Attention(nn.Module):
         self.proj = nn.Linear(spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, T, width] to the same shape."""
+        """Map tokens [B, T, width] to the same shape."""
         return self.proj(self.mix(x))
 
     def mix(self, x: Tensor) -> Tensor:
-        """Return the attention output before the output projection."""
+        """Return the attention output [B, T, width] before the output projection."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(q, k, v)
@@ -107,16 +107,16 @@ class Block(nn.Module):
         return self.feed_forward(self.attend(x))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Return attention plus its residual."""
+        """Return attention plus the residual connection."""
         return _onto(x, self.attn.proj, self.attn.mix(self.norm1(x)), self.ls1)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Return MLP plus its residual."""
+        """Return the MLP plus the residual connection."""
         return _onto(x, self.mlp.fc2, F.gelu(self.mlp.fc1(self.norm2(x))), self.ls2)
 
 
 def _onto(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tensor:
-    """Return x + scale(layer(inputs)), fused into fewer kernels on a GPU."""
+    """Return x + scale(layer(inputs)) in fewer kernels on a GPU."""
     if not isinstance(scale, LayerScale):
         return linears([layer], inputs, x)[0]
     out = layer(inputs)
@@ -124,7 +124,7 @@ def _onto(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tens
 
 
 class FilmBlock(nn.Module):
-    """A block whose stream is scaled and shifted by the instruction between attention and MLP (FiLM)."""
+    """Transformer block in which the instruction scales and shifts the tokens between attention and MLP (FiLM)."""
 
     def __init__(self, spec: VitSpec, language_width: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class AttentionPool(nn.Module):
 
 
 class Vit(nn.Module):
-    """One tower; its features are the output of the second to last block, without final norm and prefix tokens."""
+    """Vision tower. Its features are the patch tokens of the second-to-last block, without the final norm."""
 
     def __init__(self, spec: VitSpec, film_width: int = 0) -> None:
         super().__init__()
