@@ -1,4 +1,4 @@
-"""Policy on a WebSocket server. Importing this package does not import torch."""
+"""Client of a policy on a WebSocket server. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFactory:
-    """Builds clients of policy servers; implementation of `PolicyFactory`."""
+    """Builds clients of policy servers; implements `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
     """Settings class of the keys under `model`."""
@@ -28,7 +28,7 @@ class RemoteFactory:
         return []
 
     def spec(self, cfg: RemoteSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Return the policy spec: the environment's first cameras and its actions."""
+        """Return the policy spec: the environment's first cameras, and its actions."""
         from embodyrl.policies.remote.dialects import names_of
 
         named = len(names_of(cfg).images)

@@ -16,7 +16,7 @@ from embodyrl.policies.remote.settings import ConversationSettings
 from embodyrl.types import ByteArray, FloatArray
 
 _KINDS = "biuf"
-"""Numpy kinds of booleans and numbers; object arrays would be pickled, and text arrays are not needed."""
+"""Accepted numpy kinds: booleans and numbers. Object arrays would be pickled, and text arrays are not needed."""
 _MOST_PIXELS = 1 << 26
 """Maximum number of pixels of all images of a message."""
 _MOST_PARTS = 1 << 16
@@ -25,11 +25,11 @@ _LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
 
 
 class MessageError(EmbodyError, ValueError):
-    """A message is malformed, or has unexpected content."""
+    """Malformed message, or message with unexpected content."""
 
 
 def need(package: str) -> Any:
-    """Import a package of the extra `serve`, or one of its modules.
+    """Import a package of the extra `serve`, or a module of such a package.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -44,12 +44,12 @@ def need(package: str) -> Any:
 
 
 def bytes_keyed(array: np.ndarray) -> dict[Any, Any]:
-    """Encode an array as in openpi, with bytes as keys."""
+    """Encode an array as in openpi, as a mapping with bytes as keys."""
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
 def text_keyed(array: np.ndarray) -> dict[Any, Any]:
-    """Encode an array as in vla-eval (whose images may also be PNG or JPEG), with strings as keys."""
+    """Encode an array as in vla-eval, as a mapping with strings as keys."""
     return {"__ndarray__": True, "data": array.tobytes(), "dtype": array.dtype.str, "shape": list(array.shape)}
 
 
@@ -61,7 +61,9 @@ def pack(message: object, write_array: Callable[[np.ndarray], dict[Any, Any]]) -
             return write_array(value)
         if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
             return value.item()
-        raise MessageError(f"Values of type {type(value).__name__} cannot be sent.")
+        raise MessageError(
+            f"Values of type {type(value).__name__} cannot be sent; use numbers, strings, arrays, lists or mappings."
+        )
 
     return need("msgpack").packb(message, default=default)
 
@@ -74,7 +76,7 @@ def unpack(data: bytes | str) -> Any:
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
-        raise MessageError(f"The message is the string {data[:2000]!r}, expected bytes.")
+        raise MessageError(f"A message must be bytes, but this message is the string {data[:2000]!r}.")
     read = _Reader()
     limits = {"max_array_len": _LONGEST_LIST, "max_map_len": _LONGEST_LIST, "max_str_len": _LONGEST_TEXT}
     try:
@@ -86,18 +88,18 @@ def unpack(data: bytes | str) -> Any:
 
 
 class _Reader:
-    """Decoder that limits the parts of a message: one byte of a message can become an object of a hundred bytes."""
+    """Decoder that limits the number of parts of a message, because one byte can become an object of 100 bytes."""
 
     def __init__(self) -> None:
         self._parts = self._pixels = 0
 
     def list(self, found: list[Any]) -> list[Any]:
-        """Return a decoded list after counting its entries towards the limit of a message."""
+        """Count the entries of a decoded list towards the limit of a message, and return the list."""
         self._count(found)
         return found
 
     def mapping(self, found: dict[Any, Any]) -> Any:
-        """Count the entries of a decoded mapping; return it, or the image, array or number that it encodes."""
+        """Count the entries of a decoded mapping; return the mapping, or the image, array or number that it encodes."""
         self._count(found)
         if "__image__" in found and found.get("format") != "raw":
             return self._picture(found)
@@ -107,23 +109,28 @@ class _Reader:
             return found
         value = _field(found, "data")
         if not isinstance(value, int | float):
-            raise MessageError(f"The type {type(value).__name__} is not supported.")
+            raise MessageError(f"Values of type {type(value).__name__} are not supported in messages.")
         return value
 
     def _count(self, found: Sized) -> None:
         self._parts += 1 + len(found)
         if self._parts > _MOST_PARTS:
-            raise MessageError(f"The message has over {_MOST_PARTS} parts; encode numeric data as arrays.")
+            raise MessageError(
+                f"The message has more than {_MOST_PARTS} list and mapping entries; encode numeric data as arrays."
+            )
 
     def _picture(self, found: Mapping[Any, Any]) -> np.ndarray:
-        """Decode a PNG or JPEG after checking its size."""
+        """Decode a PNG or JPEG image after checking its size."""
         from PIL import Image
 
         try:
             with Image.open(io.BytesIO(_field(found, "data")), formats=("PNG", "JPEG")) as image:
                 self._pixels += math.prod(image.size)
                 if self._pixels > _MOST_PIXELS:
-                    raise MessageError(f"The images have over {_MOST_PIXELS} pixels, the last one {image.size}.")
+                    raise MessageError(
+                        f"The images of a message have more than {_MOST_PIXELS} pixels in total; the size of the last "
+                        f"image is {image.size}. Send smaller images."
+                    )
                 return np.asarray(image)
         except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise MessageError(f"An image is neither PNG nor JPEG: {error}.") from error
@@ -136,7 +143,7 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
         raise MessageError(f"An array has an unknown type or shape: {error}.") from error
     data = _field(found, "data")
     if dtype.kind not in _KINDS:
-        raise MessageError(f"An array has type {dtype}, expected booleans, integers or floats.")
+        raise MessageError(f"An array has type {dtype}; only booleans, integers and floats are supported.")
     # Before the array is allocated: a false size must not cause a read or an allocation.
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
         raise MessageError(f"An array of shape {shape} and type {dtype} has data of the wrong size.")
@@ -152,7 +159,7 @@ def _field(found: Mapping[Any, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One received observation: upright images, for any orientation of the simulator."""
+    """Received observation with upright images, which do not depend on the simulator's image orientation."""
 
     images: tuple[ByteArray, ...]
     """Images, each [H, W, 3] uint8."""
@@ -184,7 +191,7 @@ class Names:
         return message if seen.state is None else message | {self.state[0]: seen.state}
 
     def read(self, message: object, *, images: int, states: int) -> Seen:
-        """Return the policy's inputs from a message.
+        """Return the observation that a message contains.
 
         Args:
             message: the received message.
@@ -223,7 +230,8 @@ class Names:
                     f"image '{name}' is {picture.dtype} {list(picture.shape)}, expected uint8 [height, width, 3]."
                 )
         if len({picture.shape for picture in pictures}) > 1:
-            raise MessageError(f"The images differ in size: {', '.join(str(list(p.shape)) for p in pictures)}.")
+            shapes = ", ".join(str(list(picture.shape)) for picture in pictures)
+            raise MessageError(f"The images differ in size: {shapes}. Send images of the same size.")
         return pictures
 
 
@@ -262,5 +270,5 @@ def _received(message: Mapping[Any, Any]) -> str:
 
 
 def upright(images: ByteArray, rotation_deg: int) -> ByteArray:
-    """Rotate images [..., H, W, 3] between a simulator's orientation and upright; 0 or 180 degrees, self-inverse."""
+    """Rotate images [..., H, W, 3] by 0 or 180 degrees, between a simulator's orientation and upright."""
     return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images

@@ -1,4 +1,4 @@
-"""Client of a policy server: one connection, one request per observation, a deadline for every reply."""
+"""Client of a policy server: one connection, one request per observation, and a timeout for every reply."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 24
 
 
 class RemotePolicy(OnlyActs):
-    """Policy that requests chunks from a server and executes K actions; implementation of `Policy` without training."""
+    """Inference-only policy that requests chunks from a server and executes K actions; implements `Policy`."""
 
     def __init__(self, cfg: RemoteSettings, spec: PolicySpec, env: EnvSpec) -> None:
         """Connect and read the server's metadata.
@@ -50,7 +50,7 @@ class RemotePolicy(OnlyActs):
         self.server = self._greet()
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Request a chunk for each observation, one by one (see `Policy.act`); the server samples.
+        """Request a chunk for each observation, one by one (see `Policy.act`). The server samples the actions.
 
         Raises:
             EmbodyError: the server reports an error, times out or disconnects.
@@ -69,7 +69,7 @@ class RemotePolicy(OnlyActs):
         return self.output(np.stack(rows))
 
     def _greet(self) -> dict[str, Any]:
-        """Return the server's metadata, which openpi sends on connection and vla-eval after a first message."""
+        """Return the server's metadata. openpi sends them on connection, vla-eval after a first message."""
         if self._cfg.protocol == "vla_eval":
             self._tell("hello", {"harness_version": "0", "protocol_version": 1})
             return self._hear("hello")
@@ -115,7 +115,7 @@ class RemotePolicy(OnlyActs):
         self._send(pack(message, text_keyed))
 
     def _hear(self, kind: str) -> dict[str, Any]:
-        """Return the payload of the reply to the last message; replies to earlier messages are skipped."""
+        """Return the payload of the reply to the last message; late replies to earlier messages are skipped."""
         due = time.monotonic() + self._cfg.answer_timeout_s
         while time.monotonic() < due:
             said = self._receive()
@@ -155,7 +155,7 @@ class RemotePolicy(OnlyActs):
 
 
 def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
-    """Connect with retries, because a server with a large model starts late; `connection` closes it."""
+    """Connect with retries, because a server with a large model starts slowly; `connection` closes the socket."""
     client = need("websockets.sync.client")
     clock = RunClock()
     while True:

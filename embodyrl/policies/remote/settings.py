@@ -10,7 +10,7 @@ from embodyrl.policies.settings import ModelSettings
 
 
 class ConversationSettings(Settings):
-    """Config keys for field names in the wire format."""
+    """Config keys for the wire format and its field names."""
 
     protocol: Literal["openpi", "vla_eval"] = "openpi"
     """Wire format: openpi (observation in, action chunk out) or vla_eval (episode messages, one action at a time)."""
@@ -23,7 +23,7 @@ class ConversationSettings(Settings):
 
 
 class RemoteSettings(ModelSettings, ConversationSettings):
-    """Config keys for address and wire format of a policy server."""
+    """Config keys for the address and the wire format of a policy server."""
 
     url: Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Must("ws://HOST:PORT or wss://HOST:PORT")] | None = (
         None
@@ -32,18 +32,18 @@ class RemoteSettings(ModelSettings, ConversationSettings):
     connect_timeout_s: Seconds = 60.0
     """Seconds to wait until the server accepts the connection."""
     answer_timeout_s: Seconds = 120.0
-    """Time limit of a reply."""
+    """Seconds to wait for a reply."""
 
 
 class ServeSettings(ConversationSettings):
     """Config keys for a policy server."""
 
     host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Must("an address")] = "127.0.0.1"
-    """Bind address; default: this machine only. 0.0.0.0 accepts all hosts, without a password."""
+    """Bind address; default: this machine only. 0.0.0.0 accepts clients from all hosts, without authentication."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port of the server; 0: any free port."""
     answer_timeout_s: Seconds = 120.0
-    """Time limit of the policy for one chunk, after which the client gets an error."""
+    """Seconds that the policy may take for one chunk; then the client receives an error."""
     idle_timeout_s: Seconds = 3600.0
     """Seconds without a message, or with an unread reply, after which a client is disconnected."""
     max_message_mib: Count = 64

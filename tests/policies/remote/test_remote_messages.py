@@ -88,8 +88,8 @@ class Bomb:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("dtype", "|O", "expected booleans"),
-        ("dtype", "<U3", "expected booleans"),
+        ("dtype", "|O", "only booleans"),
+        ("dtype", "<U3", "only booleans"),
         ("dtype", "nonsense", "unknown type"),
         ("shape", [4, 5, 4], "data of the wrong size"),
         ("shape", [-4, -15], "data of the wrong size"),
