@@ -1,1 +1,1 @@
-"""Squashed Gaussian actions and critics of soft actor-critic. Importing this package does not import torch."""
+"""Squashed Gaussian actions and critics for soft actor-critic. Importing this package does not import torch."""

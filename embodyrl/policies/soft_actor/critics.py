@@ -1,4 +1,4 @@
-"""Ensemble of critics Q(features, actions), evaluated with one batched matrix product per layer."""
+"""Ensemble of critics Q(features, actions), with one batched matrix product per layer."""
 
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ class Critics(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(count, 1, b) for _, _, b in shapes)
 
     def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """Return the Q values [count, B]."""
+        """Return the Q values [count, B] of features [B, F] and chunks [B, L]."""
         x = torch.cat([features, actions], 1).expand(len(self.weights[0]), -1, -1)
         last = len(self.weights) - 1
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):

@@ -46,11 +46,11 @@ class SquashedHead(GaussianHead):
         return choice.tanh().flatten(1), logprob.sum((1, 2))
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Convert choices to actions, both [B, K, A]."""
+        """Convert samples before squashing to actions, both [B, K, A]."""
         return super().to_actions(np.tanh(choice))
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to raw samples, both [B, K, A]; actions at the bounds are moved inside (finite atanh)."""
+        """Convert actions to samples before squashing, both [B, K, A]; actions are clipped for a finite atanh."""
         return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
 
     def normalise(self, actions: FloatArray) -> FloatArray:

@@ -14,10 +14,10 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
 class SquashedActorCritic(ActorCritic):
-    """Networks whose outputs are means and log standard deviations."""
+    """Actor-critic networks whose policy outputs are means and log standard deviations."""
 
     def build_head(self, shape: NetShape, log_std: float, correlation: float) -> SquashedHead:
-        """Build the action distribution; the second half of the outputs, its log deviations, begin at `log_std`."""
+        """Build the action distribution; `log_std`: initial bias of the log standard deviations."""
         last = self.policy[-1]
         assert isinstance(last, nn.Linear)
         last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
@@ -25,7 +25,7 @@ class SquashedActorCritic(ActorCritic):
 
 
 class SquashedPolicy(ActorCriticPolicy):
-    """Implementation of `SoftActor`."""
+    """Actor-critic policy with squashed Gaussian actions; implements `SoftActor`."""
 
     network = SquashedActorCritic
     frozen = False

@@ -15,11 +15,11 @@ class SoftActor(Policy, Protocol):
     """Interface of a policy for soft actor-critic: reparameterised samples with gradients, and critics."""
 
     encoder: Sequence[nn.Parameter]
-    """Weights of the encoder in `features` that the critic loss trains; empty: no weights."""
+    """Weights of the encoder that the critic loss trains; empty if `features` has no trainable weights."""
     width: int
     """L: number of sampled values per chunk."""
     frozen: bool
-    """True if the `features` of an observation never change, so they are stored instead of the observation."""
+    """True if the features of an observation never change, so that they are stored instead of the observation."""
 
     def features(self, obs: Observation) -> torch.Tensor:
         """Return the inputs of actor and critics [B, F], with gradients."""

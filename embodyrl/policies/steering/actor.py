@@ -1,4 +1,4 @@
-"""Actor on a frozen model, its critics, and shared parts of these policies."""
+"""Actor on a frozen model, its critics, and the base class of policies with such an actor."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spr
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 WITHIN = 1.0 - 1e-3
-"""Largest imitated correction, relative to its bound."""
+"""Maximum correction in SFT targets, relative to the bound."""
 VALUE_WIDTHS = (256, 128)
-"""Hidden layers of a value head."""
+"""Widths of the hidden layers of a value head."""
 
 
 class SteeringActor(nn.Module):
-    """Squashed Gaussian over outputs [B, rows, n], computed from features of the frozen model.
+    """Actor on a frozen model: a squashed Gaussian over outputs [B, rows, n], given features [B, F].
 
     Its initial mean is near 0 (`gain` 0: exactly 0), where greedy actions equal those of the frozen model. The
     log-probability of a chunk is that of the actor's sample; if one row applies to the whole chunk, it is stored at the
@@ -48,7 +48,7 @@ class SteeringActor(nn.Module):
         return self.layers(features).unflatten(1, (self.shape.rows, -1))
 
     def greedy(self, features: Tensor) -> Tensor:
-        """Return the Gaussian's mean [B, rows, n]."""
+        """Return the mean of the Gaussian, [B, rows, n]."""
         return self.head.spread(self(features))[0]
 
     def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> Chosen:
@@ -60,11 +60,11 @@ class SteeringActor(nn.Module):
         return Chosen(state=choice, tokens=tokens, logprob=self._score(outputs, choice, temperature)[0])
 
     def score(self, features: Tensor, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy, [B, K, 1] each, of recorded samples."""
+        """Return log-probabilities and entropies of recorded samples, [B, K, 1] each."""
         return self._score(self(features), self.kept(tokens, features.device), temperature)
 
     def kept(self, tokens: IntArray, device: torch.device) -> Tensor:
-        """Return the samples [B, rows, n] that the tokens contain."""
+        """Unpack the samples [B, rows, n] from tokens."""
         return on_device(self.shape.layout.unpack(tokens)[1], device).unflatten(1, (self.shape.rows, -1))
 
     def _score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class SteeringActor(nn.Module):
 
 
 class HeadedModule(nn.Module):
-    """A network with the heads that RL adds."""
+    """Module of a network and the heads that RL adds."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class HeadedModule(nn.Module):
         self.residual_actor: SteeringActor | None = None
 
     def add_value_head(self, features: int, value_dim: int) -> None:
-        """Add a head from features [B, F] to values [B, V], unless V is 0."""
+        """Add a value head from features [B, F] to values [B, V], unless V is 0."""
         if value_dim:
             layers: list[nn.Module] = []
             for inputs, outputs in pairwise((features, *VALUE_WIDTHS)):
@@ -106,7 +106,7 @@ class HeadedModule(nn.Module):
 
 
 def proposal(features: Tensor, shape: SteeringShape) -> Tensor:
-    """Return proposed actions [B, K, A], the last columns of features [B, F]."""
+    """Return the proposed actions [B, K, A], which are the last columns of features [B, F]."""
     return features[:, -shape.actions * shape.numbers :].unflatten(1, (-1, shape.numbers))
 
 
@@ -140,7 +140,7 @@ class Seen(NamedTuple):
 
 
 class Steered(ABC):
-    """A policy with a frozen model and a trained actor; implementation of `SoftActor`."""
+    """Base class of policies with a frozen model and a trained actor; implements `SoftActor`."""
 
     spec: PolicySpec
     module: nn.Module
@@ -163,11 +163,14 @@ class Steered(ABC):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Convert actor samples [B, rows, n] before squashing to actions [B, K, A]; without seeds: no noise."""
+        """Convert actor samples [B, rows, n] before squashing to actions [B, K, A]; without seeds, add no noise."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Return a chunk for each observation (see `Policy.act`); greedy: the Gaussian's mean, with zero tokens."""
+        """Return a chunk for each observation (see `Policy.act`).
+
+        Greedy chunks use the Gaussian's mean and have zero tokens.
+        """
         seen, scale = self._see(obs), temperature or self._temperature
         seeds = None if noise is None else seeds_of(noise)
         if seeds is None:
@@ -213,19 +216,19 @@ class Steered(ABC):
         return self._actor.head.draw(self._actor(features))
 
     def chosen(self, tokens: IntArray) -> Tensor:
-        """Return the noise or corrections of tokens, relative to their bound (see `SoftActor.chosen`)."""
+        """Return the noise or corrections in tokens, relative to their bound (see `SoftActor.chosen`)."""
         rows, shape = self._actor.kept(tokens, self._device).tanh(), self._actor.shape
         # Expanded as in demonstrations, whose actions are not repeated rows.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return the corrections for the actions [B, K, A], possibly beyond the bound (see `SoftActor.normalise`).
+        """Return corrections that give the actions [B, K, A], possibly beyond the bound (see `SoftActor.normalise`).
 
         Raises:
             ConfigError: the noise for given actions is unknown.
         """
         if not self._actor.shape.proposes:
-            raise ConfigError(f"{self._key} chooses noise, not actions. Remove algorithm.demonstrations.")
+            raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Remove algorithm.demonstrations.")
         assert obs is not None, "the proposal depends on the observation"
         shape = self._actor.shape
         return ((self._normalised(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
@@ -240,7 +243,7 @@ class Steered(ABC):
         return critics.to(self._device)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the negative log-likelihood of the corrections for actions [B, K, A] (see `Policy.imitate`).
+        """Return the negative log-likelihood of the corrections that give actions [B, K, A] (see `Policy.imitate`).
 
         Corrections beyond the bound are moved inside. If one correction applies to the whole chunk, the target is the
         mean.
@@ -250,7 +253,7 @@ class Steered(ABC):
         """
         shape, head = self._actor.shape, self._actor.head
         if not shape.proposes:
-            raise ConfigError(f"{self._key} selects noise, not actions. Use model.likelihood=residual.")
+            raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Use model.likelihood=residual.")
         self.module.eval()  # dropout would change the proposal
         features = self.features(obs)
         away = self._normalised(actions[:, : shape.actions], obs) - proposal(features, shape)

@@ -16,7 +16,7 @@ from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
 
 WIDTHS = (256, 256)
-"""Hidden layers of the actor and of the critics."""
+"""Widths of the hidden layers of the actor and the critics."""
 SHAPE_FILE = "steering.json"
 """File name of the actor's shape, next to saved weights."""
 
@@ -27,7 +27,7 @@ class ResidualSettings(WeightSettings):
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """residual: bound of a correction, relative to the range -1..1 of the model's actions."""
+    """residual: bound of a correction, in units of the model's normalised actions (-1..1)."""
     residual_repeated: bool = False
     """residual: one correction for all actions of a chunk; false: one correction per action."""
 
@@ -96,7 +96,7 @@ class SteeringShape:
         (folder / SHAPE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check(self, folder: Path) -> None:
-        """Compare the shape with the `steering.json` of a folder.
+        """Check that the shape matches the `steering.json` of a folder.
 
         Raises:
             CheckpointError: the actor has other outputs; the message contains the difference.
@@ -125,13 +125,13 @@ class SteeringShape:
 
 
 def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
-    """Return the spec of a policy whose model is frozen."""
+    """Return the spec of a policy with a frozen model and an actor."""
     steering = SteeringSpec(key=f"model.likelihood={likelihood}", corrects=shape.proposes)
     return replace(spec, differentiable=True, scored=1, steering=steering)
 
 
 def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, beside: int = 0) -> PolicyCosts:
-    """Return the costs of a policy whose model is frozen; `beside`: number of trained weights outside the actor."""
+    """Return the costs of a policy with a frozen model; `beside`: number of trained weights outside the actor."""
     actor = sum((a + 1) * b for a, b in pairwise((shape.features, *WIDTHS, 2 * shape.width)))
     return replace(
         costs,
