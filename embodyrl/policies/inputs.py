@@ -12,7 +12,7 @@ from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
 _MOST_INSTRUCTIONS = 1000
-"""Maximum number of instructions that are stored with the weights."""
+"""Maximum number of instructions that are saved with the weights."""
 
 
 def write_inputs(folder: Path, policy: PolicySpec, env: EnvSpec) -> None:
@@ -39,7 +39,7 @@ def _instructions_of(env: EnvSpec) -> list[str]:
 
 
 def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) -> str | None:
-    """Return a warning if the weights in a folder were trained on none of the instructions of the given tasks."""
+    """Return a warning if the weights in a folder were not trained on any instruction of the given tasks."""
     path = folder / INPUTS_FILE
     known = read_json(path).get("instructions", []) if path.is_file() else []
     played = {*env.instructions} or {env.tasks[task] for task in task_ids}
@@ -124,7 +124,7 @@ def _ends(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float
 
 
 def gripper_text(gripper: GripperConvention | None) -> str:
-    """Return the description of a gripper convention."""
+    """Return a description of a gripper convention."""
     if gripper is None:
         return "no gripper convention"
     place = "" if gripper.index == -1 else f" (action {gripper.index})"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRequest:
-    """Construction arguments of a policy, from the run."""
+    """Arguments that a run passes to `PolicyFactory.build`."""
 
     env: EnvSpec
     value_dim: int = 0
@@ -39,7 +39,7 @@ class PolicyRequest:
     device: str
     seed: int
     trainable: bool = True
-    """True: fp32 master weights with autocast to `precision`; False: all weights have the compute precision."""
+    """True for fp32 master weights with autocast to `precision`; False for all weights in the compute precision."""
     gradient_checkpointing: bool = False
     """True if the backward pass recomputes activations."""
     fresh_heads: bool = False
@@ -48,7 +48,7 @@ class PolicyRequest:
     backend: str = "hf"
     """Backend of text generation: hf (the policy's module), vllm, or a server."""
     url: str | None = None
-    """Address of the server."""
+    """Address of the server that generates the text."""
     critic: str | None = None
     """Folder of a separate critic of a language model."""
     served_model: str | None = None
@@ -56,15 +56,15 @@ class PolicyRequest:
     top: int = 0
     """Number of most probable tokens in `PolicyOutput.top`."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine set by the run."""
+    """Arguments of vLLM's engine, set by the run."""
     engine_share: float = 0.4
     """Fraction of the GPU memory for vLLM's weights and cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """Sampling settings of replies; log-probabilities refer to the whole vocabulary at `temperature`."""
+    """Sampling settings for replies. Log-probabilities refer to the whole vocabulary at `temperature`."""
 
 
 class Policy(Protocol):
-    """Interface of a policy on one device. The same module is used for acting and training."""
+    """Interface of a policy on one device, whose module is used for both acting and training."""
 
     spec: PolicySpec
     module: nn.Module
@@ -106,7 +106,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class TextPolicy(Policy, Protocol):
-    """Interface of a policy with text actions."""
+    """Interface of a language-model policy, whose actions are replies."""
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
         """Return tokens [B, longest] of replies with their end tokens, padded with -1."""
@@ -158,7 +158,7 @@ class PolicyFactory(Protocol):
         ...
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return keys of a whole config that the policy does not support, one line each. Optional."""
+        """Return an error for each key of a config that the policy does not support. Optional."""
         ...
 
     def build(self, cfg: Any, request: PolicyRequest) -> Policy:
@@ -166,7 +166,7 @@ class PolicyFactory(Protocol):
         ...
 
     def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
-        """Compare a config's model with the weights in a folder, without reading the large files. Optional.
+        """Check that a config's model fits the weights in a folder, without reading the weights. Optional.
 
         Raises:
             CheckpointError: contains the first difference.
@@ -182,12 +182,15 @@ _changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def weights_changed(module: nn.Module) -> None:
-    """Increase the version of a module's weights; called after changing weights."""
+    """Increase the version number of a module's weights; call this function after each change."""
     _changes[module] = weights_version(module) + 1
 
 
 def weights_version(module: nn.Module) -> int:
-    """Return the version of the weights; fused optimizers and FSDP do not update the parameters' own counters."""
+    """Return the version number of a module's weights.
+
+    Fused optimizers and FSDP do not update the parameters' own counters.
+    """
     return _changes.get(module, 0)
 
 

@@ -1,4 +1,4 @@
-"""Config keys shared by policies; keys of a single policy are declared in its folder."""
+"""Config keys shared by policies. The folder of each policy declares its own keys."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,16 +9,17 @@ from embodyrl.config.shared import Precision
 
 WARMUP_STEPS = 10
 """Default number of warm-up steps in RL. Adam's first steps have the size of the learning rate for any gradient.
-Without warm-up they change a chunk's log-probability, a sum over all elements and steps, far beyond the clip range."""
+Without warm-up they change the log-probability of a chunk, a sum over all elements and steps, far beyond the clip
+range."""
 
 
 class ModelSettings(Settings):
     """Config keys for every policy."""
 
     model_type: str
-    """Policy: a registered name or package.module:attr."""
+    """Type of the policy: a registered name, or package.module:attr."""
     num_action_chunks: Annotated[int, Field(ge=1, le=100_000)] = 8
-    """K: number of actions per inference of the policy."""
+    """K: number of actions that the policy returns per inference (length of an action chunk)."""
 
     @property
     def weights(self) -> str | None:
@@ -27,7 +28,7 @@ class ModelSettings(Settings):
 
     @property
     def warmup_steps(self) -> int:
-        """Default number of warm-up optimizer steps in reinforcement learning."""
+        """Default number of warm-up optimizer steps in RL."""
         return 0
 
     @property
@@ -47,7 +48,7 @@ class ModelSettings(Settings):
 
     @property
     def recorded(self) -> bool:
-        """True if CUDA graphs are used."""
+        """True if the policy captures CUDA graphs."""
         return getattr(self, "cuda_graphs", False)
 
     @property
@@ -61,11 +62,11 @@ class ModelSettings(Settings):
         return False
 
     def whole(self, path: str | None = None) -> Self:
-        """Return the settings without adapters, with the weights of the folder `path` if set."""
+        """Return the settings without adapters; `path`: folder of the weights, if set."""
         return self if path is None else self.model_copy(update={"path": path})
 
     def with_statistics(self, path: str, key: str) -> Self:
-        """Return the settings with weights in the folder `path` and its statistics of the data set `key`."""
+        """Return the settings with the weights in folder `path` and the statistics of data set `key`."""
         own = {"unnorm_key": key} if "unnorm_key" in type(self).model_fields else {}
         return self.model_copy(update={"path": path, **own})
 
@@ -74,9 +75,9 @@ class WeightSettings(ModelSettings):
     """Config keys for a policy with weights."""
 
     path: Path | None = None
-    """Checkpoint in the model's published format: a folder, or owner/name[@revision] on the hub."""
+    """Checkpoint in the model's published format: a folder, or owner/name[@revision] on the Hugging Face hub."""
     precision: Precision = Precision.bf16
-    """Compute precision; master weights stay fp32 in training."""
+    """Compute precision; in training, master weights stay in fp32."""
 
 
 class LoraSettings(Settings):
@@ -93,7 +94,7 @@ class LoraSettings(Settings):
     init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"
     """Initialisation of the A matrix: gaussian or kaiming; the B matrix starts at 0."""
     path: Path | None = None
-    """Initial adapter folder; without is_lora the adapter is merged into the weights."""
+    """Folder of an initial adapter. Without is_lora, the adapter is merged into the weights."""
 
 
 class AdapterSettings(WeightSettings):
@@ -114,6 +115,6 @@ class AdapterSettings(WeightSettings):
         return self.is_lora or self.lora.path is not None
 
     def whole(self, path: str | None = None) -> Self:
-        """Return the settings without adapters, with the weights of the folder `path` if set."""
+        """Return the settings without adapters; `path`: folder of the weights, if set."""
         lora = self.lora if path is None else self.lora.model_copy(update={"path": None})
         return super().whole(path).model_copy(update={"is_lora": False, "lora": lora})

@@ -1,4 +1,4 @@
-"""Tensor functions of policies: sampling from given uniform numbers, and copies to a GPU.
+"""Tensor functions of policies: sampling from given uniforms, and copies to a GPU.
 
 Sampling is deterministic on GPUs if requested.
 """
@@ -72,12 +72,12 @@ def cumulative(probability: Tensor) -> Tensor:
 
 
 def integer_sums(probability: Tensor) -> Tensor:
-    """Return cumulative sums in units of 2^-53: integer sums are independent of their order, and zeros add nothing."""
+    """Return cumulative sums in units of 2^-53, as integers, which do not depend on the summation order."""
     return ((probability.double() * 2**53).long().cumsum(-1).double() / 2**53).to(probability.dtype)
 
 
 def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
-    """Sample one category per entry: the first whose cumulative probability exceeds the uniform number.
+    """Sample one category per entry: the first category whose cumulative probability exceeds the uniform.
 
     Args:
         scaled: [..., n] logits divided by the temperature.

@@ -30,13 +30,14 @@ def check_weights(
     fixes: Mapping[str, str] | None = None,
     shown: Callable[[str], str] = "'{}'".format,
 ) -> None:
-    """Compare names and shapes of weights.
+    """Check that names and shapes of weights match.
 
     Args:
         mine: the model's weights by name.
         found: the checkpoint's weights by the same names.
         where: description of the checkpoint.
-        may_lack: prefixes of parts that may be missing completely; a partial one is a damaged file.
+        may_lack: prefixes of parts that may be missing completely; a part with only some of its weights is an
+            error.
         may_hold: prefixes of names that are ignored.
         fix: sentence with the fix for other mismatches; default: a fix for published checkpoints.
         fixes: fixes of shape mismatches by prefix.

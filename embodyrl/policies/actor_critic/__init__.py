@@ -62,7 +62,7 @@ class ActorCriticFactory:
         return PolicyCosts(num_parameters=self._shape(cfg, env, value_dim).num_parameters)
 
     def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the shapes of weights in a folder (see `PolicyFactory.compare`)."""
+        """Check that the network sizes match the config.json in a folder (see `PolicyFactory.compare`)."""
         self._shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
@@ -79,7 +79,9 @@ class ActorCriticFactory:
         for squashed in SQUASHED.every() if shape.squashed else ():
             return squashed(spec, shape, request, cfg)
         if shape.squashed:
-            raise ConfigError("model.squashed: the extension 'soft_actor' is missing; reinstall embodyrl to get it.")
+            raise ConfigError(
+                "model.squashed=true needs the extension 'soft_actor', which is missing. Reinstall embodyrl."
+            )
         return ActorCriticPolicy(spec, shape, request, cfg)
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
@@ -107,7 +109,7 @@ class ActorCriticFactory:
 
 
 def _range_doubts(shape: NetShape) -> tuple[str, ...]:
-    """Warn of squashed actions in dimensions without two bounds, whose range is a choice of the policy."""
+    """Warn about squashed actions without two bounds, for which the policy assumes a range."""
     bounds = zip(shape.low, shape.high, strict=True)
     wide = [place for place, (low, high) in enumerate(bounds) if low is None or high is None]
     if not shape.squashed or not wide:

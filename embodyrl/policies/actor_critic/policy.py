@@ -24,7 +24,7 @@ from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 _NEVER = -1e9
-"""Logit of padded categories: their probability is exactly 0, and 0 * -1e9 is finite."""
+"""Logit of padded categories. Their probability is exactly 0, and 0 * -1e9 is finite in the entropy."""
 
 
 class CategoricalHead(nn.Module):
@@ -37,7 +37,8 @@ class CategoricalHead(nn.Module):
         super().__init__()
         widest = max(sizes)
         self._even = (len(sizes), widest) if min(sizes) == widest else None
-        """(number of dimensions, categories per dimension) if all dimensions have the same number of categories."""
+        """(number of dimensions, categories per dimension) if all dimensions have the same number of categories, else
+        None."""
         starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
         column = torch.arange(widest)
         padding = column[None] >= torch.tensor(sizes)[:, None]
@@ -62,7 +63,7 @@ class CategoricalHead(nn.Module):
         return choice.flatten(1).cpu().numpy()
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Return the tokens [B, L], which are category ids."""
+        """Return the tokens [B, L] unchanged, because they are category ids."""
         return tokens
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
@@ -126,7 +127,7 @@ class GaussianHead(nn.Module):
         return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
 
     def _linked(self, noise: Tensor) -> Tensor:
-        """Return autoregressive noise from normal noise [B, K, A]: consecutive actions of a chunk are correlated."""
+        """Convert normal noise [B, K, A] to AR(1) noise, which correlates consecutive actions of a chunk."""
         if not self._correlation:
             return noise
         steps = [noise[:, 0]]
@@ -155,7 +156,7 @@ _LOG_ROOT = 0.5 * math.log(2 * math.pi)
 
 
 def _span(low: float | None, high: float | None) -> tuple[float, float]:
-    """Return centre and half width of the action range of -1..1; a missing bound is 2 away from the other bound."""
+    """Return the centre and half-width of the action range; a missing bound is 2 from the other bound."""
     if low is None and high is None:
         return 0.0, 1.0
     if low is None or high is None:  # around 0, all samples could be outside
@@ -197,7 +198,7 @@ class ActorCritic(nn.Module):
         return GaussianHead(shape.low, shape.high, log_std, correlation)
 
     def features(self, images: Tensor | None, state: Tensor) -> Tensor:
-        """Return features [B, F] of images [B, C, H, W, 3] (uint8, or one channel, or None) and states [B, S]."""
+        """Return features [B, F] of states [B, S] and of images [B, C, H, W, 3 or 1] (uint8), or of states only."""
         if self.states is not None:
             state = self.states(state)
         if self.encoder is None:
@@ -217,7 +218,7 @@ class ActorCritic(nn.Module):
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of all vectors [S] so far; buffers, so that they are saved with the weights."""
+    """Running mean and variance of vectors [S], stored in buffers that are saved with the weights."""
 
     mean: Tensor
     var: Tensor
@@ -234,7 +235,7 @@ class RunningMoments(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10.0, 10.0)
 
     def take(self, x: Tensor) -> None:
-        """Update the statistics with vectors [B, S]; batches are merged as in Chan, Golub and LeVeque (1979)."""
+        """Update the statistics with vectors [B, S] (parallel algorithm of Chan, Golub and LeVeque, 1979)."""
         # In float32 the mean of millions of states would stop changing.
         x = x.double()
         old, new = self.count.double(), float(len(x))
@@ -291,7 +292,7 @@ class ActorCriticPolicy:
         return self._net.value(self.features(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
+        """Return log-probabilities, entropies and values of tokens [B, L] from `act` (see `Policy.score`)."""
         features = self.features(obs)
         outputs, value = self._net.outputs(features), self._net.value(features)
         choice = on_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)

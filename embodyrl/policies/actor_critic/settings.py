@@ -21,7 +21,7 @@ class ActorCriticSettings(WeightSettings):
     log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
     """Continuous actions: initial log standard deviation, relative to half the action range."""
     ortho_init: bool = True
-    """Orthogonal initialisation, with a small gain in the policy's last layer; false: torch's default."""
+    """Orthogonal initialisation, with a small gain in the policy's last layer; false: PyTorch's default."""
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Continuous actions: correlation of the exploration noise of consecutive actions in a chunk."""
     normalize_state: bool | None = None

@@ -63,12 +63,12 @@ class NetShape:
 
     @property
     def planes(self) -> int:
-        """Number of input channels of the first convolution."""
+        """Number of input channels of the first convolution: channels of all images."""
         return self.num_images * (1 if self.grey else 3)
 
     @property
     def convolved(self) -> int:
-        """Number of outputs of the convolutions."""
+        """Number of convolutional features: flattened outputs of the last convolution."""
         height, width = self.image_size
         for _ in CHANNELS:
             height, width = -(-height // 2), -(-width // 2)
@@ -97,7 +97,7 @@ class NetShape:
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check(self, folder: Path) -> None:
-        """Compare the sizes with the `config.json` of a folder; a value head is optional.
+        """Check that the sizes match the `config.json` of a folder; a value head is optional.
 
         Raises:
             CheckpointError: the file is missing, malformed or of another kind of policy, or a size differs.
@@ -106,7 +106,7 @@ class NetShape:
         try:
             saved: dict[str, Any] = dict(read_json(path))
             if "hidden" not in saved:
-                raise ValueError("the network has no hidden layers; use another checkpoint")
+                raise ValueError("its network has no hidden layers")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."

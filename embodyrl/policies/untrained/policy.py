@@ -22,7 +22,7 @@ from embodyrl.types import (
 
 
 class OnlyActs:
-    """Base class of inference-only policies, which have no probabilities, values or weights in this process."""
+    """Base class of inference-only policies without log-probabilities, values and weights in this process."""
 
     spec: PolicySpec
 
@@ -67,7 +67,7 @@ class OnlyActs:
 
 
 class UntrainedPolicy(OnlyActs):
-    """Uniform random actions: any category, or a number between the bounds (-1..1 without bounds).
+    """Uniform random policy: any category, or any number between the bounds (-1..1 without bounds).
 
     Greedy or scripted: the centre of the range.
     """
@@ -103,14 +103,14 @@ class ScriptedSettings(ModelSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedFactory:
-    """Builds `UntrainedPolicy`."""
+    """Builds `UntrainedPolicy`; implements `PolicyFactory`."""
 
     name: str
     scripted: bool
     settings: type[ModelSettings] = ModelSettings
 
     def validate(self, cfg: ModelSettings) -> list[str]:
-        """Return no errors, because the schema checks everything."""
+        """Return no errors, because the config schema checks all keys."""
         return []
 
     def spec(self, cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicySpec:

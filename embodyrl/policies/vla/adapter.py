@@ -24,7 +24,7 @@ _ONLY = {
     "alpha_pattern": {},
     "modules_to_save": None,
 }
-"""Fields that change the meaning of an adapter, with the only supported value of each."""
+"""Supported values of the fields that change the meaning of an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class AdapterSpec:
     r: int
     lora_alpha: int
     target_modules: tuple[str, ...]
-    """Last parts of module names; `("all-linear",)` for all."""
+    """Last parts of the names of adapted modules; `("all-linear",)` for all linear layers."""
     use_rslora: bool = False
 
     @property
@@ -44,7 +44,7 @@ class AdapterSpec:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """Return the folder of the adapter, which is `folder` or a subfolder; None: there is no adapter."""
+    """Return the adapter folder, which is `folder` or a subfolder; None: there is no adapter."""
     return next((f for f in (folder, folder / ADAPTER_FOLDER) if (f / ADAPTER_CONFIG).exists()), None)
 
 
@@ -83,7 +83,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
 
 
 def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
-    """Return rank, scale and targets of the initial adapter; without an initial adapter, of the config.
+    """Return rank, scale and targets of the initial adapter, or else of the config.
 
     Raises:
         CheckpointError: see `read_adapter_spec`.

@@ -65,7 +65,7 @@ class ChunkLikelihood(Protocol):
 
 
 class GaussianChain(ABC):
-    """Chain of Gaussian steps, one or all of them stochastic; implementation of `ChunkLikelihood`.
+    """Chain of Gaussian steps with one or all steps stochastic; implements `ChunkLikelihood`.
 
     One stochastic step: only the states before and after this step are stored (the mixed form of piRL, arXiv
     2510.25889, which uses one index per batch; here each chunk samples its own index). All steps: the states after each
@@ -87,7 +87,7 @@ class GaussianChain(ABC):
         """Return the stochastic and the deterministic step at states [B, H, D] and their step indices [B]."""
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Integrate the flow from sampled noise (see `ChunkLikelihood`)."""
+        """Run the chain from sampled noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
         place = (uniforms(seeds, PLACE, 1)[:, 0] * self._sampled_steps).astype(np.int64)

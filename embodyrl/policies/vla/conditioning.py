@@ -1,4 +1,4 @@
-"""Advantage conditioning: a suffix of the instruction, and the weight of classifier-free guidance. No torch import."""
+"""Advantage conditioning: instruction suffix, and weight of classifier-free guidance. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONDITIONING_FILE = "advantage.json"
-"""File in the folder of a policy that acts with a suffix."""
+"""File name of the conditioning in the folder of a policy that acts with a suffix."""
 POSITIVE, NEGATIVE = "Advantage: positive", "Advantage: negative"
 """Suffixes of an instruction (RECAP, arXiv 2511.14759)."""
 
@@ -31,7 +31,7 @@ def tagged(instruction: str, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """Classifier-free guidance for acting: output = null + guidance * (conditioned - null).
+    """Instruction suffix and guidance weight for acting: output = null + guidance * (conditioned - null).
 
     `conditioned` is the output for instructions with the suffix, `null` without. Guidance 0 is the policy without the
     suffix; 1 is the policy with the suffix, in one pass.
@@ -58,7 +58,7 @@ def _with(obs: Observation, suffix: str) -> Observation:
 
 
 def read_conditioning(folder: Path) -> Conditioning | None:
-    """Read the conditioning of a policy; None: the policy acts without a suffix.
+    """Read the conditioning of a policy; None: the policy acts without an instruction suffix.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -78,7 +78,7 @@ def read_conditioning(folder: Path) -> Conditioning | None:
 
 @runtime_checkable
 class HasFeatures(Policy, Protocol):
-    """Policy whose features of an observation can be the input of a value model."""
+    """Interface of a policy whose features of an observation can be the input of a value model."""
 
     def features(self, obs: Observation) -> Tensor:
         """Return features [B, F] of observations, without gradients."""
@@ -87,6 +87,6 @@ class HasFeatures(Policy, Protocol):
 
 @runtime_checkable
 class Conditioned(Policy, Protocol):
-    """Policy that can act with a suffix. `imitate` uses instructions as given."""
+    """Interface of a policy that can act with an instruction suffix. `imitate` uses instructions as given."""
 
     conditioning: Conditioning | None

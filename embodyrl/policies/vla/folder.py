@@ -1,4 +1,4 @@
-"""Small files in the checkpoint folders of several policies. Does not import torch."""
+"""Statistics and config files in the checkpoint folders of several policies. Does not import torch."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +17,7 @@ WEIGHTS_FILE = "model.safetensors"
 STATISTICS_FILE = "dataset_statistics.json"
 """Statistics of the training data, as in the published OpenVLA-OFT layout; written by `embodyrl sft`."""
 RANDOM_INIT_KEY = "embodyrl_init"
-"""config.json of a folder without weights contains {"embodyrl_init": "random"}."""
+"""Key of config.json in a folder without weights: {"embodyrl_init": "random"}."""
 
 
 def read_side_file(path: Path) -> bytes:
@@ -47,7 +47,7 @@ def saved_config(config: bytes) -> bytes:
 
 
 def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
-    """Yield problems of a `model.path` with a valid config.json.
+    """Yield problems of a `model.path` that has a valid config.json.
 
     Args:
         folder: checkpoint folder.
@@ -88,7 +88,7 @@ def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
 
 
 def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = True) -> None:
-    """Check statistics of vectors: a name (mean, std, min, max, q01, q99, ...) to one value per dimension.
+    """Check statistics by name (mean, std, min, max, q01, q99, ...), each with one value per dimension.
 
     Args:
         numbers: statistics read from the file.

@@ -39,21 +39,22 @@ class Processing:
     after: Collection[str] = ()
     """Names of steps of the postprocessor, in addition to those of every policy."""
     modes: Mapping[str, str | None] = field(default_factory=dict)
-    """Kind of normalization by feature; None: the policy does not read the feature. Other features: IDENTITY."""
+    """Kind of normalization by feature; None: the policy does not read the feature. Features that are not listed:
+    IDENTITY."""
     mapped: bool = False
     """True if `model.cameras` names the environment's cameras in the order of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
-    """Contents of both processors of a folder."""
+    """Contents of the preprocessor and the postprocessor of a folder."""
 
     steps: Mapping[str, Sequence[Mapping[str, Any]]]
     """Steps of each processor by its name, in the order of execution."""
     statistics: ArrayStatistics
     """Statistics of the preprocessor's normalizer."""
     eps: float
-    """Minimum denominator of the normalizer."""
+    """Minimum denominator in the normalizer."""
 
     def config_of(self, *kinds: str) -> Mapping[str, Any] | None:
         """Return the config of the first step with one of the names, or None."""
@@ -90,7 +91,7 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "
-                "again."
+                "files again."
             ) from error
         if differs:
             raise CheckpointError(f"{folder}/{name}.json {differs} {_FIX}")
@@ -98,7 +99,7 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
     if before and after and any(key in after and not np.array_equal(after[key], before[key]) for key in before):
         raise CheckpointError(
             f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{_ACTION}'. Download both "
-            f"again, or {_FIX[0].lower()}{_FIX[1:]}"
+            f"files again, or {_FIX[0].lower()}{_FIX[1:]}"
         )
     statistics, eps = found.get(PREPROCESSOR, ({}, 1e-8))
     return Processors(steps=steps_of, statistics=statistics, eps=eps)
@@ -121,7 +122,7 @@ def _unknown_step(steps: Sequence[Mapping[str, Any]], known: Collection[str]) ->
 def _differences(
     name: str, scaling: Mapping[str, Any], statistics: ArrayStatistics, modes: Mapping[str, str | None]
 ) -> Iterator[str]:
-    """Yield the features whose kind of normalization differs from the policy's."""
+    """Yield an error for each feature whose kind of normalization differs from the policy's."""
     chosen = scaling.get("normalize_observation_keys")
     for feature in statistics:
         if name == POSTPROCESSOR and feature != _ACTION:
@@ -149,14 +150,14 @@ def _renaming(steps: Sequence[Mapping[str, Any]], *, mapped: bool) -> str | None
 
 
 def image_features(folder: Path) -> list[str]:
-    """Return the names of the image features in LeRobot's config.json, in order; none in other formats."""
+    """Return the names of the image features in LeRobot's config.json, in order; empty for other formats."""
     config: dict[str, Any] = read_json(folder / CONFIG_FILE)
     features = config.get("input_features") or {}
     return [name for name, row in features.items() if isinstance(row, dict) and row.get("type") == "VISUAL"]
 
 
 def order_problem(features: Sequence[str], known: Sequence[str], read: Sequence[str]) -> str | None:
-    """Return an error if the environment has the cameras of the checkpoint in another order.
+    """Return an error if the environment's camera order differs from the checkpoint's.
 
     Args:
         features: image features of the checkpoint, in order.

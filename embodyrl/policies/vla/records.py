@@ -37,16 +37,16 @@ class TokenLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkShape:
-    """Sizes of an action chunk: as predicted by the network, and as executed."""
+    """Sizes of an action chunk: predicted and executed actions, with and without padding."""
 
     horizon: int
     """H: number of actions that the network predicts per chunk."""
     width: int
-    """D: action dimensions with padding."""
+    """D: action dimension with padding."""
     executed: int
     """K <= H: number of executed actions."""
     action_dim: int
-    """A <= D: action dimensions without padding."""
+    """A <= D: action dimension without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 START, PLACE, PAIRS, TIMES, STEP = range(5)
-"""Streams of a seed: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
+"""Random streams: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
 DELAYS = 1 << 32
 """Random stream of the delays that SFT simulates for real-time chunking."""
 
@@ -30,7 +30,7 @@ def seeds_of(noise: FloatArray) -> IntArray:
 
 
 def seeds_of_observations(obs: Observation) -> IntArray:
-    """Return seeds [B] that depend only on the observation, in every batch and process."""
+    """Return seeds [B] that depend only on each observation, not on the batch or the process."""
     pairs = zip(obs.images, obs.state, strict=True)
     return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
 
@@ -67,7 +67,7 @@ class Chosen:
 
     @classmethod
     def greedily(cls, state: Tensor) -> Self:
-        """Build from greedy chunks, with empty tokens and log-probabilities."""
+        """Build from greedy chunks [B, H, D], with empty tokens and log-probabilities."""
         nothing = torch.zeros(len(state), 1, 0, device=state.device)
         return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
 

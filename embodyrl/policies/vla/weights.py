@@ -1,4 +1,4 @@
-"""Sizes of a network's weights, from the module on the meta device. Importing this file does not import torch."""
+"""Sizes of a network's weights, measured on the meta device. Importing this module does not import torch."""
 
 import contextlib
 import hashlib
@@ -44,7 +44,7 @@ class WeightSize(NamedTuple):
 
     @property
     def sides(self) -> int:
-        """Number of inputs plus outputs: the parameters of an adapter of rank 1."""
+        """Number of inputs plus outputs, which is the number of parameters of an adapter of rank 1."""
         return self.shape[0] + math.prod(self.shape[1:])
 
 
@@ -54,7 +54,7 @@ def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
 
 
 def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightSize]:
-    """Return the size of each parameter of a network by name.
+    """Return the size and use of each parameter of a network by name.
 
     Without torch in this process, as in the driver of a run, a child process measures the sizes once per network.
 
@@ -88,7 +88,7 @@ def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]
 
 
 def _sources(package: str) -> list[tuple[str, int, int]]:
-    """Return name, modification time and size of all source files of a package, the key of cached sizes."""
+    """Return name, modification time and size of all source files of a package, which are the key of cached sizes."""
     found = importlib.util.find_spec(package)
     assert found is not None and found.origin is not None, package
     files = [path for path in [Path(found.origin)] if path.name != "__init__.py"]
