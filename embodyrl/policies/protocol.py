@@ -169,7 +169,7 @@ class PolicyFactory(Protocol):
         """Check that a config's model fits the weights in a folder, without reading the weights. Optional.
 
         Raises:
-            CheckpointError: contains the first difference.
+            CheckpointError: the model differs; the message names the first difference.
         """
         ...
 

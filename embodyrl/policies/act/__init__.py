@@ -21,7 +21,7 @@ class ActFactory(LeRobotFactory):
     network = "embodyrl.policies.act.network:Act"
 
     def validate(self, cfg: ActSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         if problems := super().validate(cfg):
             return problems
         if cfg.temporal_ensemble and cfg.steers:

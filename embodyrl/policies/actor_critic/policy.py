@@ -248,7 +248,7 @@ class RunningMoments(nn.Module):
 
 
 class ActorCriticPolicy:
-    """Implementation of `Policy` and `LearnsStatistics`."""
+    """Policy with actor and critic networks; implements `Policy` and `LearnsStatistics`."""
 
     network = ActorCritic
     """Class of the networks."""

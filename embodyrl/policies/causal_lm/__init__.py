@@ -140,7 +140,7 @@ class CausalLMFactory:
 
         if request.critic is None:
             return self._build(cfg, request)
-        # A critic has no adapters: its weights are all trained, and its folder holds it whole.
+        # A critic has no adapters: all its weights are trained and stored in its folder.
         critic = self._build(cfg.whole(request.critic), replace(request, backend="hf"))
         return WithCritic(self._build(cfg, replace(request, value_dim=0)), critic, request.critic)
 

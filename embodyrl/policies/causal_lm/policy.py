@@ -142,8 +142,8 @@ class CausalLMPolicy:
         tokens, logprob, best = self._engine.generate(prompts, noise, temperature, length, top)
         value = np.zeros_like(logprob)
         s = self._sampling
-        # vLLM's log-probabilities are those of the truncated distribution, but the loss uses the full one. A server's
-        # are those before the temperature.
+        # vLLM's log-probabilities are those of the truncated distribution, but the loss uses the full one. A server
+        # returns log-probabilities before the temperature.
         penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
         untouched = (s.top_k, s.top_p, *penalties, s.min_new_tokens) == (-1, 1.0, 1.0, 0.0, 0.0, 0)
         truncated = self._temperature != 1.0 and not (untouched and self._engine.tempered)

@@ -143,7 +143,7 @@ class SteeredDiffusion(Started, DiffusionPolicy):
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
         plain = Schedule(self._config, self._config.steps, Sampler.DDIM)
         with torch.no_grad():
-            # One row of noise may be that of all rows.
+            # With `noise_repeated`, all rows have the same noise.
             start = choice.unflatten(1, (-1, self._shape.width)).expand(-1, self._shape.horizon, -1)
             return self._executed(self.denoise(read.model, start, schedule=plain))
 

@@ -144,7 +144,7 @@ def layout_of(keys: Iterable[str], where: Path) -> Layout:
         CheckpointError: no layout matches.
     """
     present = tuple(keys)
-    # The first of equal matches counts.
+    # If several layouts match equally well, the first is used.
     best = max(LAYOUTS, key=lambda layout: layout.likeness(present))
     if best.likeness(present):
         return best

@@ -112,7 +112,7 @@ MAX_LOSS_CHANGE = 3.0
 
 
 class FpoLikelihood:
-    """ODE samples with FPO's ratio estimate; implementation of `ChunkLikelihood`.
+    """Samples of the ODE, with FPO's estimate of importance ratios; implements `ChunkLikelihood`.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its dimensions) at N pairs
     of noise and time in (0, 1). It is the mean over the pairs, or one value per pair, clipped to +-3 around the value

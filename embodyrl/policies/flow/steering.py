@@ -1,7 +1,7 @@
 """Actors on a frozen flow: an actor chooses the initial noise, or corrects the actions.
 
-The first is DSRL (Wagenmaker et al., arXiv 2506.15799), the second a residual policy (ResiP, arXiv 2407.16677; Policy
-Decorator, arXiv 2412.13630).
+Choosing the noise is DSRL (Wagenmaker et al., arXiv 2506.15799). Correcting the actions is a residual policy (ResiP,
+arXiv 2407.16677; Policy Decorator, arXiv 2412.13630).
 """
 
 from abc import abstractmethod

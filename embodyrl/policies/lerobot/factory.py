@@ -62,7 +62,7 @@ class LeRobotFactory(ABC):
         """Return the policy class; `steering`: shape of the actor on a frozen network, or None."""
 
     def validate(self, cfg: LeRobotSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         problems = []
         if cfg.precision is not Precision.fp32:
             problems.append(f"model.precision={cfg.precision}: {self.kind} computes in fp32; set model.precision=fp32.")

@@ -1,4 +1,4 @@
-"""Shared implementation of `Policy` for LeRobot's imitation policies."""
+"""Base classes of LeRobot's imitation policies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Read(NamedTuple):
 
 
 class LeRobotPolicy(ABC):
-    """Implementation of `Policy` for a network that encodes observations once and outputs chunks.
+    """Base class of policies that encode observations once and output chunks; implements `Policy`.
 
     Chunks [B, H, A] are normalized; the executed actions begin at index `LeRobotConfig.first_executed`. Tokens have the
     layout of `ChunkRecord`; the log-probabilities of an action are stored at its first tokens.
@@ -85,7 +85,7 @@ class LeRobotPolicy(ABC):
             # Features of a frozen network can be stored in the replay buffer.
             module.network.requires_grad_(False)
         self._network: Any = module.network
-        # Dropout and random crops are for imitation alone, which turns them on.
+        # Dropout and random crops are active only in `imitate`.
         self.module: nn.Module = module.eval()
         self._by_dimension = module.steering_actor is None
         self._count_dimensions()

@@ -1,7 +1,7 @@
 """Actors on a frozen LeRobot policy.
 
-One corrects its actions (residual policy, arXiv 2407.16677, 2412.13630), the other selects its initial noise (DSRL,
-arXiv 2506.15799).
+`CorrectedLeRobot` corrects the actions (residual policy, arXiv 2407.16677, 2412.13630); `NoisedLeRobot` chooses the
+initial noise (DSRL, arXiv 2506.15799).
 """
 
 import os

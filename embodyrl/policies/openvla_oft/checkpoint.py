@@ -184,7 +184,7 @@ def load_into(
         )
     optional = {*OF_RL, *FRESH} if fresh_heads else {*OF_RL}
     files = _map_components(target, beside or folder, optional)
-    # Public shards may also contain components that were trained further: the separate file counts.
+    # Public shards may also contain components that were trained further; then the separate file is used.
     elsewhere = set(side_components(target)) - {VALUE_HEAD}
     for path in shards:
         files[path] = {k: tensor for k, tensor in map_weights(path).items() if component_of(k) not in elsewhere}

@@ -18,7 +18,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class L1Gaussian:
-    """Gaussian around the head's output, with a learned standard deviation per action dimension.
+    """Gaussian around the output of the L1 head, with a learned standard deviation per action dimension.
 
     The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded: the
     environment clips them. A token is the bit pattern of a float32, so log-probabilities are of the exact samples.

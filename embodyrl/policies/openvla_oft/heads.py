@@ -59,7 +59,7 @@ class L1Head(nn.Module):
 class ActionScale(nn.Module):
     """Learned log standard deviation [A] of normalised actions, for RL around the L1 head.
 
-    It is always float32.
+    The parameter is always float32.
     """
 
     def __init__(self, action_dim: int) -> None:

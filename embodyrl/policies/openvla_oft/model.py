@@ -172,7 +172,7 @@ class OpenVlaOft(nn.Module):
         return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
 
     def _gives_slots_once(self, prefix: Tensor) -> bool:
-        # In half precision the logarithm of their number would be imprecise; in a deep model one layer is not worth it.
+        # Half precision cannot represent the logarithm of the number of slots; in a deep model, one layer saves little.
         plain = prefix.device.type == "cpu" and prefix.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 

@@ -270,7 +270,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
         # Before memory is allocated: 7 B weights never exist in float32.
         _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
-    # Always, because a checkpoint may lack it; that of a checkpoint replaces it.
+    # Always initialised, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
     module.init_weights(request.seed, (VALUE_HEAD,))
     if cfg.corrects:
         module.add_residual_actor(request.seed)

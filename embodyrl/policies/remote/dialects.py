@@ -83,7 +83,7 @@ def unpack(data: bytes | str) -> Any:
         return msgpack.unpackb(data, object_hook=read.mapping, list_hook=read.list, raw=False, max_ext_len=16, **limits)
     except MessageError:
         raise
-    except Exception as error:  # msgpack has a dozen kinds, some of which are bare ValueErrors and stack overflows
+    except Exception as error:  # msgpack raises a dozen types, including ValueError and stack overflows
         raise MessageError(f"A message of {len(data)} bytes is not msgpack ({error}). Check the protocol.") from error
 
 

@@ -49,7 +49,7 @@ class _Plan:
 
 
 class SmallFlowFactory:
-    """Builds `FlowPolicy` with a `SmallFlow`; implementation of `PolicyFactory`."""
+    """Builds `FlowPolicy` with a `SmallFlow`; implements `PolicyFactory`."""
 
     settings: ClassVar = SmallFlowSettings
 

@@ -36,7 +36,7 @@ TRY_NOW = "To start without a download, use model=openvla_oft_tiny or model=flow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaFactory:
-    """Builds flow policies of all sizes; implementation of `PolicyFactory`."""
+    """Builds pi0, pi0.5 and SmolVLA policies; implements `PolicyFactory`."""
 
     settings: type[VlaSettings] = VlaSettings
 

@@ -49,7 +49,7 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | No
     All checks run before the first weight is changed. RL heads are optional in the model and in the folder.
 
     Args:
-        target: weights by our names, without adapters.
+        target: weights by embodyrl's names, without adapters.
         folder: safetensors shards in any known layout.
         change: function of name and weight, applied to each weight; merges adapters.
 
@@ -84,7 +84,7 @@ def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Lay
     """Write weights as safetensors shards into a new folder.
 
     Args:
-        weights: weights by our names, without adapters; they keep their dtypes.
+        weights: weights by embodyrl's names, without adapters; they keep their dtypes.
         folder: new folder; the caller renames it, which makes the write atomic.
         like: storage format returned by `load_weights`, to write the same names and additional weights; or a layout,
             to write the weights for its loader.

@@ -174,7 +174,7 @@ def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
     """Read the statistics of a folder for the config, cut to the environment's dimensions.
 
-    Sources are `dataset_statistics.json` (ours), or openpi's `norm_stats.json` (also in `assets`), or
+    Sources are `dataset_statistics.json` (embodyrl), or openpi's `norm_stats.json` (also in `assets`), or
     LeRobot's preprocessor or older weights. A folder without weights may lack statistics: values are then unchanged.
 
     Raises:

@@ -188,7 +188,7 @@ def _centred(frames: Tensor) -> Tensor:
 
 
 class VlaReader:
-    """Conversion of observations and actions to the model's inputs; implementation of `ActionScale`."""
+    """Converts observations and actions to the model's inputs; implements `ActionScale`."""
 
     def __init__(self, cfg: VlaSettings, spec: FlowSpec, folder: Path, request: PolicyRequest) -> None:
         """Read the tokenizer and the statistics of a folder.
