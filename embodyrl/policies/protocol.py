@@ -144,10 +144,10 @@ class HasEngine(Policy, Protocol):
 
 
 class PolicyFactory(Protocol):
-    """Interface of registered policies."""
+    """Interface of policy factories, which are registered by name."""
 
     settings: type[ModelSettings]
-    """Settings class of the keys under `model`; the methods get an instance."""
+    """Settings class of the keys under `model`; methods receive an instance as `cfg`."""
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config errors with fixes, one line each, without importing torch."""

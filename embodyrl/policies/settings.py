@@ -23,7 +23,7 @@ class ModelSettings(Settings):
 
     @property
     def weights(self) -> str | None:
-        """Checkpoint path, for a policy with weights."""
+        """Path of the checkpoint; None for a policy without weights."""
         return getattr(self, "path", None)
 
     @property

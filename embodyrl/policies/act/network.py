@@ -26,7 +26,7 @@ class Tokens:
     content: Tensor
     """[N - 1, B, D] token embeddings, without the latent token."""
     places: Tensor
-    """[N, 1, D] position embeddings, including the latent token."""
+    """[N, 1, D] position embeddings, including that of the latent token."""
 
 
 class Decoded(NamedTuple):
@@ -42,9 +42,9 @@ class Posterior(NamedTuple):
     """Gaussian posterior of the VAE latent, given the actions."""
 
     mean: Tensor
-    """[B, Z] mean."""
+    """[B, Z] mean of the latent."""
     log_variance: Tensor
-    """[B, Z] logarithm of the variance."""
+    """[B, Z] log-variance of the latent."""
 
     def divergence(self) -> Tensor:
         """Return the KL divergence to the standard normal distribution, summed over the latent: [B]."""
@@ -78,7 +78,7 @@ class _FeedForward(nn.Module):
 
 
 class EncoderLayer(_FeedForward):
-    """Self-attention and a feed-forward network."""
+    """Encoder layer: self-attention and a feed-forward network."""
 
     def __init__(self, config: ActConfig) -> None:
         super().__init__(config, 2)
@@ -113,7 +113,7 @@ class Encoder(nn.Module):
 
 
 class DecoderLayer(_FeedForward):
-    """Self-attention of the queries, attention to the encoder's output, and a feed-forward network."""
+    """Decoder layer: self-attention of the queries, attention to the encoder's output, and a feed-forward network."""
 
     def __init__(self, config: ActConfig) -> None:
         super().__init__(config, 3)

@@ -168,7 +168,7 @@ def _span(low: float | None, high: float | None) -> tuple[float, float]:
 VALUE_HEAD = "value_head"
 
 _Init = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
-"""Function that initialises a layer's weights, with a gain."""
+"""Function that initialises the weights of a layer with a given gain."""
 
 
 class ActorCritic(nn.Module):
@@ -251,7 +251,7 @@ class ActorCriticPolicy:
     """Policy with actor and critic networks; implements `Policy` and `LearnsStatistics`."""
 
     network = ActorCritic
-    """Class of the networks."""
+    """Class of the policy and value networks; subclasses may override the class."""
 
     def __init__(self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, cfg: ActorCriticSettings) -> None:
         self.spec = spec

@@ -25,6 +25,7 @@ class ActorCriticSettings(WeightSettings):
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Continuous actions: correlation of the exploration noise of consecutive actions in a chunk."""
     normalize_state: bool | None = None
-    """Normalise states with running statistics, which are saved with the weights; default: for continuous actions."""
+    """Normalise states with running statistics, which are saved with the weights; default: true for continuous actions.
+    """
     squashed: bool = False
-    """Continuous actions: tanh of a Gaussian whose deviation depends on the observation, as in SAC."""
+    """Continuous actions: tanh of a Gaussian whose standard deviation depends on the observation, as in SAC."""

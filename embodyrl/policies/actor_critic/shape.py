@@ -28,7 +28,7 @@ class NetShape:
     num_images: int
     """C: number of images; 0: no convolutions."""
     image_size: tuple[int, int]
-    """H and W, pixels."""
+    """Height and width of the images in pixels, H and W."""
     action_kind: ActionKind
     sizes: tuple[int, ...]
     """Number of categories of each action dimension; empty for `box`."""
@@ -45,7 +45,7 @@ class NetShape:
     normalized: bool = False
     """True if states are normalised with running statistics."""
     squashed: bool = False
-    """True if actions are tanh of Gaussians whose deviation depends on the observation."""
+    """True if actions are tanh of Gaussians whose standard deviation depends on the observation."""
     cameras: tuple[str, ...] = ()
     """Names of the C cameras, in the order of the images."""
     grey: bool = False
@@ -58,7 +58,7 @@ class NetShape:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of the policy network per action: logits, or means; if squashed, also log deviations."""
+        """Number of policy outputs per action: logits or means; if squashed, also log standard deviations."""
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Cache of keys and values that reserves space, so that a new token does not copy those of all earlier tokens."""
+"""Key-value cache with reserved space, so that appending a token does not copy the keys and values of all tokens."""
 
 import ctypes
 from typing import Any

@@ -33,7 +33,7 @@ class WithCritic:
             )
         self.vocabulary = own
         self.alone = policy
-        """Policy without the critic, used as a reference."""
+        """Policy without the critic, used as the reference policy."""
         self._policy, self._critic = policy, critic
         assert isinstance(policy, TextPolicy), "only text policies have a vocabulary"
         self.values, self.imitate = critic.values, policy.imitate

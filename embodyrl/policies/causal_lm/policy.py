@@ -1,4 +1,4 @@
-"""Language-model policy: prompts in, replies out; acting and training use the same distribution."""
+"""Language-model policy that replies to prompts; acting and training use the same distribution."""
 
 import math
 from collections.abc import Sequence
@@ -255,7 +255,7 @@ class CausalLMPolicy:
         return seen.scatter_(1, ids, mask.bool())
 
     def _stops(self, tokens: Tensor, t: int) -> Tensor:
-        """Return a mask [B] of replies whose last tokens complete a stop text."""
+        """Return a mask [B] of replies whose last tokens complete a stop string."""
         if not self._sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
         # A token is a character or more; 8 more for rare characters with a token for each byte.
@@ -277,7 +277,7 @@ class CausalLMPolicy:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Score replies [B, K] (see `Policy.score`); entries after the end of a reply are 0."""
+        """Return log-probabilities, entropies and values of replies [B, K]; 0 after the end (see `Policy.score`)."""
         logprob, entropy, value, _ = self._score(obs, tokens)
         return PolicyScores(logprob=logprob, entropy=entropy, value=value[:, : self.spec.value_dim])
 

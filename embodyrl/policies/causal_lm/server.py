@@ -38,7 +38,7 @@ class _Server:
     """Client of a server's completions API (`<url>/completions`) for one model."""
 
     key = "rollout.url"
-    """Config key of the address."""
+    """Config key of the server's address, for error messages."""
 
     def __init__(self, url: str, model: str | None) -> None:
         """Choose a model from the models that the server lists.
@@ -222,7 +222,7 @@ class ServedReference(_Server):
 
 
 def _part(choice: dict[str, Any], name: str) -> list[Any]:
-    """Return a list of the log-probabilities of a completion; empty if it is missing."""
+    """Return a list of the log-probabilities of a completion; empty if the list is missing."""
     logprobs = choice.get("logprobs")
     found = logprobs.get(name) if isinstance(logprobs, dict) else None
     return found if isinstance(found, list) else []

@@ -25,7 +25,7 @@ _UNFINISHED = "\ufffd"
 
 
 class PromptError(EmbodyError, ValueError):
-    """A conversation that the model does not accept."""
+    """Conversation that the model cannot process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

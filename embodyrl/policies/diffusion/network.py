@@ -14,7 +14,7 @@ from embodyrl.policies.lerobot.units import Inputs
 
 
 class SpatialSoftmax(nn.Module):
-    """Expected coordinates of learned key points (arXiv 1504.00702)."""
+    """Spatial softmax: expected coordinates of learned key points (arXiv 1504.00702)."""
 
     pos_grid: Tensor
 

@@ -12,7 +12,7 @@ GreedyStart = StrEnum("GreedyStart", ["random", "zero"])
 
 
 class Sampler(StrEnum):
-    """Config keys for the denoising steps."""
+    """Sampler of the denoising steps."""
 
     DDPM = "DDPM"
     DDIM = "DDIM"

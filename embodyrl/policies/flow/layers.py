@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """GeGLU (Gemma) or SwiGLU (Llama)."""
+    """Gated MLP: GeGLU (Gemma) or SwiGLU (Llama)."""
 
     def __init__(self, spec: LayersSpec) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class View:
     mask: Tensor
     """[B or 1, 1, 1 or T, keys] attention mask."""
     memory: KeysValues | None = None
-    """Keys and values of earlier tokens, concatenated first."""
+    """Keys and values of earlier tokens, prepended to those of the tokens."""
     among: bool = True
     """True if the tokens attend to each other; False: only to the memory."""
 

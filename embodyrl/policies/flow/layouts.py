@@ -25,7 +25,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...]
     """(prefix in embodyrl, published prefix) pairs; the first match is used."""
     tied: str | None = None
-    """Name of an output matrix tied to the token embedding; the only copy in some files."""
+    """Name of an output matrix that is tied to the token embedding. Some files contain only this matrix."""
     dead: tuple[tuple[str, str], ...] = ()
     """(published name, stack) of each unused matrix [vocab, width of the stack] that the published loader requires."""
 
@@ -108,10 +108,10 @@ def _transformers(name: str, vision_level: str = "", **projections: str) -> Layo
 
 
 OPENPI = _openpi("openpi")
-"""openpi's PyTorch models, and RLinf's with RL heads."""
+"""Layout of openpi's PyTorch checkpoints, and of RLinf's checkpoints with RL heads."""
 LEROBOT = _openpi("lerobot", "model.")
 TRANSFORMERS = _transformers("transformers")
-"""`PI0ForConditionalGeneration` of recent versions of transformers (about 5.2x)."""
+"""Layout of `PI0ForConditionalGeneration` in recent versions of transformers (5.2x)."""
 TRANSFORMERS_OLD = _transformers("transformers (older)", "vision_model.")
 _TRANSFORMERS_SAVED = (
     _openpi("transformers (saved fresh)", vision_level="", language_level="model."),

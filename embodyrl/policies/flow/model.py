@@ -54,7 +54,7 @@ class SiglipAttention(nn.Module):
 
 
 class SiglipMlp(nn.Module):
-    """Linear, the tanh form of GELU, linear."""
+    """MLP: linear, tanh approximation of GELU, linear."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Denoised(NamedTuple):
     """Outputs of one pass of the expert."""
 
     velocity: Tensor
-    """[B, H, A] float32."""
+    """[B, H, A] velocity, float32."""
     hidden: Tensor
     """[B, H, D] the action tokens' last hidden states."""
 
@@ -267,7 +267,7 @@ class FlowModel(nn.Module, ABC):
         return Denoised(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
 
     def recompute_activations(self) -> None:
-        """Store only the layers' inputs in the forward pass, and recompute the rest in the backward pass."""
+        """Enable activation checkpointing: the backward pass recomputes all activations except the inputs of layers."""
         for stack in (self.vision, self.language, self.expert):
             stack.gradient_checkpointing = True
 

@@ -214,7 +214,7 @@ class FlowPolicy:
         return torch.cat([hidden.mean(1), v.flatten(1)], 1)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities and entropies [B, L] of tokens of `act`, and values [B, V], with gradients."""
+        """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
         velocity = self._continuing(velocity, committed)

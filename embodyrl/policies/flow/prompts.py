@@ -24,7 +24,7 @@ class PromptForm:
     limit: int
     """Maximum number of tokens."""
     bos: str | None = None
-    """Special token at the start."""
+    """Start token of the prompt; None: no start token."""
     tail: str = ""
     """Text at the end of the prompt, tokenized separately."""
     cleans: bool = True

@@ -1,4 +1,4 @@
-"""Config keys for all flow policies, and the records of their chunks. Does not import torch."""
+"""Config keys for all flow policies, and the token layouts of their chunks. Does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,7 +101,7 @@ class FlowSettings(ResidualSettings):
     rtc_guidance: Annotated[float, Field(ge=0, le=1000)] = 5.0
     """Upper bound of the guidance weight in a denoising step."""
     rtc_mask: RtcMask = RtcMask.exp
-    """Weights of actions that the next chunk may change: exponential or linear decay, ones or zeros."""
+    """Guidance weights of the actions after the delay: exponential or linear decay, ones or zeros."""
     rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
     """SFT: maximum simulated delay D. Half of the samples have no delay, the other half has uniform delays in 1..D.
     Rollouts with a longer delay are rejected."""

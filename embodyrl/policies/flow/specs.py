@@ -47,8 +47,8 @@ class LayersSpec:
     head_dim: int
     norm_eps: float = 1e-6
     gemma: bool = True
-    """Gemma: norms multiply by 1 + weight, MLPs use the tanh form of GELU. Llama: norms multiply by the weight, MLPs
-    use SiLU."""
+    """True for Gemma: norms multiply by 1 + weight, MLPs use the tanh form of GELU. False for Llama: norms multiply by
+    the weight, MLPs use SiLU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

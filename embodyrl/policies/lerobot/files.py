@@ -111,7 +111,7 @@ def _plain(key: str) -> str:
 
 
 def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Read the tensors with matching names, and the metadata of a file.
+    """Read the tensors of a file whose names match `named`, and the metadata.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -125,7 +125,7 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
 
 
 def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, cfg: LeRobotSettings) -> LeRobotFiles:
-    """Read a folder's small files and its statistics.
+    """Read the config files, processors and statistics of a folder.
 
     Statistics come from `dataset_statistics.json`, which `embodyrl sft` writes, or the processors, or
     older weights.

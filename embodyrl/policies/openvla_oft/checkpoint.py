@@ -107,7 +107,7 @@ _FIXES = {
 """Suggested fix of a shape mismatch by component, for error messages."""
 
 Change = Callable[[str, Tensor], Tensor]
-"""Function of key and weight that returns the weight to load; merges adapters."""
+"""Components that may have separate files. Each name is a model attribute, a key prefix and a file stem."""
 
 
 def weight_files(folder: Path) -> list[Path]:

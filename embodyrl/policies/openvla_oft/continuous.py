@@ -130,7 +130,7 @@ class Diffusion:
         return self._value(inputs, self._model.prefix(inputs))
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the squared error of the noise, at one training step per row.
+        """Return the squared error of the noise, at one random training step per sample.
 
         Without gradients (validation), noise and step are the same in every call, and actions are compared, which needs
         a full denoising.

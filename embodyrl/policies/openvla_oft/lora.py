@@ -36,7 +36,7 @@ class Adapter:
 
     spec: AdapterSpec
     factors: Mapping[str, tuple[Tensor, Tensor]]
-    """(A [r, in...], B [out, r...]) by module path."""
+    """LoRA factors (A [r, in...], B [out, r...]) by module path."""
     replaced: Mapping[str, Tensor]
     """Full weights by parameter name that replace the model's weights (peft adds the output matrix)."""
 

@@ -58,7 +58,7 @@ class ModelInputs:
     """One batch of model inputs."""
 
     pixels: Tensor
-    """[B, 6*images, S, S] normalised."""
+    """[B, 6*images, S, S] normalised pixels: the DINOv2 and SigLIP channels of each image."""
     prompt_ids: Tensor
     """[B, W] token ids from BOS to the final empty token, padded on the right."""
     prompt_lengths: Tensor
@@ -251,14 +251,14 @@ class OpenVlaOft(nn.Module):
         self.residual_actor = actor.to(self.language_model.lm_head.weight.device)
 
     def recompute_activations(self) -> None:
-        """Store only the layers' inputs in the forward pass, and recompute the rest in the backward pass."""
+        """Enable activation checkpointing: the backward pass recomputes all activations except the inputs of layers."""
         self.language_model.model.gradient_checkpointing = True
         self.vision_backbone.featurizer.gradient_checkpointing = True
         self.vision_backbone.fused_featurizer.gradient_checkpointing = True
 
     @torch.no_grad()
     def init_weights(self, seed: int, parts: tuple[str, ...] = BODY, *, source: str = "cpu") -> None:
-        """Initialise some parts, with unit-scale residual streams and unit-variance logits.
+        """Initialise the given parts, with unit-scale residual streams and unit-variance logits.
 
         A smaller output matrix would start closer to uniform, but learns several times more slowly. The random numbers
         are generated on the device `source`; numbers from the CPU are the same on every machine.

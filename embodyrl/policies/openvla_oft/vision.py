@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, exact GELU, linear; used in the towers, and as projector of other inputs."""
+    """MLP with exact GELU, used in the towers and as projector of other inputs."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()

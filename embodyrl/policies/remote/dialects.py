@@ -238,7 +238,7 @@ class Names:
 OPENPI = Names(
     images=("observation/image", "observation/wrist_image"), state=("observation/state",), prompt=("prompt",)
 )
-"""Names of openpi's LIBERO policies."""
+"""Field names of openpi's LIBERO policies."""
 VLA_EVAL = Names(
     images=("agentview", "wrist"),
     state=("states", "state"),
@@ -246,7 +246,7 @@ VLA_EVAL = Names(
     group="images",
     by_position=True,
 )
-"""Names of vla-eval's LIBERO benchmark; its own servers read images by position."""
+"""Field names of vla-eval's LIBERO benchmark. Its own servers read images by position."""
 
 
 def names_of(cfg: ConversationSettings) -> Names:

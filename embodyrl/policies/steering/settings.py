@@ -22,7 +22,7 @@ SHAPE_FILE = "steering.json"
 
 
 class ResidualSettings(WeightSettings):
-    """Config keys for residual policies; the model's own settings have a key `likelihood`."""
+    """Config keys for residual policies; subclasses declare the key `likelihood`."""
 
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONDITIONING_FILE = "advantage.json"
 """File name of the conditioning in the folder of a policy that acts with a suffix."""
 POSITIVE, NEGATIVE = "Advantage: positive", "Advantage: negative"
-"""Suffixes of an instruction (RECAP, arXiv 2511.14759)."""
+"""Instruction suffixes for positive and negative advantages (RECAP, arXiv 2511.14759)."""
 
 
 def tagged(instruction: str, suffix: str) -> str:

@@ -35,9 +35,9 @@ class Processing:
     """Processor steps and kinds of normalization that a policy implements."""
 
     before: Collection[str] = ()
-    """Names of steps of the preprocessor, in addition to those of every policy."""
+    """Names of supported preprocessor steps, in addition to the common steps."""
     after: Collection[str] = ()
-    """Names of steps of the postprocessor, in addition to those of every policy."""
+    """Names of supported postprocessor steps, in addition to the common steps."""
     modes: Mapping[str, str | None] = field(default_factory=dict)
     """Kind of normalization by feature; None: the policy does not read the feature. Features that are not listed:
     IDENTITY."""

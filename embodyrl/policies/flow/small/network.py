@@ -140,7 +140,7 @@ class LookedFor(nn.Module):
         self.out = nn.Linear(2 * maps, width)
 
     def forward(self, pixels: Tensor, language: Tensor) -> Tensor:
-        """Return a token [B, width] of an image [B, 3, h, w] in -1..1 and the mean word [B, width]."""
+        """Return a token [B, width] for an image [B, 3, h, w] in -1..1 and the mean word embedding [B, width]."""
         scale1, shift1, scale2, shift2 = self.film(language)[:, :, None, None].chunk(4, dim=1)
         grid = pixels
         for layer in self.halving:

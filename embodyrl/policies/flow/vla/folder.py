@@ -87,7 +87,7 @@ def kind_of(spec: FlowSpec) -> str:
 
 
 def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
-    """Read the sizes of a checkpoint, with the horizon of the config.
+    """Read the sizes of a checkpoint, with the horizon of the settings, if set.
 
     Raises:
         CheckpointError: config.json is missing, malformed, or of another model.

@@ -256,7 +256,7 @@ class VlaReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaPrefix:
-    """Encoded observations, computed once for all steps."""
+    """Encoded observations, computed once for all denoising steps."""
 
     memory: Memory
     pooled: Tensor | None
@@ -264,7 +264,7 @@ class VlaPrefix:
 
 
 class VlaNetwork(nn.Module):
-    """The network of a `FlowModule`."""
+    """Network of a `FlowModule` for pi0, pi0.5 and SmolVLA."""
 
     def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
         """Combine model and reader; `pools`: average the prefix for a value head, which needs one more layer."""

@@ -15,7 +15,8 @@ from embodyrl.policies.vla.folder import check_statistics, find_data_set
 from embodyrl.types import FloatArray
 
 OPENPI_FILE = "norm_stats.json"
-"""openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
+"""Name of openpi's statistics file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...},
+"actions": ...}}."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
 """Epsilon of each format.
 LeRobot adds the epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
