@@ -76,7 +76,7 @@ def test_flow_config_round_trips(name, read):
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (OPENPI | {"paligemma_variant": "gemma_7b"}, "paligemma_variant=gemma_7b is unknown"),
+        (OPENPI | {"paligemma_variant": "gemma_7b"}, "paligemma_variant=gemma_7b is not a known Gemma size"),
         (SMOL | {"attention_mode": "self_attn"}, "attention_mode.*not supported"),
         (SMOL | {"num_expert_layers": 8}, "num_expert_layers.*not supported"),
         (SMOL | {"vlm_model_name": "HuggingFaceTB/SmolVLM2-2.2B-Instruct"}, "2.2B.*not supported"),

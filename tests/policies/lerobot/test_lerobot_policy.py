@@ -167,7 +167,7 @@ def test_dsrl_noise_is_the_initial_denoising_sample(repeated, tmp_path):
     with torch.no_grad():
         chunk = policy.denoise(policy._read(obs).model, rows)
     assert np.abs(policy._to_actions(policy._executed(chunk)) - out.actions).max() < 1e-5
-    with pytest.raises(ConfigError, match="selects noise"):
+    with pytest.raises(ConfigError, match="outputs noise"):
         policy.imitate(obs, out.actions)
 
 
