@@ -397,6 +397,4 @@ class CausalLMPolicy:
             weights_changed(self.module)
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(
-                f"{folder} does not fit this model ({reason}). Use a checkpoint of the same model."
-            ) from error
+            raise CheckpointError(f"{folder} does not fit this model ({reason}). Use another checkpoint.") from error
