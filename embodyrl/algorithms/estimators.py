@@ -204,7 +204,7 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
             credited.ravel(),
             gamma=cfg.gamma,
             lam=cfg.gae_lambda,
-            # `gae` takes one entry per credited step: K per chunk at action level, else 1.
+            # `gae` receives K entries per chunk at action level, else 1.
             ends=ends * reward.shape[1],
         )
     )

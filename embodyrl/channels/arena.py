@@ -136,7 +136,7 @@ class Arena:
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise StaleTicketError(f"Cannot attach to the arena {handle.path}, its owner exited: {error}.") from error
+            raise StaleTicketError(f"Cannot attach to the arena {handle.path}; its owner exited: {error}.") from error
         _, size = handle.layout.offsets(handle.capacity)
         return cls(mmap.mmap(fd, size), handle.layout, handle.capacity, handle, fd)
 

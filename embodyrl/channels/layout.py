@@ -9,7 +9,7 @@ import numpy as np
 
 from embodyrl.types import ByteArray, EnvSpec, PolicySpec
 
-_ALIGN = 64  # one cache line: two writers never share one between fields
+_ALIGN = 64  # size of a cache line, so that writers of different fields share no cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         try:
             os.kill(pid, signal.SIGUSR1)
         except ProcessLookupError:
-            pass  # it has just died; reaped below
+            pass  # the process has just died and is reaped below
         handle.process.join(_DUMP_S)
         self._reap(name, f"did not respond for {limit:g} s (stack dump in its log)")
 

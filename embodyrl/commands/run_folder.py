@@ -280,7 +280,7 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
     trained_on = cfg.trains and model.is_lora and not _is_adapter(folder)
     run = run_config(resolve_run(cfg.ckpt))
     saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
-    # The weights of a run that began with an adapter contain it.
+    # The weights of a run that began with an adapter contain this adapter.
     if saved.get("model.lora.path") == model.lora.path or trained_on:
         return folder
     raise ConfigError(

@@ -56,7 +56,7 @@ Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
-# No file system has longer names, and a request for one raises another error.
+# No file system supports longer names, and opening such a path raises an unclear error.
 _short = only(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
 Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Must("a path")]
 Name = Annotated[
