@@ -68,7 +68,7 @@ def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None
 
     rows, columns = sources(height, down), sources(width, right)
     if frames.device.type == "cpu":
-        # Copies whole rows first: a fifth of the time of the gather below, which takes pixel by pixel.
+        # Copy whole rows first: this takes a fifth of the time of the gather below, which copies single pixels.
         moved = zip(frames, rows, columns, strict=True)
         return torch.stack([frame.index_select(0, row).index_select(1, column) for frame, row, column in moved])
     each = torch.arange(count, device=frames.device)[:, None, None]
@@ -101,7 +101,7 @@ def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
     safe = spread.clamp(min=1e-12)
     is_red = value == red
     is_green = (value == green) & ~is_red
-    # Red, yellow, green, ... are 0, 1, 2, ... of six. Exactly one of three is taken; the others are times 0.
+    # Hues are numbered 0 (red), 1 (yellow), 2 (green) to 6. Exactly one of the three terms is not multiplied by 0.
     sixth = (green - blue) / safe * is_red
     sixth += ((blue - red) / safe + 2.0) * is_green
     sixth += ((red - green) / safe + 4.0) * ~(is_red | is_green)

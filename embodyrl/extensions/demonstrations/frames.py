@@ -86,7 +86,7 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
         EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or its frame rate
             is lower than `expected` or variable.
     """
-    import imageio_ffmpeg  # here, because commands that read no video import this module too
+    import imageio_ffmpeg  # imported here, because commands without videos also import this module
 
     if not path.is_file():
         raise EmbodyError(f"The video {path} is missing. Download or collect the data set again.")

@@ -118,7 +118,7 @@ class ImitationLearner(Learner):
         if not self._objective.of_pairs:
             return asked + (self._targets(records)[:, :, 0] >= 0).sum(1)
         tokens = self._policy.encode_replies(self._pairs(records))
-        # Both answers of a pair go through the network together, padded to the longer one.
+        # Both answers of a pair are in one batch, padded to the length of the longer answer.
         return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
     def _samples(self, records: IntArray) -> IntArray:
@@ -128,7 +128,7 @@ class ImitationLearner(Learner):
 
     def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
         if records.ndim == 2 and isinstance(self._policy, TokenPolicy):
-            # The better chunks, then the worse ones, each with its observation.
+            # The better chunks, followed by the worse chunks, each with its observation.
             flat = records.T.ravel()
             tokens = self._policy.encode_actions(self._arena[Record.action][flat])
             return self._prefer(read_observation(self._arena, flat), tokens)
@@ -212,7 +212,7 @@ def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
-    """Repeat the observations [B] to [2B], with the given instructions [2B], or with the instructions [B] repeated."""
+    """Return the observations repeated to [2B], with `instructions` [2B], or [B] that are also repeated."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
 

@@ -85,8 +85,9 @@ class LearnedReward:
         if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
             raise CheckpointError(
                 f"reward.path={self._folder}: the model has no value head, or its inputs ({shape['state_dim']} state "
-                f"numbers, images {images}) differ from the environment's ({len(seen.state)}, {mine}). Train a model "
-                "with `embodyrl sft objective.name=success` on episodes of this environment with these cameras."
+                f"numbers, images {images}) differ from the environment ({len(seen.state)} state numbers, images "
+                f"{mine}). Train a model with `embodyrl sft objective.name=success` on episodes of this environment "
+                "with these cameras."
             )
         self._weights = weights
 

@@ -118,7 +118,7 @@ class Demonstrations:
 def load_demonstrations(
     root: Path, data: DemonstrationSettings = PLAIN, *, only: Collection[int] | None = None
 ) -> Demonstrations:
-    """Load all episodes, or only the episodes with the numbers `only`; frames are decoded to uint8 in memory.
+    """Load all episodes, or only the episodes with an index in `only`; frames are decoded to uint8 in memory.
 
     Raises:
         EmbodyError: see `EpisodeReader`; or the frames are larger than the free memory.
@@ -170,7 +170,7 @@ class EpisodeReader:
         self._left_out = np.array(sorted(skipped), np.int64)
 
     def read(self, only: Collection[int] | None = None) -> Demonstrations:
-        """Return all episodes, or only the episodes with the numbers `only`.
+        """Return all episodes, or only the episodes with an index in `only`.
 
         Raises:
             EmbodyError: no such episode, a frame is damaged, or the frames are larger than the free memory.
@@ -202,7 +202,7 @@ class EpisodeReader:
 
 
 def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
-    """Return the numbers of the episodes that contain non-finite values.
+    """Return the indices of the episodes that contain non-finite values.
 
     Raises:
         EmbodyError: such episodes exist and `data.skip_nonfinite` is false.

@@ -20,7 +20,7 @@ class Samples:
     actions: FloatArray
     """[M, K, A] action chunk that begins at each step, in the policy's gripper convention."""
     shown: BoolArray
-    """[N] for each step of `demos`: True if the goal is reached in the observation."""
+    """[N] True for each step of `demos` in whose observation the goal is reached."""
     valid: BoolArray
     """[M, K] False for padding, which repeats the first or last action of the episode."""
     history: int = 1

@@ -116,8 +116,8 @@ class DaggerSettings(Settings):
     rounds: Count = 3
     """Number of rounds: the policy acts, an expert labels the visited states, SFT runs on all labels so far."""
     expert: str = "scripted"
-    """scripted: the environment's expert labels every state that the policy visits. human: a person corrects episodes
-    that fail, in the browser. Or package.module:class."""
+    """scripted: the environment's expert labels every state that the policy visits. human: a person corrects failed
+    episodes in the browser. package.module:class: a custom expert."""
     corrections: Count = 20
     """Maximum number of episodes that a person corrects in each round, the most uncertain first."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
@@ -139,7 +139,7 @@ class CollectSettings(Settings):
     labels: Labels = Labels.executed
     """executed: record the executed actions; expert: record the expert's actions for the same states."""
     images: FrameFormat = FrameFormat.png
-    """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""
+    """Format of the images. png: lossless, inside the parquet files; mp4: lossy, but much smaller."""
 
 
 COLLECT, DAGGER = of_commands(CollectSettings, "collect", "dagger"), of_commands(DaggerSettings, "dagger")

@@ -36,7 +36,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     ranked = cfg.objective.name is Objective.dpo
     # Equal reset ids of two environments are different initial states.
     alike = ("name", "states_per_task") if ranked else ()
-    # Before frames are decoded, which takes minutes.
+    # Checked before frames are decoded, which takes minutes.
     more = [_same_kind(folder, data, *alike) for folder in data.more]
     val_path = None if data.val_path is None else _same_kind(data.val_path, data)
     first = load_demonstrations(resolve_asset(cfg.data.path), data)
@@ -117,7 +117,7 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         chosen = chosen.reshape(-1, 1 + ranked).all(axis=1).repeat(1 + ranked)  # whole pairs
         steps, found, valid = steps[chosen], found[chosen], valid[chosen]
     actions = demos.action[found]
-    # Once for all samples: target actions are in the policy's convention, as in acting.
+    # Converted once for all samples: target actions use the policy's gripper convention, like the policy's outputs.
     convert_gripper(actions, env.action.gripper, policy.gripper)
     return Samples(
         demos=demos,

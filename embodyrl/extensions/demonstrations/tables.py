@@ -41,7 +41,7 @@ _NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
 
 
 def read_info(root: Path) -> dict[str, Any]:
-    """Read `meta/info.json`.
+    """Read and check `meta/info.json`.
 
     Raises:
         ConfigError: the layout has a version that cannot be read.
@@ -213,7 +213,9 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
             raise EmbodyError(f"{path}, line {number} is not valid JSON ({error}). {_FETCH}") from None
         for field, kind in fields.items():
             if not isinstance(row, dict) or not isinstance(row.get(field), kind):
-                raise EmbodyError(f"{path}, line {number}: {field} is missing or not of type {kind.__name__}. {_FETCH}")
+                raise EmbodyError(
+                    f"{path}, line {number}: the field {field} is missing, or is not of type {kind.__name__}. {_FETCH}"
+                )
         found.append(row)
     return found
 

@@ -189,7 +189,7 @@ class DatasetWriter:
         if {image_key(camera) for camera in self.card.env.cameras.names} - whole:
             raise EmbodyError(
                 f"{self.root} was collected by an older version, whose image statistics cannot be extended. "
-                "Choose another collect.out; `embodyrl sft data.more` trains on both."
+                "Choose another collect.out, and combine both data sets with data.more in `embodyrl sft`."
             )
         return vectors, summed
 
@@ -309,6 +309,6 @@ def _refuse_other(path: Path, card: Card) -> None:
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             raise EmbodyError(
-                f"{path.parents[1]} was collected with other settings: {name} is {theirs.get(name)!r} there and "
-                f"{ours.get(name)!r} in this run. Use the same settings to resume, or choose another collect.out."
+                f"{path.parents[1]} was collected with other settings: {name} is {theirs.get(name)!r} in the data set, "
+                f"but {ours.get(name)!r} in this run. Use the same settings to resume, or choose another collect.out."
             )

@@ -163,7 +163,7 @@ def test_collecting_more_episodes_appends_to_the_folder(tmp_path: Path) -> None:
     np.testing.assert_array_equal(after.images[: len(before.images)], before.images)
     run(tmp_path / "whole", "collect.episodes=10")
     assert sorted(sources(tmp_path / "demos")) == sorted(sources(tmp_path / "whole" / "demos"))
-    with pytest.raises(EmbodyError, match=r"collected.seed is 0 there and 1 in this run"):
+    with pytest.raises(EmbodyError, match=r"collected.seed is 0 in the data set, but 1"):
         run(tmp_path, "collect.episodes=12", "seed=1")
 
 

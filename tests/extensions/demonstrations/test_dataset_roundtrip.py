@@ -154,12 +154,12 @@ def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> No
     with pytest.raises(EmbodyError, match="not empty and contains no data set"):
         DatasetWriter(tmp_path / "other", card())
     write(tmp_path / "mine", [demonstration(0)])
-    with pytest.raises(EmbodyError, match=r"collected.seed is None there and 3"):
+    with pytest.raises(EmbodyError, match=r"collected.seed is None in the data set, but 3"):
         DatasetWriter(tmp_path / "mine", card(seed=3))
-    with pytest.raises(EmbodyError, match=r"video is False there"):
+    with pytest.raises(EmbodyError, match=r"video is False in the data set"):
         DatasetWriter(tmp_path / "mine", card(video=True))
     DatasetWriter(tmp_path / "seeded", card(seed=3)).close()
-    with pytest.raises(EmbodyError, match=r"collected.seed is 3 there and None"):
+    with pytest.raises(EmbodyError, match=r"collected.seed is 3 in the data set, but None"):
         DatasetWriter(tmp_path / "seeded", card())
 
 

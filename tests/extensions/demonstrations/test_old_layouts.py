@@ -71,8 +71,14 @@ def append(root: Path, name: str, text: str) -> None:
         (lambda r: (r / "meta/tasks.jsonl").unlink(), r"tasks.jsonl is missing"),
         (lambda r: append(r, "meta/episodes.jsonl", "{"), r"episodes.jsonl, line 4 is not valid JSON"),
         (lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000), r"episodes.jsonl, line 4 is not valid JSON"),
-        (lambda r: append(r, "meta/episodes.jsonl", "[1]\n"), r"line 4: episode_index is missing or not of type int"),
-        (lambda r: append(r, "meta/tasks.jsonl", '{"task_index": 1}\n'), r"tasks.jsonl, line 2: task is missing"),
+        (
+            lambda r: append(r, "meta/episodes.jsonl", "[1]\n"),
+            r"line 4: the field episode_index is missing, or is not of type int",
+        ),
+        (
+            lambda r: append(r, "meta/tasks.jsonl", '{"task_index": 1}\n'),
+            r"tasks.jsonl, line 2: the field task is missing",
+        ),
         (lambda r: edit_info(r, total_episodes=4), r"declares 4 episodes, but meta/episodes.jsonl has 3"),
         (lambda r: (r / LAST).unlink(), r"episode_000002.parquet cannot be read"),
         (lambda r: (r / LAST).write_bytes(b"PAR1"), r"episode_000002.parquet cannot be read"),
