@@ -16,7 +16,7 @@ _BACKLOG = 1000
 
 
 class BackgroundMonitor(Monitor):
-    """Logger that calls another logger in a background thread; the next call raises an exception of that logger."""
+    """Logger that runs another logger in a background thread, and raises that logger's exception in the next call."""
 
     def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
         """Wrap `monitor`; `patience_s` and `close_s` are the time limits of one call and of the final flush."""

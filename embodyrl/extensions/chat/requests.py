@@ -105,7 +105,7 @@ class ChatRequest(_Part):
 
     @classmethod
     def read(cls, body: bytes) -> ChatRequest:
-        """Parse a request.
+        """Parse and validate the JSON body of a request.
 
         Raises:
             ApiError: the body is not JSON, a field is unknown or has a wrong value, or two fields conflict.
@@ -149,7 +149,7 @@ class ChatRequest(_Part):
 
     @property
     def greedy(self) -> bool:
-        """True for temperature 0: greedy decoding."""
+        """True if the temperature is 0, which means greedy decoding."""
         return self.temperature == 0
 
     @property

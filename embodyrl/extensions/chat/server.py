@@ -39,7 +39,7 @@ class ChatServer(LimitedServer):
     request_queue_size = 64
 
     def __init__(self, served: Served, cfg: ServeSettings, say: Callable[[str], None]) -> None:
-        """Bind the address.
+        """Bind the server to the configured address.
 
         Raises:
             EmbodyError: the server cannot listen at the address.
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         limit = self.server.cfg.idle_timeout_s
         super().setup()
         self.connection.settimeout(limit)
-        # The timeout of the socket restarts with each byte: this timer does not.
+        # The timeout of the socket restarts with each byte; this timer does not.
         self._late = threading.Timer(min(_REQUEST_S, limit), self._hang_up)
         self._late.daemon = True
         self._late.start()
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 for chunk in completion.chunks(pieces):
                     self._event(json.dumps(chunk))
-            except ApiError as error:  # the status line is sent already
+            except ApiError as error:  # the status line was already sent
                 self._event(json.dumps(error.body))
             self._event("[DONE]")
 

@@ -1,4 +1,4 @@
-"""Functions behind `check-env`, which run the checks of the interface contract of `Env`."""
+"""Implementation of `check-env`: run the checks of the interface contract of `Env`."""
 
 import contextlib
 import multiprocessing
@@ -39,7 +39,7 @@ class Finding:
 
 
 def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
-    """Build the environment with two slots in this process and check its contract.
+    """Build the environment with two slots, and run all checks in this process.
 
     Args:
         cfg: config as for training; episodes of the first tasks of `train.task_ids` are played.

@@ -55,7 +55,7 @@ def reset(h: Harness) -> None:
 def observe(h: Harness) -> None:
     """Check that all pixels and states are written and finite, and that observing twice gives equal values."""
     h.env.reset([0], [h.first_start()])
-    # Twice, over black and over white: a pixel that is not written keeps both values.
+    # Observe twice, over black and over white: a pixel that is not written keeps both values.
     dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
     untouched = (dark.images == 0) & (bright.images == 255)
     for camera, name in enumerate(h.spec.cameras.names):

@@ -65,7 +65,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
     cfg = load_saved_config(run, overrides, unread=_UNREAD)
-    if cfg.model.compiled:  # weights are merged in a model that runs no inference
+    if cfg.model.compiled:  # the model that merges the weights runs no inference
         keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
         cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unread=_UNREAD)
     source = store.path(step) / POLICY_FOLDER

@@ -1,1 +1,1 @@
-"""Command `play`: a policy and a person control an environment in turn, on a web page that can record episodes."""
+"""The command `play`: a web page on which a policy and a person take turns controlling an environment."""

@@ -45,7 +45,7 @@ PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
 
 
 def play(args: argparse.Namespace) -> int:
-    """Run `embodyrl play`."""
+    """Run `embodyrl play`, which serves the page until the command is interrupted."""
     trust, named = split_trust(args.words)
     if len(named) > 1 or not args.port.isdecimal():
         raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")

@@ -59,7 +59,7 @@ class Desk:
         return {"/hello": self.hello, "/view": self.view, "/act": self.act}
 
     def hello(self, body: dict[str, Any]) -> Answer:
-        """Return the sequence number of the client's last request, and the constants of the scene."""
+        """Return the sequence number of the client's last request, and the properties of the scene."""
         client, scene = _client(body), self.scene
         known = self._clients.get(client)
         content: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}

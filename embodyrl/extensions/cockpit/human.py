@@ -56,20 +56,20 @@ class HumanExpert:
         print(f"corrections: {self.server.url}", flush=True)
 
     def collect(self, cfg: Config) -> None:
-        """Run the policy without help, then collect corrections of failed episodes, the most uncertain first.
+        """Run the policy without corrections, then collect corrections of failed episodes, the most uncertain first.
 
         Raises:
             EmbodyError: the simulator or the policy failed.
         """
         self._round += 1
-        self._note("the policy plays alone")
+        self._note("the policy runs without corrections")
         out = Path(str(cfg.collect.out))
         alone = out.with_name(f"{out.name}_alone")
         collect(overridden(cfg, {"collect.out": str(alone), "collect.filter": EpisodeFilter.all}))
         demos = load_demonstrations(alone)
         failed = [e for e in range(demos.num_episodes) if not demos.success[demos.start[e] : demos.stop[e]].any()]
         solved = demos.num_episodes - len(failed)
-        self._note(f"alone, the policy solves {solved} of {demos.num_episodes} episodes")
+        self._note(f"without corrections, the policy solves {solved} of {demos.num_episodes} episodes")
         if failed:
             self._ask(cfg, demos, failed, out)
         self._note("training starts")

@@ -130,7 +130,7 @@ class Scene:
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute one env step with the action of a person's inputs (see `action_of`); None: the policy's action.
+        """Execute one env step with the action of the inputs `amounts` (see `action_of`), or of the policy if None.
 
         The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
         infers a new chunk from the current observation.
@@ -171,7 +171,7 @@ class Scene:
         self.moment += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the values shown next to the image."""
+        """Return the state of the episode, which the page shows next to the image."""
         last = self._steps[-1] if self._steps else None
         return {
             "task": self.start["task"],

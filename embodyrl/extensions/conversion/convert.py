@@ -43,7 +43,7 @@ class ConvertResult:
     frames: int
     tasks: int
     left_out: int
-    """Number of episodes left out because of non-finite numbers."""
+    """Number of episodes that were skipped because of non-finite numbers."""
 
 
 def open_source(path: Path, data: ConversionSettings) -> Source:
@@ -122,7 +122,7 @@ def _resumed_card(partial: Path, card: Card) -> Card:
         raise EmbodyError(f"{path} cannot be read: {error}. Delete {partial} and convert again.") from error
     bare = replace(found, env=replace(found.env, tasks=(), states_per_task=()))
     if bare.to_json() != card.to_json() and not (partial / "meta" / "episodes").exists():
-        shutil.rmtree(partial)  # it failed at its first episode
+        shutil.rmtree(partial)  # the earlier conversion failed at its first episode
         return card
     if bare.to_json() != card.to_json():
         raise ConfigError(
@@ -162,7 +162,7 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
     success, instruction = _success(raw, plan, reward), _instruction(raw, plan, data)
     if instruction not in tasks:
         tasks.append(instruction)
-    # The number in the source, from which an interrupted conversion continues.
+    # `trial` is the index in the source, from which an interrupted conversion resumes.
     origin = Origin(task_id=tasks.index(instruction), reset_id=-1, trial=raw.number, seed=0)
     return Demonstration(
         images=_images(raw, plan, length),

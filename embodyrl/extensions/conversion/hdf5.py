@@ -137,7 +137,7 @@ def _member(parent: Any, name: str) -> Any:
     item = parent
     for part in name.split("/"):
         if not isinstance(item.get(part, getlink=True), h5py.HardLink):
-            raise ValueError(f"'{parent.name}/{name}' is missing, or is a link to another file")
+            raise ValueError(f"'{parent.name}/{name}' is missing, or is a link instead of stored data")
         item = item[part]
     if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
         raise ValueError(f"the data of '{item.name}' are stored in another file")

@@ -72,7 +72,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         state_dim=state_dim,
     )
     known = {*keys.values()} & {Target.reward, Target.success}
-    # Rewards of 0 and 1 also contain success.
+    # The success flag can be derived from rewards of 0 and 1.
     without = {Target.reward: Target.reward not in known, Target.success: not known}
     collected = {"converted": origin, "keys": dict(keys), "instruction": data.instruction, "split": data.split}
     card = Card(

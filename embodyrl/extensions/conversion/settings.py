@@ -52,7 +52,7 @@ class ConversionSettings(Settings):
     skip_nonfinite: bool = False
     """If true, skip episodes with NaN or infinite numbers; if false, report an error."""
     images: FrameFormat = FrameFormat.png
-    """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""
+    """Format of the images. png: lossless, inside the parquet files; mp4: lossy, but much smaller."""
 
 
 class ConvertSettings(Settings):

@@ -1,4 +1,4 @@
-"""Interface of sources of demonstrations: a description, and episodes as arrays by column."""
+"""Interface of data sets to convert: a description, and episodes as arrays by column."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def crc32c(data: bytes) -> int:
         for byte in data:
             state = int(_TABLE[(state ^ byte) & 255]) ^ (state >> 8)
         return state ^ 0xFFFFFFFF
-    # The initial state is a change of the first four bytes; zero bytes in front do not change a state of zero.
+    # Inverting the first four bytes replaces the initial state; leading zero bytes do not change a state of zero.
     length = -(-len(data) // _LANES)
     lanes = np.zeros(_LANES * length, np.uint8)
     lanes[-len(data) :] = np.frombuffer(data, np.uint8)

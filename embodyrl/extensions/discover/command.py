@@ -58,7 +58,7 @@ def _missing(names: Iterable[str]) -> list[str]:
 
 
 def _runs_folder(overrides: list[str]) -> Path:
-    """Return the folder of `runner.output_dir=DIR`, or its default."""
+    """Return the folder that the override `runner.output_dir=DIR` selects, or the default folder."""
     from embodyrl.config.compose import parse_word
     from embodyrl.plan.settings import RunnerSettings
 
@@ -80,7 +80,7 @@ def _rate(success: float | None) -> str:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run `embodyrl show`, which prints a group, an option or a key."""
+    """Run `embodyrl show`, which prints config keys with their values and documentation."""
     from embodyrl.config.settings import keys_of, leaves, plain, spell
     from embodyrl.extensions.discover.schema import json_schema
     from embodyrl.plan.config import load_config
@@ -103,7 +103,7 @@ def show(args: argparse.Namespace) -> int:
     if not names:
         tops = ", ".join(name for name in type(cfg).model_fields)
         hint = suggest(group)
-        raise ConfigError(f"unknown group or key '{group}'.{hint} Commands: {', '.join(commands)}. Groups: {tops}.")
+        raise ConfigError(f"Unknown group or key '{group}'.{hint} Commands: {', '.join(commands)}. Groups: {tops}.")
     rows, lines = [], []
     for name in names:
         key = keys[name]

@@ -15,7 +15,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
 
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
     if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=by_number)):
-        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # damaged: it is listed without
+        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # a damaged table is ignored
             overall = read_table(tables[-1].parent)["overall"]
             success, earned = overall["success_once"], overall["mean_return"]
             step = int(tables[-1].parent.name.removeprefix("step_"))

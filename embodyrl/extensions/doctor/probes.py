@@ -68,7 +68,7 @@ def probe_memory() -> Finding:
 
 
 def probe_open_files() -> Finding:
-    """Check the limit of open files; every worker needs a few dozen."""
+    """Check the limit of open files; each worker opens a few dozen files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 1024:
         return Finding("ulimit -n", "warn", str(soft), f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
@@ -137,7 +137,7 @@ def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
 
 
 def probe_driver() -> Finding:
-    """Check the GPU driver, also against the requirement of vLLM's wheels."""
+    """Check the version of the GPU driver, including the requirement of vLLM's wheels."""
     driver = max((gpu.driver for gpu in query_gpus()), default=0)
     if not driver:
         if visible_gpus():

@@ -122,7 +122,7 @@ def _host_copies(parts: GpuParts, device: str) -> str:
 
 
 def resume_adam(device: str) -> None:
-    """Resume AdamW on a device from a state of the CPU, and check that the next step agrees with the CPU's.
+    """Resume AdamW on a device from a state saved on the CPU, and compare the next step with a step on the CPU.
 
     Raises:
         AssertionError: a state tensor is on another device, or the weights differ.

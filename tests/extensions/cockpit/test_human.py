@@ -104,8 +104,8 @@ def test_person_corrects_failed_episodes_and_the_policy_trains_on_them(tmp_path:
         whole, by_person = samples_of(folder), samples_of(folder, "data.actors=[person]")
         assert len(by_person) == len(whole) - corrected.num_episodes, "a chunk with an action of the policy is left out"
     said = capsys.readouterr().out
-    assert "round 1 of 2: alone, the policy solves" in seen[0]
-    assert "round 2 of 2: alone, the policy solves" in said
+    assert "round 1 of 2: without corrections, the policy solves" in seen[0]
+    assert "round 2 of 2: without corrections, the policy solves" in said
     saved = (result.run / "config.yaml").read_text()
     assert "round_1" in saved
     assert "- person" in saved
