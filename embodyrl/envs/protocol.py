@@ -38,7 +38,7 @@ class Env(Protocol):
     """Maximum number of distinct tasks that the slots can run without reloading simulators; None: unlimited."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start an episode in each slot, including settle steps."""
+        """Start an episode in each slot, and execute the simulator's settling steps."""
         ...
 
     def step_chunk(

@@ -55,7 +55,7 @@ class RewardStep:
     task_id: int
     instruction: str
     action: FloatArray
-    """[A] executed action."""
+    """Executed action [A]."""
     reward: float
     """The simulator's own reward after the action, before `use_rel_reward` and `reward_coef`."""
     success: bool

@@ -44,7 +44,7 @@ class TrainSplit(EnvSplit):
     """Relative sampling frequency of the selected tasks; null: uniform."""
 
     auto_reset: bool = True
-    """Start the next episode of a slot when an episode ends; false: one episode per slot and rollout epoch."""
+    """If true, a slot starts its next episode when an episode ends; false: one episode per slot and rollout epoch."""
     continue_episodes: bool = False
     """If true, an episode that is unfinished at the end of a training step continues in the next training step (only
     for algorithms that count env steps, such as GAE). Every episode then starts from a separate initial state."""
@@ -62,7 +62,7 @@ class ControlSettings(Settings):
     """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk
     continues. [low,high]: sampled uniformly for each chunk. The first chunk of an episode has no delay."""
     observe_committed: bool = False
-    """Append the delay and the remaining actions of the previous chunk to the state; set by model.rtc."""
+    """If true, the state also contains the delay and the remaining actions of the previous chunk; set by model.rtc."""
 
 
 class EnvSettings(Settings):
@@ -113,7 +113,8 @@ class RewardSettings(Settings):
     control: ControlSettings = ControlSettings()
 
     use_rel_reward: bool = True
-    """Use the difference between consecutive simulator rewards, so that the return equals the last reward."""
+    """If true, the reward is the difference between consecutive simulator rewards, so that the return is the last
+    reward."""
     reward_coef: RewardFactor = 1.0
     """Factor that multiplies all rewards."""
 

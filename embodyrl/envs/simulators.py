@@ -44,7 +44,7 @@ class Simulators(ABC):
     """
 
     task_limit: int | None = None
-    """See `Env.task_limit`."""
+    """Maximum number of distinct tasks without reloading simulators (see `Env.task_limit`)."""
     sequential: bool = False
     """If true, each slot executes its whole chunk before the next slot starts, because switching slots is expensive."""
     current_slot: int | None = None

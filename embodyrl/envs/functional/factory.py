@@ -46,7 +46,9 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
             ConfigError: the environment is unknown, or its interface is not supported.
         """
         if importlib.util.find_spec("jax") is None:
-            raise MissingDependencyError("env=functional needs the package jax. Fix: pip install jax.")
+            raise MissingDependencyError(
+                "env=functional needs the package jax, which is not installed. Fix: pip install jax."
+            )
         if multiprocessing.parent_process() is not None or "jax" in sys.modules:
             return describe_here(cfg)
         try:

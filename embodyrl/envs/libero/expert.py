@@ -44,9 +44,9 @@ class Grasp:
     """Grasp candidate for a vertical hand."""
 
     point: DoubleArray
-    """[3] position of the closed fingertips, metres, world."""
+    """Position [3] of the closed fingertips in the world frame, metres."""
     axis: DoubleArray
-    """[2] horizontal unit vector from one finger to the other."""
+    """Horizontal unit vector [2] from one finger to the other."""
     clearance: float
     """Minimum of the hand's height above obstacles and its remaining reach, in metres, at pick and place; negative: the
     hand collides or cannot reach."""

@@ -148,7 +148,8 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Suite of LIBERO, LIBERO-PRO or LIBERO-Plus, for example libero_spatial, libero_spatial_swap or
     libero_spatial_camera."""
     render_profile: RenderProfile = RenderProfile.full
-    """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
+    """full: pixel-identical to the benchmark; lean: simplified meshes and textures for software rendering, same
+    physics."""
     fast_physics: bool | None = None
     """If true, the physics loop omits redundant computations; results equal the benchmark's up to rounding. null: true
     with render_profile=lean."""

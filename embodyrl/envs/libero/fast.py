@@ -47,25 +47,25 @@ class _Arm(NamedTuple):
     rotation: DoubleArray
     """Rotation matrix [3, 3] of the hand."""
     joints: DoubleArray
-    """[7] joint positions, rad."""
+    """Joint positions [7], rad."""
     speeds: DoubleArray
-    """[7] joint velocities, rad/s."""
+    """Joint velocities [7], rad/s."""
     bias: DoubleArray
-    """[7] gravity and Coriolis torques, N m."""
+    """Gravity and Coriolis torques [7], N m."""
     inertia: DoubleArray
     """Mass matrix in MuJoCo's sparse form."""
     torques: DoubleArray
-    """[7] torque commands of the motors, N m."""
+    """Torque commands [7] of the motors, N m."""
     low: DoubleArray
     high: DoubleArray
     fingers: DoubleArray
-    """[2] position commands of the fingers."""
+    """Position commands [2] of the fingers."""
     finger_middle: DoubleArray
     finger_span: DoubleArray
     jacobian: DoubleArray
-    """[6, nv] buffer for the hand's Jacobian."""
+    """Buffer [6, nv] for the hand's Jacobian."""
     mass: DoubleArray
-    """[nv, nv] buffer for the mass matrix."""
+    """Buffer [nv, nv] for the mass matrix."""
 
 
 class FastLoop:

@@ -29,11 +29,11 @@ class Box:
     """Bounding box of a body's collision geometry, in metres in the world frame."""
 
     center: DoubleArray
-    """[3] centre of the box."""
+    """Centre [3] of the box."""
     axes: DoubleArray
-    """[3, 3] unit vectors in columns; for an upright body, two are horizontal and one is vertical."""
+    """Unit vectors [3, 3] of the box in columns; for an upright body, two are horizontal and one is vertical."""
     half: DoubleArray
-    """[3] half extents along the axes."""
+    """Half extents [3] of the box along the axes."""
 
     @property
     def up(self) -> int:

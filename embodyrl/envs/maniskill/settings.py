@@ -27,9 +27,10 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     control_mode: str | None = None
     """Control mode of the robot; default: the task's own."""
     reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None
-    """normalized_dense, dense, sparse or none (success as the reward); default: the task's own."""
+    """Reward of the task: normalized_dense, dense, sparse, or none (the success is the reward); default: the task's
+    own."""
     render_profile: RenderProfile = RenderProfile.full
-    """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
+    """full: pixel-identical to the benchmark; lean: simplified meshes for software rendering, same physics."""
 
     @property
     def title(self) -> str:

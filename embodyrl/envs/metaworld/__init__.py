@@ -1,1 +1,1 @@
-"""MetaWorld: fifty manipulation tasks of one arm."""
+"""MetaWorld environments: 50 manipulation tasks for a Sawyer arm."""

@@ -40,8 +40,8 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         """
         if importlib.util.find_spec("metaworld") is None:
             raise MissingDependencyError(
-                "env=metaworld needs the package metaworld. Fix: pip install metaworld==3.0.0 (3.1 has additional "
-                "dependencies)."
+                "env=metaworld needs the package metaworld, which is not installed. Fix: pip install metaworld==3.0.0 "
+                "(3.1 has additional dependencies)."
             )
         names, params = cfg.names, cfg.init_params
         which = len(names) if len(names) > 1 else 0

@@ -128,7 +128,7 @@ class GameSettings(EnvSettings):
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     words: str | None = None
-    """Function of (observation, info) that returns text, as package.module:function; default: the environment's ansi
+    """Function (package.module:function) that converts (observation, info) to text; default: the environment's ansi
     rendering, with highlighted text in brackets."""
     action_words: list[str] = []
     """Words that select the discrete actions, in order, for example [left,down,right,up]; default: the action numbers.
