@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
-from embodyrl.errors import ConfigError, WorkerError, one_line
+from embodyrl.cluster.supervisor import StopRequest
+from embodyrl.errors import ConfigError, Interrupted, WorkerError, one_line
 
 _OWN = "local"
 
@@ -40,6 +42,8 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError("launcher=ray: the package ray is not installed. Run pip install 'embodyrl[ray]'.") from error
 
+_FAILURES = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
+"""Exceptions of `ray.init`."""
 _HEAD_S = 15.0
 """Maximum time for the head node to list the nodes, in seconds."""
 _LOOK_S = 5.0
@@ -82,17 +86,40 @@ def connect() -> bool:
     if ray.is_initialized():
         return False
     address = _address()
-    options: dict[str, Any] = {"include_dashboard": False} if address == _OWN else {}
+    if address == _OWN:
+        _start_own()
+        return True
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        if address == _OWN:
-            raise WorkerError(f"launcher=ray: no cluster could be started on this host: {one_line(error)}") from error
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except _FAILURES as error:
         raise WorkerError(
             f"RAY_ADDRESS={address}: the Ray cluster cannot be joined. Check it with `ray status`, and export the same "
             f"RAY_AUTH_MODE and token on all hosts. Ray's error: {one_line(error)}"
         ) from error
     return True
+
+
+def _start_own() -> None:
+    """Start a local cluster; a stop signal takes effect when the cluster can be shut down.
+
+    The agents of a node that is killed while it starts wait a minute for the head.
+    """
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            ray.init(address=_OWN, log_to_driver=False, configure_logging=False, include_dashboard=False)
+        stop.check()
+    except Interrupted:
+        ray.shutdown()
+        raise
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:  # of Ray's own handler
+            raise
+        ray.shutdown()
+        raise Interrupted(signal.SIGTERM) from None
+    except _FAILURES as error:
+        stop.check()  # the same signal may have ended a process of Ray
+        raise WorkerError(f"launcher=ray: no cluster could be started on this host: {one_line(error)}") from error
 
 
 def head() -> str:

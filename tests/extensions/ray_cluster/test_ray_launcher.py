@@ -195,6 +195,23 @@ def test_run_starts_a_local_cluster_and_tolerates_a_head_failure(tmp_path):
     assert wait_until(lambda: not marked_processes(), 60), "agents of a node look for it every few seconds"
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_during_the_start_of_a_local_cluster_leaves_no_process(tmp_path, signum):
+    session = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")  # names of sockets must be short
+    environ = {"RAY_ADDRESS": "", "RAY_TMPDIR": session.name}
+    command = start_cli("train", *toy_words(tmp_path, "launcher.name=ray"), cwd=tmp_path, env=environ)
+    try:
+        assert wait_until(lambda: any("raylet/raylet" in line for line in marked_processes()), 100), command.printed
+        command.signal_group(signum)
+        assert command.wait(100) == 128 + signum, command.printed
+        assert wait_until(lambda: not marked_processes(), 20), marked_processes()
+        assert f"resume with: embodyrl train --resume {tmp_path}/run" in command.printed
+        assert "Traceback" not in command.printed
+    finally:
+        command.stop()
+        session.cleanup()
+
+
 def test_nodes_are_numbered_by_address():
     from embodyrl.extensions.ray_cluster.nodes import Node, in_order
 
