@@ -139,6 +139,8 @@ def test_head_killed_during_an_update_names_the_newest_checkpoint(lab, tmp_path,
     command.wait_for(lab.gate, deadline_s=200)
     lab.kill_service(0, "gcs/gcs_server")
     outcome.inject("head killed (GCS and raylet)", UPDATE.name)
+    assert wait_until(lambda: not lab.workers(0), 60)
+    lab.gate.with_suffix(".open").touch()
     assert command.wait(200) == 4, command.printed
     outcome.wait_until_noticed(command)
     assert "10.77.0.1" in command.err.read_text(), command.printed
@@ -146,7 +148,6 @@ def test_head_killed_during_an_update_names_the_newest_checkpoint(lab, tmp_path,
     outcome.check_leftovers()
     lab.lose_all()
     lab.start_ray()
-    lab.gate.with_suffix(".open").touch()
     more = lab.run(tmp_path, *resume_command(command))
     assert more.wait(400) == 0, more.printed
     assert result(tmp_path / "run") == expected
