@@ -1,4 +1,4 @@
-"""AdamW without compiler and profiler hooks."""
+"""AdamW without PyTorch's compiler and profiler hooks, which are slow to import."""
 
 from inspect import unwrap
 from typing import Any
@@ -9,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 
 class _PlainAdamW(AdamW):
-    """AdamW without the compiler and profiler wrappers; importing the compiler takes a CPU second."""
+    """AdamW without compiler and profiler wrappers, because importing the compiler takes a second of CPU time."""
 
     profile_hook_step = staticmethod(lambda func: func)
     add_param_group = unwrap(Optimizer.add_param_group)
@@ -17,14 +17,14 @@ class _PlainAdamW(AdamW):
     load_state_dict = unwrap(Optimizer.load_state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
+        """Set all gradients to None."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take an optimizer step with the current gradients."""
+        """Perform one optimizer step with the current gradients."""
         if self.defaults["fused"]:
             # On a CPU the fused step reads tensors in memory order and ignores strides.
             for group in self.param_groups:
@@ -38,7 +38,7 @@ _STEP = unwrap(AdamW.step)
 
 
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Return AdamW, fused on a GPU and for unsharded weights on a CPU; torch's default copies all trained weights."""
+    """Return AdamW, fused on a GPU and for unsharded weights on a CPU, because torch's default copies all weights."""
     parameters = [p for group in groups for p in group["params"]]
     plain = all(
         type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()

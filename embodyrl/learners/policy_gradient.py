@@ -21,13 +21,13 @@ from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 AT_ONCE = 2**18
-"""Number of tokens of all ranks whose metrics are computed in one pass; limits memory for large networks."""
+"""Number of sampled tokens, over all ranks, after which collected metrics are computed. The limit bounds memory."""
 _Taken = tuple[dict[str, float], list[Measured]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proximal:
-    """Log-probabilities in the denominator of the ratio, and correction factors, for each sample of a batch."""
+    """Old log-probabilities (denominators of the policy ratio) and correction factors of the samples of a batch."""
 
     logprob: torch.Tensor
     """[B, L] log-probabilities of the old policy."""
@@ -40,11 +40,11 @@ class _Part:
     """A micro-batch of B samples."""
 
     seen: IntArray | Observation
-    """Observations, or indices [B] of the records from which observations are read on demand."""
+    """Observations, or record indices [B] from which observations are read when they are needed."""
     tokens: IntArray
     """[B, L] sampled tokens."""
     inputs: LossInputs
-    """Loss inputs, on the host."""
+    """Inputs of the loss function, in host memory."""
 
 
 class PolicyGradientLearner(Learner):
@@ -102,7 +102,7 @@ class PolicyGradientLearner(Learner):
         return result | {"memory_gib": peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
-        """Save the reference policy in a checkpoint's folder if it changes during training."""
+        """Save the reference policy into `folder` if it is updated during training."""
         if self._reference is not None and self._rules.reference_interval:
             (folder / _REFERENCE).mkdir()
             self._reference.save(folder / _REFERENCE)
@@ -163,7 +163,7 @@ class PolicyGradientLearner(Learner):
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
-        """Return the batch's log-probabilities: recomputed if the algorithm requires it, else those of the rollout."""
+        """Return the old log-probabilities: recomputed if the algorithm requires it, otherwise those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
@@ -192,7 +192,7 @@ class PolicyGradientLearner(Learner):
     def _plan(
         self, batch: PreparedBatch, proximal: _Proximal, planned: list[IntArray]
     ) -> Iterator[list[tuple[_Part, bool]]]:
-        """Yield the micro-batches of each optimizer step of an epoch; none for steps without a gradient.
+        """Yield the micro-batches of each optimizer step of an epoch; an empty list for a step without a gradient.
 
         Samples without a gradient are skipped in the forward pass, but count in the weights of all samples. Inputs of
         small networks are gathered once per epoch, because gathering each micro-batch would dominate the run time.
@@ -228,7 +228,7 @@ class PolicyGradientLearner(Learner):
     def _gather(
         self, batch: PreparedBatch, proximal: _Proximal, chosen: list[IntArray], weights: list[LossWeights]
     ) -> Iterator[_Part]:
-        """Yield the micro-batches of some samples with their weights."""
+        """Yield one micro-batch for each array of sample indices in `chosen`, with the loss weights in `weights`."""
         if not chosen:
             return
         samples, sizes = np.concatenate(chosen), [len(rows) for rows in chosen]
@@ -283,7 +283,7 @@ def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
 
 
 def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
-    """Split `total` into the fewest parts of at most `largest`, or into `number` parts; parts are nearly equal.
+    """Split `total` into nearly equal parts: `number` parts, or the fewest parts of at most `largest`.
 
     >>> even_parts(10, 4), even_parts(10, 4, 2)
     ([4, 3, 3], [5, 5])

@@ -1,4 +1,4 @@
-"""Storage of weights in half precision without a change of results, and the modules that FSDP shards separately."""
+"""Storage of weights in bfloat16 without a change of results, and the layers that FSDP shards separately."""
 
 from torch import nn
 
@@ -7,10 +7,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def halve(module: nn.Module, *, sharded: bool) -> None:
-    """Store weights in bfloat16 if they are only used in bfloat16; results do not change.
+    """Store weights in bfloat16 if every use casts them to bfloat16 anyway, so that results do not change.
 
     Autocast casts the weights of matrix products and convolutions; FSDP casts all weights of a layer.
-    Embeddings, other norms and the value head are unchanged.
+    Embeddings, norms outside of FSDP layers and the value head keep their dtype.
     """
     products = (nn.Linear, *_CONVOLUTIONS)
     whole = [*layers(module)] if sharded else []

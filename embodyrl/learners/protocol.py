@@ -1,4 +1,4 @@
-"""Interface between the policy host and the learner of an algorithm."""
+"""Interface between a policy process and its learner."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,40 +16,40 @@ from embodyrl.types import EnvSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerContext:
-    """Arguments of a learner."""
+    """Arguments with which a learner is created."""
 
     trainer: Trainer
-    """Trainer of the policy; the policy acts in this process or in other processes."""
+    """Trainer with the policy and its optimizer."""
     arena: Arena
     algorithm: Algorithm | None
-    """Policy-gradient or off-policy algorithm; None for SFT."""
+    """Policy-gradient or off-policy algorithm; None: SFT."""
     actor: ActorSettings
     objective: Any = None
     """Settings of the SFT objective."""
     seed: int
     env: EnvSpec
     judge: EnvSettings | None = None
-    """Environment that computes the rewards of relabelled goals, if the algorithm needs such rewards."""
+    """Settings of the environment that computes rewards for relabelled goals; None: the algorithm relabels no goals."""
     reference: Policy | None = None
-    """Reference policy, if the algorithm needs it."""
+    """Frozen reference policy; None: the algorithm does not need a reference."""
 
 
 class Learner(Protocol):
-    """Base class of the update of a policy in one actor rank.
+    """Base class of learners, which update a policy in one actor rank.
 
-    `AdvantageEstimator.learner` or `learner` of an objective is the name of a class that is called with a
+    The attribute `learner` of an advantage estimator or an SFT objective names the class, which is called with a
     `LearnerContext`. Methods that a subclass does not override do nothing.
     """
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
         """Train on the records of one training step, yielding after each micro-batch; return metrics.
 
-        The records contain observations, actions and credits; they are reused after this method returns.
+        The records contain observations, actions and advantages; the arena reuses them after this method returns.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write additional state of a checkpoint; all ranks call this method, the first rank writes."""
+        """Write the learner's own state into a checkpoint folder. All ranks call this method; the first rank writes."""
 
     def load(self, folder: Path) -> None:
         """Load the files written by `save`."""

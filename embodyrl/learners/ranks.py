@@ -1,4 +1,4 @@
-"""Process groups for data-parallel training of one policy; `OneRank` is a group of one."""
+"""Process groups for data-parallel training of a policy; `OneRank` is a group of one process."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,45 +13,45 @@ S = TypeVar("S", PolicyScores, ImitationScores)
 
 
 class Ranks(Protocol):
-    """Interface of a training rank.
+    """Interface of a training rank: collective operations, and placement of full or sharded weights.
 
-    All ranks must call collective methods. Before each use, move the weights: `train` for an update, `act` for
-    inference, `reshard` for the next request of any kind.
+    All ranks must call collective methods together. Call `train` before an update, `act` before inference, and
+    `reshard` if the kind of the next request is not known.
     """
 
     rank_info: RankInfo
     shards: bool
-    """True if the module contains shards of the weights; between `act` and `train` it contains full weights."""
+    """True if the module contains shards of the weights. Between `act` and `train` it contains full weights instead."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass; `last`: gradient accumulation ends with this micro-batch. Collective."""
+        """Run a forward pass (collective); `last` marks the last micro-batch of the gradient accumulation."""
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Gather the metrics of all ranks: return the concatenated lists on every rank; collective."""
+        """Gather lists of metrics (collective); every rank gets the concatenation of the lists of all ranks."""
         ...
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor on the host over all ranks; collective."""
+        """Return the sum of a host tensor over all ranks (collective)."""
         ...
 
     def train(self) -> None:
-        """Prepare for an update: sharded weights; collective."""
+        """Shard the weights for an update (collective)."""
 
     def act(self) -> None:
-        """Prepare for inference: full weights on every rank; collective."""
+        """Gather the full weights on every rank for inference (collective)."""
 
     def reshard(self) -> None:
-        """Prepare for the next request: full weights if the process acts, shards if it only trains; collective."""
+        """Restore the default placement (collective): full weights if the process acts, shards if it only trains."""
 
     def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
-        """Provide full, plain parameters in the block; with `write`, changes are kept; collective."""
+        """Provide full, unsharded parameters inside the block (collective); `write` keeps changes made to them."""
         ...
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """Return full CPU tensors in place of shards, in a tree of lists and dicts; collective.
+        """Return a tree of lists and dicts with full CPU tensors in place of shards (collective).
 
-        Unless `everywhere` is set, only the first rank returns them.
+        Only the first rank returns the tensors, unless `everywhere` is set.
         """
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

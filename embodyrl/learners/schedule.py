@@ -14,7 +14,7 @@ class Schedule:
     """
 
     def __init__(self, cfg: OptimSettings, total: int, warmup: int = 0) -> None:
-        """Set up the schedule; `warmup`: optimizer steps of warm-up if the config has none."""
+        """Set up the schedule; `warmup` is the number of warm-up steps if the config sets none."""
         self._cfg = cfg
         own = 0 if cfg.warmup_ratio else warmup
         self._warmup = own if cfg.warmup_steps is None else cfg.warmup_steps
@@ -22,10 +22,10 @@ class Schedule:
         self.taken = 0
         """Number of optimizer steps so far."""
         self.warm_until = 0.0
-        """Position at which the warm-up ended."""
+        """Position, in training steps, at which the warm-up ended."""
 
     def factor(self, position: float) -> float:
-        """Return the factor on the learning rate for an optimizer step at `position` of `total` training steps."""
+        """Return the learning-rate factor at `position`, which counts training steps of the run."""
         cfg, left = self._cfg, self._total - position
         share = cfg.warmup_ratio * self._total
         if position < share:
@@ -38,7 +38,7 @@ class Schedule:
         return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(share, self.warm_until))
 
     def _decay(self, left: float, warm_until: float) -> float:
-        """Return the decay factor with `left` training steps remaining."""
+        """Return the decay factor when `left` training steps remain."""
         progress = 1.0 - left / max(1e-9, self._total - warm_until)
         if self._cfg.schedule == "linear":
             return 1.0 - progress
@@ -49,5 +49,5 @@ class Schedule:
         return 1.0
 
     def count(self) -> None:
-        """Count an optimizer step; called after each step."""
+        """Count an optimizer step. Call this method after each step."""
         self.taken += 1

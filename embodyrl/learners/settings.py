@@ -15,25 +15,26 @@ class CriticSettings(Settings):
     """Config keys for the critic of a language model."""
 
     path: Path | None = None
-    """Language models: folder of a separate critic in Hugging Face format. Its tokenizer must match the policy; its
-    learning rate is actor.optim.value_lr. Default: a value head on the policy."""
+    """Folder of a separate critic for language models, in Hugging Face format; default: a value head on the policy. The
+    critic needs the policy's tokenizer; its learning rate is actor.optim.value_lr."""
 
 
 class FsdpSettings(Settings):
     """Config keys for the training processes and for weight sharding."""
 
     size: CountOrAll = -1
-    """Number of actor ranks; -1: one per GPU of this host. Without GPUs, or if the policy supports only one rank: 1."""
+    """Number of actor ranks (training processes). -1: one per GPU of this host; 1 without GPUs, or if the run supports
+    one rank only."""
     shard_size: CountOrAll = -1
-    """Number of ranks that share one copy of the weights; other groups of ranks have replicas (HSDP).
-    -1: all ranks; 1: replicas only."""
+    """Number of ranks over which one copy of the weights is sharded; every group of ranks has its own copy (HSDP). -1:
+    all ranks; 1: no sharding."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """Synchronisation of gradients: once per step (every rank stores full gradients), per micro_batch (less memory,
-    more communication), or auto: once per step if the GPUs have the memory."""
+    """Frequency of gradient reduction: step (once per optimizer step; every rank stores full gradients), micro_batch
+    (less memory, more communication), or auto (step if the GPU memory suffices)."""
     cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory."""
+    """Keep parameters and optimizer state in host memory (FSDP CPU offload)."""
 
 
 class OptimSettings(Settings):
@@ -46,7 +47,7 @@ class OptimSettings(Settings):
     value_lr: Rate = 3.0e-3
     """Learning rate of the value head or the critics."""
     value_clip_grad: Positive | None = None
-    """Gradient norm limit of the value head; null: one limit for the gradient of all weights."""
+    """Maximum gradient norm of the value head; null: clip_grad limits the norm of all weights together."""
     adam_beta1: Decay = 0.9
     """AdamW: decay rate of the first moment."""
     adam_beta2: Decay = 0.999
@@ -54,25 +55,24 @@ class OptimSettings(Settings):
     adam_eps: Positive = 1.0e-5
     """AdamW: epsilon in the denominator."""
     weight_decay: Rate = 0.0
-    """AdamW: decoupled weight decay; with SAC, only for the policy."""
+    """AdamW: decoupled weight decay; SAC applies it to the policy only."""
     clip_grad: Positive = 1.0
-    """Gradient norm limit."""
+    """Maximum gradient norm; larger gradients are scaled down."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning-rate schedule over runner.max_steps: constant, linear, cosine, or wsd (constant, then linear over
-    decay_ratio). SAC: for the policy only; critics (value_lr) and temperature (lr) have constant rates."""
+    decay_ratio). SAC applies it to the policy only; critics (value_lr) and temperature (lr) have constant rates."""
     warmup_steps: Index | None = None
-    """Optimizer steps of linear warm-up; default: set by the model (train: 10 for flow, diffusion and ACT policies,
-    otherwise 0).
-    """
+    """Number of optimizer steps of linear warm-up; default: set by the model (10 for flow, diffusion and ACT policies
+    in `embodyrl train`, otherwise 0)."""
     warmup_ratio: Share = 0.0
     """Warm-up as a fraction of the training steps, instead of warmup_steps."""
     min_lr_ratio: Share = 0.0
     """Final learning rate as a fraction of lr, for linear, cosine and wsd."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """wsd: final fraction of the training steps in which the learning rate decays."""
+    """wsd: fraction of the training steps, at the end of the run, in which the learning rate decays."""
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield one error per contradiction between settings."""
         yield from super().problems()
         if self.warmup_steps and self.warmup_ratio:
             yield (
@@ -87,20 +87,21 @@ class ActorSettings(Settings):
     needs = {"minibatches=null": "global_batch_size"}
 
     micro_batch_size: Count = 8
-    """Micro-batch size: chunk samples per forward pass."""
+    """Micro-batch size: number of samples (action chunks) per forward pass."""
     global_batch_size: Count = 160
-    """Chunk samples per optimizer step."""
+    """Number of samples (action chunks) per optimizer step, over all ranks."""
     minibatches: Count | None = None
-    """Optimizer steps of equal size per pass over the collected batch, instead of global_batch_size."""
+    """Number of equal minibatches (optimizer steps) per pass over the collected batch; replaces global_batch_size."""
     max_tokens_per_mbs: Count | None = None
-    """Text: tokens per forward pass including padding, instead of micro_batch_size; samples are sorted by length."""
+    """Text tasks: maximum number of tokens per forward pass, including padding; replaces micro_batch_size. Samples are
+    sorted by length."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Recompute activations in the backward pass, which saves memory and takes more time."""
     fsdp: FsdpSettings = FsdpSettings()
     optim: OptimSettings = OptimSettings()
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield one error per contradiction between settings."""
         if self.micro_batch_size > self.global_batch_size:
             yield (
                 f"actor.micro_batch_size={self.micro_batch_size} is larger than actor.global_batch_size="

@@ -26,17 +26,17 @@ from embodyrl.types import ByteArray, EnvSpec, IntArray
 
 TRAINING_STATE = "training_state"
 UNCHANGED = "this optimizer step left the weights unchanged"
-"""Description of the weights after a rejected optimizer step; earlier steps of the same update stay in effect."""
+"""Text about the weights in errors after a rejected optimizer step. Earlier steps of the same update stay in effect."""
 
 T = TypeVar("T")
 P = TypeVar("P")
 M = TypeVar("M")
 InParts = Generator[None, None, T]
-"""Generator that yields between micro-batches so inference can be interleaved."""
+"""Generator that yields between micro-batches, so that inference can be interleaved, and returns T."""
 
 
 class Optimization:
-    """AdamW with a separate learning rate for the value head, and a schedule over the `total_steps` of a run."""
+    """AdamW with a learning-rate schedule over the `total_steps` of a run, and a separate rate for the value head."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class Optimization:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last optimizer step."""
+        """Learning rate of the policy in the last optimizer step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Set all gradients to None."""
         self.optimizer.zero_grad()
 
     def step(self, position: float, *, values_only: bool = False) -> float:
-        """Clip the gradient and take an optimizer step; return the gradient norm. A non-finite norm changes no weights.
+        """Clip the gradient and take an optimizer step, unless the gradient norm is not finite; return the norm.
 
         Args:
             position: number of finished training steps of the run, plus the fraction of the current step.
@@ -99,7 +99,7 @@ class Optimization:
         return norm
 
     def _clip_gradients(self) -> float:
-        """Clip the gradient of all weights, or of policy and value head separately; return its norm."""
+        """Clip the gradient of all weights, or of policy and value head separately; return the norm before clipping."""
         groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
@@ -123,7 +123,7 @@ class Optimization:
         return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
-        """Write the policy and the training state into `folder`; all ranks call this method, the first rank writes.
+        """Write the policy and the training state into `folder`. All ranks call this method; the first rank writes.
 
         The files are independent of the number of ranks.
 
@@ -165,8 +165,8 @@ class Optimization:
             load_optimizer(self.optimizer, self._ranks.shard(state["optimizer"], self.optimizer))
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} has different trained parameters ({error}): a resumed run needs the same "
-                "algorithm.adv_type and adapters. To change them, start a new run with ckpt=THIS_RUN."
+                f"{folder} contains other trained parameters than this run ({error}). A resumed run needs the same "
+                "algorithm.adv_type and adapters; to change them, start a new run with ckpt=THIS_RUN."
             ) from error
         schedule = state["schedule"]
         # Older checkpoints contain the number of optimizer steps only.
@@ -176,7 +176,7 @@ class Optimization:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's `state_dict()`, but keep the current rates, weight decay and similar settings."""
+    """Load a `state_dict()` into an optimizer, but keep its current learning rates and other hyperparameters."""
     own = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
     # Before loading: torch moves the step count to the GPU depending on `fused` of these groups.
     groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
@@ -184,7 +184,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 class Trainer:
-    """One rank that trains a policy with any loss; gradients are reduced over all ranks."""
+    """Training loop of one rank: optimizer steps with any loss, and gradients reduced over all ranks."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Trainer:
         warmup: int = 0,
         value_rate: bool = True,
     ) -> None:
-        """Prepare the optimizer.
+        """Create the optimizer and its schedule.
 
         Args:
             policy: policy whose module is already wrapped by `ranks`.
@@ -224,18 +224,18 @@ class Trainer:
         values_only: bool = False,
         kept: str = UNCHANGED,
     ) -> InParts[tuple[dict[str, float], list[M]] | None]:
-        """Accumulate gradients over micro-batches, yielding after each micro-batch, and take one optimizer step.
+        """Accumulate gradients over micro-batches, and take one optimizer step. Yield after each micro-batch.
 
         Args:
-            parts: the micro-batches and their masks, as returned by `deal`.
+            parts: micro-batches with their flags, as returned by `deal`.
             position: see `Schedule.factor`.
             forward: function that returns the scores of a micro-batch.
-            loss: function that returns its share of the loss (shares are summed), and metrics for the caller.
+            loss: function that returns the micro-batch's share of the loss (shares are summed) and its metrics.
             values_only: update only the value head.
             kept: see `refuse`.
 
         Returns:
-            `loss` and `grad_norm`, and the measurements of each micro-batch; None if the step was skipped.
+            `loss` and `grad_norm`, and the metrics of each micro-batch; None if the step was skipped.
 
         Raises:
             NonFiniteError: loss or gradient is not finite.
@@ -269,7 +269,10 @@ class Trainer:
             weights_changed(self.policy.module)
 
     def refuse(self, what: str, *, kept: str = UNCHANGED) -> None:
-        """Drop the gradients and raise an error for a non-finite value; `kept` describes the state of the weights."""
+        """Discard the gradients of a step with a non-finite value; raise an error unless `faults.on_nonfinite=skip`.
+
+        The error contains `what`, the non-finite value, and `kept`, the state of the weights.
+        """
         self.optimization.zero_grad()
         if not self._skips_nonfinite:
             raise NonFiniteError(
@@ -279,11 +282,11 @@ class Trainer:
 
 
 _SMALL = 2**20
-"""Number of gradient elements up to which one copy is cheaper than a call per weight."""
+"""Number of gradient elements below which one concatenation is faster than one call per weight."""
 
 
 def _on_host(scalars: list[Tensor]) -> list[float]:
-    """Copy scalars from the device with a single synchronisation."""
+    """Copy scalar tensors to the host, with a single synchronisation of the device."""
     return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(one) for one in scalars]
 
 
@@ -294,7 +297,7 @@ def _save_policy(policy: Policy, env: EnvSpec, folder: Path) -> None:
 
 
 def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:
-    """Return the sample positions of each forward pass: `size` samples each, or limited by a budget of padded tokens.
+    """Return the sample indices of each micro-batch: `size` samples each, or at most `budget` padded tokens each.
 
     Args:
         cost: [n] tokens of each sample.
@@ -328,7 +331,7 @@ def order_by_prompt(prompts: ByteArray, cost: IntArray) -> IntArray:
 
 
 def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:
-    """Distribute the samples of an optimizer step over micro-batches, with the same number on every rank.
+    """Return this rank's micro-batches of an optimizer step. Every rank gets the same number of micro-batches.
 
     Args:
         cost: [n] tokens of each sample.
@@ -337,8 +340,8 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
         max_cost: see `micro_batches`.
 
     Returns:
-        (positions, mask) of each micro-batch. Ranks without samples run the first sample with mask False, because
-        all ranks must take part in every collective.
+        (sample indices, flag) of each micro-batch. A rank with too few samples runs the first sample with flag False,
+        because all ranks must take part in every collective operation.
     """
     # Samples of similar length go to different ranks, so that concurrent micro-batches have similar cost.
     order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
@@ -349,6 +352,6 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps that have it; the maximum for names that end in _max."""
+    """Return the mean of each metric over the optimizer steps that report it; the maximum if its name ends in _max."""
     values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
     return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}
