@@ -1,4 +1,4 @@
-"""Loggers of metrics, messages and videos, one class and one registry entry each."""
+"""Loggers of metrics, messages and videos."""
 
 from embodyrl.monitor.protocol import MONITORS, Monitor
 

@@ -1,4 +1,4 @@
-"""The terminal: a live dashboard on a TTY if an extension provides one, otherwise one line per step."""
+"""Logger to the terminal: a live dashboard on a TTY if an extension provides one, otherwise one line per step."""
 
 import sys
 import textwrap
@@ -21,12 +21,12 @@ DASHBOARDS: Registry[Callable[[RunInfo], Any]] = Registry(
     "dashboard", group="embodyrl.dashboards", wants="a class that is created with a RunInfo", fits=callable
 )
 PROGRESS_PERIOD_S = 30.0
-"""Minimum time between two progress lines without a TTY."""
+"""Minimum time in seconds between two progress lines without a TTY."""
 
 _READER_S = 1.0
-"""Maximum wait in seconds if standard output is a full pipe; text that cannot be written is dropped."""
+"""Maximum time in seconds to wait while the output pipe is full; after this time, lines are dropped."""
 _PIECE = 1024
-"""Number of characters written at once, which fit into any pipe that reports free space."""
+"""Number of characters per write. A pipe that is ready for writing accepts this number without blocking."""
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
@@ -51,7 +51,7 @@ _FIELDS: tuple[tuple[str, str], ...] = (
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Return the line of one step; absent metrics are skipped.
+    """Format the metrics of a training step as one line; missing metrics are omitted.
 
     >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25})
     'step 3/100 | 12.4 s | success 0.250'
@@ -66,12 +66,12 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def _says_nothing(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return True for the validation return if a success rate is shown instead."""
+    """Return True if the metric is the validation return and a success rate is shown instead."""
     return name == "eval/return" and "eval/success_once" in metrics
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Return the three longest phases with their percentages of the step's time, including validation, as text."""
+    """Format the three longest phases of a step, including validation, with their percentages of the step's time."""
     whole = step_seconds(metrics)
     # Disjoint parts; they run in parallel, so their shares may add up to more than 100 %.
     names = [part for name, parts in PHASES.items() for part in parts or (name,)]
@@ -83,7 +83,7 @@ def _time_shares(metrics: Mapping[str, float]) -> str:
 
 
 class ConsoleMonitor(Monitor):
-    """Logger that writes to a text stream, standard output by default; colours follow NO_COLOR."""
+    """Logger that prints to a text stream, by default standard output, without colours if NO_COLOR is set."""
 
     prompt = True
 
@@ -166,7 +166,7 @@ class ConsoleMonitor(Monitor):
         self._picture = self._board = None
 
     def _broken(self, text: str) -> str:
-        """Wrap banner lines (a label of ten characters and a text) to the terminal's width; paths are not broken."""
+        """Wrap lines to the terminal's width, indented behind the label of a banner line; paths are not split."""
         if not self._live:
             return text
         how: Any = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}

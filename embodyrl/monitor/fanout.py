@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 BACKGROUND: Registry[Callable[[Monitor], Monitor]] = Registry(
     "background logging", group="embodyrl.background_logging", wants="a function of a Monitor", fits=takes(1)
 )
-"""Functions that return a logger which calls another logger in a background thread."""
+"""Wrappers of loggers: each returns a logger that calls the wrapped logger in a background thread."""
 
 
 def missing_loggers(backends: Sequence[str]) -> list[str]:
-    """Return one line for each backend that does not exist or lacks its package."""
+    """Return an error for each logger that does not exist or whose package is not installed."""
     problems: list[str] = []
     for name in backends:
         try:
@@ -32,17 +32,17 @@ def missing_loggers(backends: Sequence[str]) -> list[str]:
             continue
         if package is not None and importlib.util.find_spec(package) is None:
             problems.append(
-                f"runner.logger.backends: '{name}' needs a package that is not installed: pip install {package}. "
-                f"Or leave '{name}' out of the list."
+                f"runner.logger.backends: '{name}' needs a package that is not installed. Run `pip install {package}`, "
+                f"or remove '{name}' from the list."
             )
     return problems
 
 
 def build_monitor(backends: Sequence[str]) -> Fanout:
-    """Build the named backends (`runner.logger.backends`) without opening them.
+    """Create the loggers in `runner.logger.backends` without opening them.
 
     Raises:
-        UnknownNameError: a backend does not exist.
+        UnknownNameError: a logger does not exist.
     """
     monitors = {name: MONITORS.get(name)() for name in dict.fromkeys(backends)}
     for in_background in BACKGROUND.every():
@@ -51,20 +51,20 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
 
 
 class Fanout(Monitor):
-    """Logger that forwards to several loggers by backend name."""
+    """Logger that forwards every call to several loggers."""
 
     def __init__(self, monitors: Mapping[str, Monitor]) -> None:
         self._monitors = dict(monitors)
 
     def names(self) -> list[str]:
-        """Return the names of the active backends."""
+        """Return the names of the active loggers."""
         return list(self._monitors)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Open all backends.
+        """Open all loggers.
 
         Raises:
-            ConfigError: a backend failed to start; backends that were already open are closed.
+            ConfigError: a logger failed to start; loggers that were already open are closed.
         """
         opened: dict[str, Monitor] = {}
         for name, monitor in self._monitors.items():
@@ -97,7 +97,7 @@ class Fanout(Monitor):
         self._each(lambda monitor: monitor.banner([masked(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Pass progress to all loggers."""
+        """Pass the progress of a phase to all loggers."""
         self._each(lambda monitor: monitor.progress(done, total, what))
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:

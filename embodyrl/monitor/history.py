@@ -19,18 +19,18 @@ EPISODES_FILE = "episodes.jsonl"
 TABLE_FILE = "eval.json"
 METRICS_FILE = "metrics.jsonl"
 COSTS_FILE = "costs.jsonl"
-"""Name of the file with wall-clock and CPU seconds of each attempt of a run."""
+"""Name of the file with the wall-clock and CPU seconds of each attempt (process start) of a run."""
 VIDEO_FOLDER = "videos"
-"""Video folder of a run, unless `video_cfg.base_dir` is set."""
+"""Default name of a run's video folder; `video_cfg.base_dir` overrides the default."""
 
 
 _DOUBTS = 5
-"""Number of least probable tokens shown per reply."""
+"""Number of least probable tokens shown for each episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One episode of an evaluation, a row of `episodes.jsonl`."""
+    """Result of one evaluation episode, a row of `episodes.jsonl`."""
 
     episode: int
     task_id: int
@@ -47,16 +47,16 @@ class EpisodeRow:
     seconds: float
     video: str | None
     suite: str = ""
-    """Suite of the task, if an evaluation has several."""
+    """Suite of the task; empty if the evaluation covers a single suite."""
     state: int | None = None
-    """Index of the initial state in its suite; missing in files of earlier versions."""
+    """Index of the initial state in its suite; None in files of earlier versions."""
     conversation: tuple[tuple[str, str], ...] = ()
     """(role, text) of every turn of a text task, including the last reply."""
     solved_at_reset: bool = False
     """True if the goal was already reached before the first action."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
-    """With `rollout.logprobs`, for each token of all replies: (text, log-probability) of the token, then of the
-    most probable tokens."""
+    """(text, log-probability) pairs of each reply token: first the sampled token, then the most probable tokens. Empty
+    without `rollout.logprobs`."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
@@ -72,19 +72,19 @@ class EpisodeRow:
 
     @property
     def outcome(self) -> str:
-        """Outcome of the episode: success or failure; `played` if the environment does not report success."""
+        """`success` or `failure`; `played` if the environment does not report success."""
         known = self.success_once
         return "played" if known is None else "success" if known else "failure"
 
     @property
     def doubts(self) -> list[str]:
-        """Least probable tokens of the replies in order, as lines of text with their most probable alternatives."""
+        """Text lines about the least probable tokens of the replies, with the most probable alternatives."""
         least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
         told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]
         return [f"token {i + 1}: {said}; most probable {', '.join(top)}" for i, said, *top in told]
 
     def to_json(self) -> dict[str, object]:
-        """Return the JSON object of the row."""
+        """Return the row as a JSON object."""
         names = ("return" if f.name == "episode_return" else f.name for f in fields(self))
         return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
 
@@ -98,9 +98,9 @@ _KINDS: Mapping[str, Any] = {
 
 
 def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
-    """Return the success rate of episodes, or their mean return if no success is known.
+    """Return the success rate of episodes, or their mean return if the environment reports no success.
 
-    `known`: True if success is reported by other episodes; then return a success rate in any case.
+    `known` is True if other episodes of the environment report success; the result is then always a success rate.
     """
     if episodes and not known and all(e.success_once is None for e in episodes):
         return Mean.of((e.reset_id, e.episode_return) for e in episodes)
@@ -108,7 +108,7 @@ def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
 
 
 def own_suite(episodes: Sequence[EpisodeRow]) -> str:
-    """Return the environment's own suite, which is the suite of the lowest task id."""
+    """Return the main suite of an evaluation, which is the suite of the lowest task id."""
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
@@ -128,7 +128,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
-    """Return the last value of each metric in a JSON lines file, or None; only rows with the metrics are parsed."""
+    """Return the last value of each metric in a JSON lines file, or None for a missing metric."""
     # From the end: listing runs needs only the last values of many files.
     lines = read_tail(path, LONGEST_LINE).splitlines()[::-1] if path.is_file() else []
     found = []
@@ -147,11 +147,11 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     try:
         return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: a row has no usable {error}, so the file is damaged. Move or delete it.") from error
+        raise ConfigError(f"{path} is damaged: a row has no valid {error}. Move or delete the file.") from error
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """Read the totals of an evaluation from the `eval.json` of its folder; empty if the file is missing.
+    """Read the `eval.json` in the folder of an evaluation; return an empty dict if the file is missing.
 
     Raises:
         ConfigError: the file is damaged.
@@ -166,5 +166,5 @@ def read_table(folder: Path) -> dict[str, Any]:
     except (OSError, TypeError, ValueError):
         good = False
     if not good:
-        raise ConfigError(f"{path}: not an evaluation table, so the file is damaged. Move or delete it.")
+        raise ConfigError(f"{path} is damaged: it is not a table of results. Move or delete the file.")
     return found

@@ -21,7 +21,7 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     [0.4902, 0.9433]
     """
     if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n} trials: the count must be between 0 and the number of trials.")
+        raise ValueError(f"successes={successes} must be between 0 and n={n}, the number of trials.")
     if n == 0:
         return 0.0, 1.0
     p, z2 = successes / n, z * z
@@ -70,7 +70,7 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Success rate of some episodes; `episodes` may be 0.
+    """Success rate with a 95 % confidence interval; `episodes` may be 0.
 
     >>> str(Rate(8, 20)), str(Rate.of([("a", 1)] * 10 + [("b", 0)] * 10))
     ('40.0 % [21.9, 61.3] (8/20)', '50.0 % [9.5, 90.5] (10/20, 2 states)')
@@ -79,13 +79,13 @@ class Rate:
     successes: int
     episodes: int
     states: int | None = None
-    """Number of distinct initial states; None: one for each episode."""
+    """Number of distinct initial states; None: every episode has its own initial state."""
     effective: float | None = None
     """Effective number of independent episodes; None: all episodes."""
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Rate:
-        """Compute the rate from outcomes; clusters are the episodes of one initial state."""
+        """Compute the success rate from outcomes; episodes from one initial state form a cluster."""
         groups = _by_state(outcomes)
         successes = sum(map(sum, groups))
         return cls(round(successes), sum(map(len, groups)), len(groups), effective_episodes(groups))
@@ -97,13 +97,13 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson 95 % interval; uses the effective number of episodes if several episodes share an initial state."""
+        """Wilson 95 % interval, with the effective number of episodes if episodes share initial states."""
         n = self.episodes if self.effective is None else self.effective
         return wilson(self.value * n, n)
 
     @property
     def counts(self) -> str:
-        """Successes and episodes, with the number of states if some are repeated."""
+        """Numbers of successes and episodes as text, with the number of initial states if states are repeated."""
         repeated = self.states is not None and self.states < self.episodes
         return f"{self.successes}/{self.episodes}" + (f", {self.states} states" if repeated else "")
 
@@ -119,13 +119,13 @@ class Rate:
         return f"{100 * self.value:.0f} %" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
-        """Return the difference to a later rate in percentage points."""
+        """Return the change to a later rate as text, in percentage points."""
         return f"{100 * (later.value - self.value):+.1f}" if self.episodes and later.episodes else "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean of a number per episode, for example the return if success is unknown.
+    """Mean of a value per episode, such as the return, with a 95 % confidence interval.
 
     >>> str(Mean.of([("a", 1.0), ("b", 2.0), ("c", 3.0)])), str(Mean.of([("a", 1.0), ("b", 1.0)]))
     ('2 [-0.4843, 4.484] (3 episodes)', '1 (2 episodes, all equal)')
@@ -140,7 +140,7 @@ class Mean:
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Mean:
-        """Compute the mean and its interval: variance of a ratio over initial states as clusters, and Student's t."""
+        """Compute the mean and its Student's t interval, with the initial states as clusters."""
         groups = _by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
         value, effective = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
@@ -152,7 +152,7 @@ class Mean:
 
     @property
     def counts(self) -> str:
-        """Number of episodes, with the number of states if some are repeated."""
+        """Number of episodes as text, with the number of initial states if states are repeated."""
         return f"{self.episodes} episodes" + (f", {self.states} states" if self.states < self.episodes else "")
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ class Mean:
         return f"{self.value:.4g}" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
-        """Return the difference to a later mean."""
+        """Return the change to a later mean as text."""
         return f"{later.value - self.value:+.4g}" if self.episodes and later.episodes else "-"
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` with one flat row per step, and `logs/events.log` with events."""
+"""Logger to files: `metrics.jsonl` with one flat row per step, and `logs/events.log` with text lines."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ class JsonlMonitor(Monitor):
         self._newest = -1
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Start the file, or continue it from `info.resume_step`.
+        """Create the metrics file of a new run, or continue the file of a resumed run at `info.resume_step`.
 
         Raises:
             FileExistsError: the run is not resumed, but the file exists.
@@ -46,7 +46,7 @@ class JsonlMonitor(Monitor):
             self._file = self._path.open("x", buffering=1, encoding="utf-8")
 
     def _keep_before(self, step: int) -> None:
-        """Delete the rows of `step` and later steps, and a truncated last line after a crash."""
+        """Delete the rows of `step` and later steps, and an incomplete last line."""
         kept = [row for row in read_rows(self._path) if row.get("step", step) < step]
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._newest = max((row["step"] for row in kept), default=-1)

@@ -26,18 +26,18 @@ class RunInfo:
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)
-    """Banner lines about the configuration: text by label."""
+    """Text of each banner line about the configuration, by label."""
 
 
 class Monitor:
-    """Base class of loggers: subclasses implement the methods that they need.
+    """Base class of loggers; subclasses override the methods that they need.
 
     If a method raises an exception, the caller drops the logger.
     """
 
     prompt: ClassVar[bool] = False
-    """True if the logger runs in the training thread.
-    False: a background thread calls the logger, without terminal output."""
+    """True if the logger is called in the training thread; False: a background thread calls the logger, but never
+    `banner`, `progress` and `results`."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Open the logger; an error here ends the run."""
@@ -46,19 +46,19 @@ class Monitor:
         """Record the flat metrics of one step."""
 
     def video(self, step: int, path: Path) -> None:
-        """Handle a new video file."""
+        """Record a new video file of a step."""
 
     def text(self, line: str) -> None:
-        """Handle one human-readable line."""
+        """Record one human-readable line."""
 
     def banner(self, lines: Sequence[str]) -> None:
-        """Show the banner before the first step: lines (label, text) about the run."""
+        """Show the banner, a list of lines about the run, before the first step."""
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Show that `done` of `total` parts of a long phase are finished; called often."""
+        """Show that `done` of `total` parts of the phase `what` are finished. This method is called often."""
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
-        """Show success rate or return by task for the first and the last validation, at the end."""
+        """Show the success rate or return of each task in the first and last validation, at the end of the run."""
 
     def close(self) -> None:
         """Flush and close; idempotent."""

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class TensorboardMonitor(Monitor):
-    """Logger of scalars under the names of `metrics.jsonl`.
+    """Logger that writes scalars to TensorBoard under their names in `metrics.jsonl`.
 
-    Videos stay files: event files would duplicate their frames.
+    Videos are not logged, because event files would duplicate their frames.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Time of a training step: `time/*` metrics as a tree of phases."""
+"""Phases of a training step and their durations, the `time/*` metrics."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (),
     "validate": (),
 }
-"""Sequential phases with their parts. Parts run concurrently (env workers and policy) and may overlap."""
+"""Sequential phases of a training step with their parts. The parts of a phase may overlap in time."""
 
 
 def step_seconds(metrics: Mapping[str, float | None]) -> float:

@@ -36,8 +36,8 @@ def test_missing_logger_package_is_reported_before_the_start(name: str) -> None:
     problems = missing_loggers(["console", name])
     if importlib.util.find_spec(name) is None:
         assert problems == [
-            f"runner.logger.backends: '{name}' needs a package that is not installed: pip install {name}. "
-            f"Or leave '{name}' out of the list."
+            f"runner.logger.backends: '{name}' needs a package that is not installed. Run `pip install {name}`, "
+            f"or remove '{name}' from the list."
         ]
     else:
         assert problems == []
