@@ -44,7 +44,7 @@ _INERT = (
 def validated(
     root: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = MappingProxyType({})
 ) -> S | None:
-    """Build the settings from values by dotted name; for invalid values, add errors to `problems` and return None.
+    """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None.
 
     Types are strict: a string is not converted to a number, nor a number to a boolean. `last` contains the source of
     each value, for messages.
@@ -95,7 +95,7 @@ def _wrong_values(
 
 
 def wrong_value(key: Key, value: Any) -> list[str]:
-    """Return the errors of a value for a key that belongs to other commands or components."""
+    """Return errors if a value has a wrong type or range for a key that this command does not use."""
     fields: dict[str, Any] = {"value": (key.field.annotation, key.field)}
     kind = create_model(key.owner.__name__, __base__=Settings, **fields)
     lines: list[str] = []
@@ -104,9 +104,9 @@ def wrong_value(key: Key, value: Any) -> list[str]:
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Yield one warning for each of the given keys that has no effect, given the values of other keys.
+    """Yield a warning for each key in `names` that has no effect with the values of other keys.
 
-    `needs`: conditions in addition to `Settings.needs` of the classes.
+    `needs` contains conditions in addition to `Settings.needs` of the classes.
     """
     conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
@@ -151,8 +151,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     for key, value in program_keys(cfg):
         if not cfg.trust:
             yield (
-                f"{key}={value} downloads a program of the hub and runs it on this host. Read its env.py; if you trust "
-                "the author, add trust=true."
+                f"{key}={value} downloads a program from the hub and runs it on this host. Read its env.py; if you "
+                "trust the author, add trust=true."
             )
     # The section exists only with a launcher that brings it along.
     if cfg.has("cluster"):
@@ -215,8 +215,8 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
         )
     elif size > 1 and not split.use_fixed_reset_state_ids:
         yield (
-            f"algorithm.group_size={size} compares episodes of one initial state, but "
-            "env.train.use_fixed_reset_state_ids=false gives each its own; set it to true."
+            f"algorithm.group_size={size} compares episodes from one initial state, so it needs "
+            "env.train.use_fixed_reset_state_ids=true."
         )
     workers = launcher.env_workers if isinstance(launcher, ProcessSettings) else "auto"
     if workers != "auto" and workers > slots:
@@ -231,7 +231,7 @@ def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deter
     if lag and deterministic:
         yield (
             f"algorithm.max_staleness={lag}: the weights of an asynchronous rollout depend on timing, so "
-            "runner.deterministic=true is impossible. Unset one of the two keys."
+            "runner.deterministic=true is impossible. Remove one of the two keys."
         )
     if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
         yield (
@@ -241,7 +241,7 @@ def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deter
 
 
 def check_components(cfg: Config) -> None:
-    """Run the config checks of the environment, the policy and other components, and raise all errors.
+    """Run the checks of the environment, the policy and other components, and raise all their errors together.
 
     Raises:
         CheckpointError: `algorithm.reference_path` has no weights.
@@ -266,7 +266,7 @@ def check_components(cfg: Config) -> None:
 
 
 def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    """Return keys that the policy does not support, one line each."""
+    """Return an error for each key that the policy does not support."""
     factory = POLICIES.get(cfg.model.model_type)
     if hasattr(factory, "run_problems"):
         return factory.run_problems(cfg, policy)

@@ -82,7 +82,7 @@ def load_saved_config(
     """
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{path}: not a run, because it has no config.yaml. `embodyrl list runs` shows all runs.")
+        raise ConfigError(f"{path} is not a run: it has no config.yaml. `embodyrl list runs` shows all runs.")
     problems: list[str] = []
     saved = read_saved(file)
     command = command or command_of(saved)
@@ -99,7 +99,7 @@ def _no_group(command: str, group: str, option: str) -> str:
     with suppress(ConfigError):
         if any((s.key, s.value) == (key, option) for s in compose(command, {group: option}, ())):
             example = f"{key}={option}"
-    return f"{group}={option}: a saved run has no groups to choose from; override single keys, for example {example}."
+    return f"{group}={option}: a saved run accepts no group options; override single keys, for example {example}."
 
 
 def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
@@ -118,7 +118,7 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
 
 
 def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove and return the options of groups in which this command allows no choice."""
+    """Remove the groups from which this command cannot choose an option, and return them as settings."""
     unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
     return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
@@ -153,7 +153,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
 
 
 def _last(settings: Sequence[Setting]) -> dict[str, Setting]:
-    """Return the effective setting of each key: later settings replace earlier ones."""
+    """Return the effective setting of each key; later settings replace earlier settings."""
     last: dict[str, Setting] = {}
     for setting in settings:
         for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
@@ -209,7 +209,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 
 def _derived(cfg: Config) -> dict[str, Any]:
-    """Return values computed from other values: those of extensions, reply lengths, and a protocol's time limit."""
+    """Return derived values: values of extensions, reply lengths, and the time limit of an evaluation protocol."""
     found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
@@ -234,7 +234,7 @@ def _located(cfg: Config) -> dict[str, Any]:
 
 
 def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
-    """Return a config with other values by dotted key, checked as a whole.
+    """Return a copy of a config with `values` by dotted key, after a check of the whole config.
 
     Raises:
         ConfigError: one line per problem.

@@ -1,4 +1,4 @@
-"""Functions that return the context and the spec of a run's environment."""
+"""Context and spec of the environment of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL_SUITES = "all"
 
 
 def env_context(cfg: Config) -> EnvContext:
-    """Return the arguments for building a run's environment, including objects from other config sections.
+    """Return the arguments for building a run's environment; some come from other sections of the config.
 
     Raises:
         ConfigError: a file, row or reward function is invalid.
@@ -33,7 +33,7 @@ def env_context(cfg: Config) -> EnvContext:
 
 
 def env_spec(cfg: Config) -> EnvSpec:
-    """Describe the environment of a run."""
+    """Return the `EnvSpec` of a run's environment."""
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
 
 
@@ -52,7 +52,7 @@ def timing_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
 
 
 def _further_suites(cfg: Config) -> tuple[str, ...]:
-    """Return the suites of `runner.val_suites` in the environment's order, without the configured suite.
+    """Return the suites of `runner.val_suites`, in the environment's order and without the configured suite.
 
     Raises:
         ConfigError: the environment has no such suite.

@@ -1,4 +1,4 @@
-"""Episode lists of a step, planned before the step starts."""
+"""Lists of the episodes of training steps and evaluations, planned before they start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Wave:
     queues: tuple[Sequence[EpisodeSpec], ...]
     """One queue per slot, or a single queue shared by all slots."""
     quota_chunks: int | None = None
-    """Number of chunk steps per slot, after which the running episode is cut; None: no limit."""
+    """Number of chunk steps that each slot executes, after which its running episode is cut; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +48,16 @@ class EpisodeList:
 
     @property
     def episodes(self) -> Iterator[EpisodeSpec]:
-        """All episodes, by wave and queue."""
+        """All episodes, in the order of waves and queues."""
         return (episode for wave in self.waves for queue in wave.queues for episode in queue)
 
     @property
     def num_episodes(self) -> int:
-        """Number of episodes of all waves."""
+        """Number of episodes in all waves."""
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
 
     def without(self, episodes: Set[int]) -> EpisodeList:
-        """Return the list without the episodes with these ids."""
+        """Return a copy of the list without the episodes whose ids are in `episodes`."""
         waves = (
             replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))
             for wave in self.waves
@@ -66,12 +66,12 @@ class EpisodeList:
 
 
 def own_tasks(env: EnvSpec) -> range:
-    """Return the task ids of the environment's own suite, which come first."""
+    """Return the task ids of the environment's main suite, which are the lowest ids."""
     return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return all reset ids of the selected tasks and initial states; with `across`, of all suites.
+    """Return the reset ids of the selected tasks and initial states in the main suite; with `across`, in all suites.
 
     Raises:
         ConfigError: a task id or initial state does not exist.
@@ -94,13 +94,13 @@ def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> li
     tasks = list(split.task_ids) if split.task_ids is not None else list(own)
     bad = [t for t in tasks if t not in own]
     if bad:
-        raise ConfigError(f"task_ids {bad}: env '{env.name}' has tasks 0 to {len(own) - 1}.")
+        raise ConfigError(f"task_ids {bad} do not exist: use task ids 0 to {len(own) - 1} of env '{env.name}'.")
     suites = len(env.tasks) // len(own) if across else 1
     return [suite * len(own) + task for suite in range(suites) for task in tasks]
 
 
 def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
-    """Return the reset ids of a task in a split, for training, evaluation and collection.
+    """Return the reset ids of a task in the split of training, evaluation or collection.
 
     Raises:
         ConfigError: the task has fewer initial states than `state_ids` requires.
@@ -113,13 +113,13 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
     first, last = states
     if last >= len(ids):
         raise ConfigError(
-            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has initial states 0 to {len(ids) - 1}."
+            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has only states 0 to {len(ids) - 1}."
         )
     return ids[first : last + 1]
 
 
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:
-    """Return the first and last initial state of a split if the environment has held-out states; None: all states."""
+    """Return the first and last initial state of a split; None (all states) if the environment holds out no states."""
     last = env.states_per_task[0] - 1
     border = last - env.benchmark.held_out
     return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
@@ -131,10 +131,10 @@ def groups_per_step(cfg: Config) -> int:
 
 
 class GroupSampler(Protocol):
-    """Samples the initial states of groups with weights."""
+    """Interface that samples the initial states of groups with unequal probabilities."""
 
     def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return errors of the keys that weight initial states, one line each."""
+        """Return an error for each invalid key about the weights of initial states."""
         ...
 
     def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
@@ -152,17 +152,17 @@ SAMPLERS: Registry[GroupSampler] = Registry(
 
 
 def group_sampler(cfg: Config) -> GroupSampler | None:
-    """Return the sampler of weighted initial states; None: no weights are set.
+    """Return the extension that samples initial states with weights; None: the config sets no weights.
 
     Raises:
-        ConfigError: no extension samples with weights.
+        ConfigError: no extension provides a sampler.
     """
     if not cfg.algorithm.curriculum and cfg.env.train.task_weights is None:
         return None
     for sampler in SAMPLERS.every():
         return sampler
     raise ConfigError(
-        "algorithm.curriculum and env.train.task_weights: the extension 'curriculum' is missing; reinstall embodyrl."
+        "algorithm.curriculum and env.train.task_weights need the missing extension 'curriculum'; reinstall embodyrl."
     )
 
 
@@ -233,7 +233,7 @@ def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, i
 
 
 def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
-    """Return the episodes of an evaluation, with the same initial states and simulator seeds for every seed of the run.
+    """Return the episodes of an evaluation; their initial states and simulator seeds do not depend on the run's seed.
 
     Episodes that would exactly repeat another episode are skipped.
     """
@@ -298,7 +298,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None
 
 @lru_cache(maxsize=1)
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """Return the permutation of one pass over the reset ids; cached, because it takes long for many ids."""
+    """Return the order of the reset ids in pass number `lap`; cached, because shuffling many ids takes long."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 
@@ -326,7 +326,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
 
 @dataclass(frozen=True, slots=True)
 class _LazyEpisodes(Sequence[EpisodeSpec]):
-    """Episodes created on access, because most episodes after the quota never start."""
+    """Queue whose episodes are created on access, because most of them never start within the quota."""
 
     specs: Callable[[int], list[EpisodeSpec]]
     slot: int

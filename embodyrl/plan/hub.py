@@ -1,4 +1,4 @@
-"""Hugging Face Hub repositories in config values: download, and replacement of branches by commits."""
+"""Download of Hugging Face Hub repositories that config values name, and pinning of their commits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def program_keys(cfg: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_on_hub(path: str) -> bool:
-    """Return True if a path has the form owner/name and neither it nor a local folder `owner` exists."""
+    """Return True if a path has the form owner/name of a hub repository and is not a local path."""
     found = HUB_NAME.fullmatch(path)
     if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
         return False
@@ -41,7 +41,7 @@ def fetched(key: str, path: str) -> str:
 
 
 def fetched_program(key: str, path: str) -> str:
-    """Download all files of `owner/name@revision`, programs too; return `owner/name@commit`.
+    """Download all files of `owner/name@revision`, including programs, and return `owner/name@commit`.
 
     Raises:
         ConfigError: the repository does not exist, or the hub cannot be reached.
@@ -61,12 +61,12 @@ def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
     for download in DOWNLOADERS.every():
         return download(key, path, kind, programs)
     raise ConfigError(
-        f"{key}={path}: no such folder here, and the extension 'hub' is missing; reinstall embodyrl to download it."
+        f"{key}={path} is not a local folder, and the extension 'hub' for downloads is missing. Reinstall embodyrl."
     )
 
 
 def located(key: str, value: Any) -> Any:
-    """Return the value of a key with hub names replaced by `owner/name@commit`, after the download."""
+    """Download the hub repositories in the value of a key; return the value with `owner/name@commit` instead."""
     if isinstance(value, list):
         return [located(key, item) for item in value]
     return fetched(key, value) if isinstance(value, str) else value

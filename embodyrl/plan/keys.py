@@ -51,8 +51,8 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Setting
     "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
     "algorithm": ("adv_type", _algorithm),
 }
-"""Groups with selectable components: the key that names the component, and a function from config values to the
-settings classes of the component. An algorithm has one class for its estimator and one for its loss."""
+"""Groups of keys whose settings class depends on a component: the key that names the component, and a function that
+returns its settings classes. An algorithm has one class for its estimator and one for its loss."""
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
@@ -63,7 +63,7 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
     """
     value = values.get(key, default)
     if not isinstance(value, str):
-        raise ConfigError(f"{key}={spell(value):.200}: must be a name or package.module:attr.")
+        raise ConfigError(f"{key}={spell(value):.200} must be a name or package.module:attr.")
     return value
 
 
@@ -182,7 +182,6 @@ _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algor
 
 @functools.cache
 def _sections() -> Mapping[str, Section]:
-    """Return the sections of extensions by name."""
     found = {}
     for name in SECTIONS.names():
         # An extension may need a package that is not installed.
@@ -228,10 +227,10 @@ def _synonyms() -> dict[str, str]:
 def suggest(name: str, likely: type[Settings] | None = None) -> str:
     """Return " Did you mean '...'?" for an unknown key.
 
-    The candidates are a typo, the same last part elsewhere, a synonym and the nearest spelling.
+    Candidates are keys with a similar spelling, keys of other groups with the same last part, and synonyms.
 
-    `likely`: keys of the command with the chosen components. They are searched first, because searching all components
-    imports them.
+    `likely` has the keys of the command with the chosen components, which are searched first, because searching all
+    components imports them.
     """
     if likely is not None and (found := _nearest(name, _with_parents(keys_of(likely)), 0.75)):
         return found
@@ -260,7 +259,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
-    """Describe the selected command or component, which does not use this key."""
+    """Return a description, for warnings, of the command or component that does not use this key."""
     group = name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (
@@ -282,7 +281,7 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
 
 
 def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
-    """Return True if `embodyrl train` with these components has the key, for example of a user-defined loss.
+    """Return True if `embodyrl train` with these components has the key, for example a key of a user-defined loss.
 
     Also return True, with an error in `problems`, if the config is not trusted or its code cannot be imported.
     """
@@ -300,7 +299,6 @@ def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bo
 
 
 def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
-    """Return the error about an unknown key."""
     name = setting.key
     if name in branches_of(root):
         if setting.value == {}:
@@ -311,7 +309,7 @@ def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
 
 
 def _is_for_others(command: str, setting: Setting) -> bool:
-    """Return True if a command-line key belongs to other commands and is ignored.
+    """Return True if a command-line key is ignored because it is intended for other commands.
 
     True for groups of `embodyrl train`, so that the same arguments serve all commands; for a command without
     a policy, also for weights, reward and data.

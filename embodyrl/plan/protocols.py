@@ -27,7 +27,7 @@ def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
     if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return []
     known = ", ".join(protocol.horizons)
-    return [f"eval.protocol.name={protocol.name} does not list env '{env.name}'; it lists {known}."]
+    return [f"eval.protocol.name={protocol.name} does not cover env '{env.name}'. Choose one of its envs: {known}."]
 
 
 def departures(cfg: Config, env: EnvSpec) -> list[str]:
@@ -62,7 +62,7 @@ def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
 
 
 def _horizon(cfg: Config, env: str) -> int | None:
-    """Return the protocol's time limit for the environment: that of the longest name that is a prefix of its name."""
+    """Return the protocol's time limit in env steps; the longest matching prefix of the environment's name decides."""
     horizons = cfg.eval.protocol.horizons
     fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
     return horizons[max(fitting, key=len)] if fitting else None

@@ -14,7 +14,8 @@ class Resources:
     """Settings of a run that depend on available memory."""
 
     gradient_sync: str = "micro_batch"
-    """Frequency of gradient synchronization between ranks: once per optimizer step (`step`) or per micro_batch."""
+    """Frequency of gradient reduction over the ranks: once per optimizer step (`step`) or per micro-batch
+    (`micro_batch`)."""
     sleeps: bool = False
     """True if vLLM frees its memory during updates."""
     engine_share: float = 0.4
@@ -38,7 +39,7 @@ PLANNERS: Registry[Callable[[Any], Resources]] = Registry(
 
 
 def plan_resources(run_plan: Any) -> Resources:
-    """Return the resources from the first planner; without a planner, the resources with the smallest memory."""
+    """Return the settings from the first planner, or the settings that need the least memory without a planner."""
     for planner in PLANNERS.every():
         return planner(run_plan)
     cfg = run_plan.cfg

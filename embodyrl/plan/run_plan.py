@@ -1,4 +1,4 @@
-"""Combination of environment, policy, algorithm and workers; mismatches are reported before a process starts."""
+"""Run plan: environment, policy, algorithm and workers of a run, checked for mismatches before a process starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlots:
-    """One env worker: its name and its global slot indices."""
+    """Name and slot indices of an env worker; slots are numbered over all workers."""
 
     name: str
     slots: range
@@ -43,7 +43,7 @@ class WorkerSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Complete description of a run before its start."""
+    """Complete description of a run, built before any process starts."""
 
     cfg: Config
     env_settings: EnvSettings
@@ -52,7 +52,7 @@ class RunPlan:
     env: EnvSpec
     policy: PolicySpec
     algorithm: Algorithm | None
-    """Algorithm; None: evaluation only."""
+    """Training algorithm; None: evaluation only."""
     layout: RecordLayout
     capacity: int
     """Number of records of the arena: the maximum in use during a rollout."""
@@ -60,20 +60,20 @@ class RunPlan:
     total_steps: int
     """Number of training steps."""
     optimizer_steps_per_step: int
-    """Number of optimizer steps per training step with `max_samples` samples."""
+    """Number of optimizer steps per training step if the step has `max_samples` samples."""
     max_samples: int
-    """Maximum number of chunk samples of one training step."""
+    """Maximum number of samples (action chunks) of one training step."""
     ranks: int
     """Number of processes that train the policy."""
     devices: Devices
     gpus: Gpus = field(default_factory=Gpus, compare=False)
     resources: Resources = field(default_factory=Resources)
     nodes: Mapping[str, tuple[int, ...]]
-    """Host number of each component; 0 is the driver's host."""
+    """Host numbers of the processes of each component; 0 is the driver's host."""
     single_step: bool = False
-    """True if a record contains one env step, not a chunk."""
+    """True if each record contains one env step instead of a chunk."""
     labelled: bool = False
-    """True if the expert's action for the same state is recorded with each action."""
+    """True if each record contains the expert's action for the same state in addition to the policy's action."""
 
     def config(self, kind: type[C]) -> C:
         """Return `cfg`, typed as the config class `kind`."""
@@ -196,7 +196,7 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
         )
     if policy.untrainable:
         problems.append(
-            f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
+            f"model '{policy.name}' cannot be trained: {policy.untrainable}. Use another model, or `embodyrl eval`."
         )
     estimator = algorithm.estimator
     if "env.train.continue_episodes" in cfg.changed and (env.simulator.lockstep or not estimator.counts_chunk_steps):
@@ -215,7 +215,7 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
     problems += resolve_name(estimator.check)(cfg, algorithm, env, policy) if estimator.check else []
     if cfg.algorithm.transitions and (sharded or cfg.algorithm.max_staleness):
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
+            f"adv_type '{cfg.algorithm.adv_type}' trains in one process, without staleness: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
         )
     following = cfg.algorithm.reference_interval is not None
@@ -265,7 +265,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
     if not policy.scripted and (env.action.gripper is None) != (policy.gripper is None):
         has, lacks = ("env", "model") if env.action.gripper else ("model", "env")
-        problems.append(f"the {has} declares a gripper convention, the {lacks} does not; they do not fit together.")
+        problems.append(f"the {has} declares a gripper convention, but the {lacks} does not; declare it in both.")
     return problems
 
 
@@ -348,7 +348,7 @@ def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -
 
 
 def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
-    """Return the maximum number of chunk samples of one training step."""
+    """Return the maximum number of samples (action chunks) of one training step."""
     split = cfg.env.train
     steps = split.max_episode_steps
     if algorithm.estimator.counts_chunk_steps:

@@ -31,7 +31,7 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 
 
 def run_config(path: Path) -> Path | None:
-    """Return the path of the saved config of the run that contains a path; None: no run with checkpoints."""
+    """Return the path of the config.yaml of the run that contains a path; None: it is not in a run with checkpoints."""
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder / "config.yaml"
@@ -39,7 +39,7 @@ def run_config(path: Path) -> Path | None:
 
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """Return the path of the saved config of the run in `ckpt=`, the base of the new config; None: no run."""
+    """Return the path of the config.yaml of the run in `ckpt=`, the base of the new config; None: not a run."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
         return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
@@ -47,14 +47,14 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
 
 
 def save_config(cfg: Config, path: Path) -> None:
-    """Write every key with its value as YAML, from which `load_saved_config` loads an equal config."""
+    """Write all keys and values of a config as YAML, from which `load_saved_config` loads an equal config."""
     write_atomically(path, dump_config(cfg))
 
 
 def dump_config(cfg: Config, only: str | None = None) -> str:
-    """Return every key, or every key of one group, with its value as YAML.
+    """Return all keys and values of a config, or of the group `only`, as YAML.
 
-    Values of environment variables stay `${oc.env:NAME}`.
+    Values of environment variables are written as `${oc.env:NAME}`.
     """
     values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
     return yaml.safe_dump(_masked(values), sort_keys=False, allow_unicode=True)
@@ -87,7 +87,7 @@ def on_base(
     typed: Sequence[Setting],
     problems: list[str],
 ) -> list[Setting]:
-    """Return the values inherited from the run with the weights, completed and overridden by files of chosen groups."""
+    """Return the settings inherited from the run with the initial weights, merged with the files of chosen groups."""
     saved = _base_settings(base, command, groups, chosen, problems)
     check_trust(saved, typed, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
@@ -129,7 +129,7 @@ def _value_of(key: str, settings: Sequence[Setting]) -> Any:
 
 
 def lies_below(name: str, keys: Iterable[str]) -> bool:
-    """Return True if a key is one of the keys, or under one of them."""
+    """Return True if `name` is one of `keys`, or a subkey of one of them."""
     return any(f"{name}.".startswith(f"{key}.") for key in keys)
 
 
@@ -150,13 +150,13 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
 
 
 def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Return True if the value comes from the file of a command-line group, or of a group derived from one."""
+    """Return True if the setting comes from the file of a command-line group or of a group derived from it."""
     folders = Path(setting.source).parts[-3:-1]
     return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
 
 
 def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
-    """Raise an error for untrusted values in a saved config; call this before components are looked up (imported)."""
+    """Raise an error for untrusted values in a saved config. Call this function before any component is imported."""
     values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
     if found := distrusted(values[0], values[1], file):
         raise ConfigError([*problems, *found])

@@ -34,31 +34,31 @@ THIS_HOST = "this host"
 
 
 class Config(Settings):
-    """All sections of the core. Sections that the command does not use are None (`READS`)."""
+    """Config of a command, with all sections of the core. Sections that the command does not use are None."""
 
     command: ClassVar[str] = ""
 
     seed: Index = 0
-    """Random seed; all random streams are derived from it."""
+    """Seed from which all random streams of the run are derived."""
     trust: bool = False
-    """Allow code (package.module:attr) and servers in the config of the run that is resumed or whose weights are used,
-    and programs of the hub (env.id=owner/name@commit); valid on the command line only."""
+    """Trust the config of the run that is resumed or whose weights are used: allow its code (package.module:attr) and
+    servers, and programs of the hub (env.id=owner/name@commit). Valid on the command line only."""
     model: ModelSettings
     runner: RunnerSettings = RunnerSettings()
     launcher: LauncherSettings
     actor: ActorSettings = ActorSettings()
     faults: FaultSettings = FaultSettings()
     ckpt: Path | None = None
-    """Initial weights: a run, a checkpoint folder, or assets/<name>. The config of that run is the base of this
-    config; command-line groups and keys override it."""
+    """Initial weights: a run, a checkpoint folder, or assets/<name>. The config of a run becomes the base of this
+    config; command-line groups and keys override its values."""
     env: EnvSettings
     algorithm: AlgorithmSettings = AlgorithmSettings()
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     video_cfg: VideoSettings = VideoSettings()
     video: VideoChoice = "none"
-    """Episodes to record: none, failures, first:N, all, or changed:N (N episodes before and after training, by
-    change of outcome)."""
+    """Episodes to record: none, failures, first:N, all, or changed:N (N episodes before and after training, preferably
+    episodes whose outcome changed)."""
     critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
@@ -78,7 +78,7 @@ class Config(Settings):
 
     @property
     def trains(self) -> bool:
-        """True for `train`."""
+        """True for the command `train`."""
         return self.command == "train"
 
     @property
@@ -88,7 +88,7 @@ class Config(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """True for `eval`, and for `train`, which also validates."""
+        """True for the command `eval`, and for `train`, which also validates."""
         return self.has("video")
 
     @property
@@ -98,7 +98,7 @@ class Config(Settings):
 
     @property
     def chunk_overlap(self) -> int:
-        """Number of actions of a chunk that the next chunk replaces."""
+        """Number of actions at the end of a chunk that the next chunk replaces."""
         overlap = self.rollout.chunk_overlap if self.has("rollout") else None
         return self.env.delay[1] if overlap is None else overlap
 
@@ -114,14 +114,14 @@ class Config(Settings):
 
     @property
     def prefers_float32(self) -> bool:
-        """True if bfloat16 is the model's default, not set by a file or override, and slow on this host."""
+        """True if the model's precision is the default bfloat16, was not set explicitly, and is slow on this host."""
         default = type(self.model).model_fields.get("precision")
         chosen = "model.precision" in self.sources or self.has("cluster")
         return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings, one for each command-line key without effect."""
+        """One warning for each command-line key without effect."""
         return tuple(self._warnings)
 
     @property
@@ -131,11 +131,11 @@ class Config(Settings):
         return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
 
     def has(self, section: str) -> bool:
-        """Return whether the command uses a section."""
+        """Return True if the command uses a section."""
         return section in type(self).model_fields
 
     def typed(self, name: str) -> bool:
-        """Return whether this key, or a key under it, is set on the command line."""
+        """Return True if this key, or a subkey, is set on the command line."""
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 
 
@@ -143,7 +143,7 @@ class Config(Settings):
 class Reads:
     """Config sections that a command uses, and the conditions under which their keys have an effect.
 
-    The module of an extension's `Reads` is imported for each config of the command: it imports nothing heavy.
+    The module of an extension's `Reads` is imported for each config of the command; it must not import large packages.
     """
 
     sections: str
@@ -155,13 +155,14 @@ class Reads:
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.needs`."""
     problems: Callable[[Any], Iterator[str]] = no_problems
-    """Yield errors about missing keys, one line each with the fix; raise ConfigError for an unsupported environment."""
+    """Function that yields one error with the fix per missing key, and raises ConfigError for an unsupported
+    environment."""
 
 
 READS: Registry[Reads] = Registry(
     "command", group="embodyrl.reads", wants="a Reads", fits=lambda found: isinstance(found, Reads)
 )
-"""Commands with a config, by name."""
+"""Config sections of each command, by command name."""
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
 LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
@@ -174,7 +175,7 @@ SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-"""Conditions (see `Settings.needs`) of commands that run episodes but do not train with reinforcement learning."""
+"""Conditions, as in `Settings.needs`, of commands that run episodes without RL training."""
 READS.add(
     "train",
     Reads(
@@ -206,7 +207,7 @@ READS.add(
 
 
 def reads(command: str, section: str) -> bool:
-    """Return whether a command uses a section of the core."""
+    """Return True if a command uses a section of the core."""
     return section == "seed" or section in READS.get(command).sections.split()
 
 

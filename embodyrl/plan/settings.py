@@ -1,4 +1,4 @@
-"""Config keys for the training loop: run length, processes, and responses to failures."""
+"""Config keys for the training loop, loggers, rollouts, evaluation and checkpoints."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -45,49 +45,50 @@ class RunnerSettings(Settings):
     needs = {"experiment_name": "on_existing", "keep_episodes!=none": "keep_episodes_gb"}
 
     output_dir: Path = "runs"
-    """Parent folder; a run is <output_dir>/<id>/."""
+    """Parent folder of the run folders: a run writes to <output_dir>/<id>/."""
     experiment_name: Name | None = None
     """Name of the run folder; default: time, environment, model and algorithm."""
     on_existing: OnExisting = OnExisting.error
-    """If the run folder exists: error, resume the run, or rename the new run."""
+    """Response to an existing run folder: error, resume (continue the run), or rename (choose a new name)."""
     max_steps: Count = 100
     """Number of training steps."""
     max_epochs: CountOrAll = -1
-    """Number of passes over the training reset ids; -1: no limit."""
+    """Maximum number of passes over the initial states (reset ids) of training; -1: no limit."""
     only_eval: bool = False
     """Evaluate `ckpt` (or the model's own weights) and stop."""
     val_check_interval: CountOrAll = -1
-    """Number of training steps between validations; also before the first and after the last step; -1: never."""
+    """Number of training steps between validations, which also run before the first and after the last step; -1: no
+    validation."""
     val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
-    """Suites to evaluate in addition to the chosen suite, in evaluations and validations:
-    [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings]
-    for tabletop, or [all]."""
+    """Further suites for evaluations and validations: [object,swap,lan,task,camera,robot,noise,language] and base for
+    LIBERO, [colours,positions,phrasings] for tabletop, or [all]."""
     save_interval: CountOrAll = 50
-    """Number of training steps between checkpoints; the last step is always saved; -1: only the last."""
+    """Number of training steps between checkpoints; the last step is always saved. -1: only the last step."""
     resume_dir: Path | None = None
-    """Run folder to continue, or `auto` for the newest run of this experiment."""
+    """Folder of the run to resume, or `auto` for the newest run of this experiment."""
     keep_episodes: KeptEpisodes = KeptEpisodes.none
     """Episodes of training or evaluation to keep as a data set in <run>/episodes: none, all, failures or successes."""
     keep_episodes_gb: Positive = 10.0
-    """Maximum size of the kept episodes in GB; later episodes are not kept."""
+    """Maximum total size of the kept episodes in GB; later episodes are not kept."""
     deterministic: bool = False
-    """Bit-for-bit equal results for the same seed and any number of workers; inference uses padded batches."""
+    """Produce bit-for-bit equal results for the same seed and any number of workers, with padded batches in
+    inference."""
     trace: bool = False
     """Write a timeline of the processes to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerSettings = LoggerSettings()
 
 
 class VllmSettings(Settings):
-    """Arguments of the vLLM engine started by `rollout.backend=vllm`; null: chosen by the plan or by vLLM."""
+    """Arguments of the vLLM engine started by `rollout.backend=vllm`; null: chosen by the run plan or by vLLM."""
 
     gpu_memory_utilization: Share | None = None
     """Fraction of GPU memory for vLLM; default: the memory that the run plan leaves free."""
     max_model_len: Count | None = None
-    """Maximum tokens of prompt and reply; default: the limit of the model."""
+    """Maximum number of tokens of prompt and reply together; default: the model's limit."""
     max_num_seqs: Count | None = None
     """Maximum number of concurrent sequences."""
     max_num_batched_tokens: Count | None = None
-    """Maximum tokens per forward pass."""
+    """Maximum number of tokens per forward pass."""
     enable_prefix_caching: bool | None = None
     """Cache the keys and values of common prompt prefixes."""
     enable_chunked_prefill: bool | None = None
@@ -100,7 +101,7 @@ class VllmSettings(Settings):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments that are set, under vLLM's names."""
+        """Engine arguments that are set, by vLLM's names."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
@@ -122,7 +123,7 @@ class RolloutSettings(Settings):
     """Inference engine: hf (the policy's own module), or for language models vllm or server (an OpenAI-style
     completions server)."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$"), Must("an address such as http://host:8000/v1")] | None = None
-    """backend=server: URL of the completions server, with /v1."""
+    """backend=server: URL of the completions server, including /v1."""
     served_model: str | None = None
     """backend=server: model name on the server; default: the server's first model."""
     vllm: VllmSettings = VllmSettings()
@@ -130,8 +131,8 @@ class RolloutSettings(Settings):
     """Language models: for each token of a reply, also record the n most probable tokens with their
     log-probabilities."""
     chunk_overlap: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Number of actions at the end of a chunk that the next chunk replaces: the policy acts every
-    model.num_action_chunks - chunk_overlap env steps; default: the largest env.control.latency_steps."""
+    """Number of actions at the end of a chunk that the next chunk replaces; default: the maximum of
+    env.control.latency_steps. The policy acts every model.num_action_chunks - chunk_overlap env steps."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
 
@@ -141,19 +142,19 @@ class RolloutSettings(Settings):
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for a server without an address."""
+        """Yield an error if the backend is a server without a URL."""
         yield from super().problems()
         if self.backend == "server" and self.url is None:
-            yield "rollout.backend=server: rollout.url is not set; for example rollout.url=http://127.0.0.1:8000/v1."
+            yield "rollout.backend=server needs a URL, for example rollout.url=http://127.0.0.1:8000/v1."
 
 
 class EvalSamplingSettings(Settings):
     """Config keys for action sampling in evaluations and recordings."""
 
     do_sample: bool = False
-    """Sample actions; false: greedy actions."""
+    """Sample actions in evaluations; false: choose greedy actions."""
     temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
-    """Temperature of sampled evaluation; default: the temperature of training."""
+    """Sampling temperature of evaluations; default: the training temperature."""
 
 
 class ProtocolSettings(Settings):
@@ -183,14 +184,15 @@ class EvalSettings(Settings):
     }
 
     episodes: Annotated[int, Field(ge=1, le=10**7)] | None = None
-    """Total number of episodes; overrides episodes_per_task."""
+    """Total number of evaluation episodes; overrides episodes_per_task."""
     episodes_per_task: Count = 10
-    """Number of episodes per task."""
+    """Number of evaluation episodes per task."""
     protocol: ProtocolSettings = ProtocolSettings()
     baseline: Path | None = None
-    """Run folder of an earlier evaluation: common episodes are compared in pairs, suite by suite."""
+    """Run folder of an earlier evaluation, with which the results are compared in each suite, episode by episode."""
     samples: Count = 1
-    """Sampled episodes per initial state; above 1, eval/pass_at_n is the fraction of states with a success."""
+    """Number of sampled episodes per initial state. Above 1, eval/pass_at_n is the fraction of initial states with a
+    success."""
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of conversations to print after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
@@ -204,6 +206,7 @@ class CheckpointSettings(Settings):
     keep_best: bool = True
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
     async_save: bool = False
-    """Continue training once the files are written; hashing, syncing and renaming continue in the background."""
+    """Finish checkpoints in the background: training continues once the files are written, during hashing, syncing and
+    renaming."""
     on_error: OnSaveError = OnSaveError["continue"]
-    """Response to a failed intermediate checkpoint (full disk): continue with a warning, or stop."""
+    """Response if an intermediate checkpoint cannot be written (full disk): continue with a warning, or stop."""

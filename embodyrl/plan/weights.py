@@ -1,4 +1,4 @@
-"""The folder of the weights in a key."""
+"""Resolution of config keys that name weights to policy folders."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from embodyrl.errors import CheckpointError
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
-    """Return the policy folder of a run, a checkpoint, assets/<name>, or a folder in the published layout.
+    """Return the policy folder of a run or checkpoint, or the folder itself if it contains published weights.
 
     A checkpoint is first verified against its manifest.
 
@@ -20,7 +20,7 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
     if (path / "checkpoints").is_dir():
         steps = (store := CheckpointStore(path / "checkpoints")).folders()
         if not steps:
-            raise CheckpointError(f"{key}={ckpt}: this run has no complete checkpoint yet.")
+            raise CheckpointError(f"{key}={ckpt}: the run has no complete checkpoint; choose another run.")
         path = store.path(steps[-1])
     elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
         path = path.parent
@@ -31,5 +31,5 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
         return path
     raise CheckpointError(
         f"{key}={ckpt}: {path} is neither a run, a checkpoint (runs/<id>/checkpoints/step_...), nor a folder "
-        "with config.json."
+        "with config.json. `embodyrl list runs` shows all runs."
     )

@@ -243,7 +243,7 @@ def test_schema_contains_every_key_of_the_chosen_components(capsys: pytest.Captu
     schema = json.loads(capsys.readouterr().out)
     found = {name: entry for part in schema["$defs"].values() for name, entry in part.get("properties", {}).items()}
     assert found["hidden_sizes"]["description"].startswith("Widths")
-    assert found["episodes"]["description"] == "Total number of episodes; overrides episodes_per_task."
+    assert found["episodes"]["description"] == "Total number of evaluation episodes; overrides episodes_per_task."
     assert "wrappers" in found
     assert "unnorm_key" not in found
     assert schema["additionalProperties"] is False

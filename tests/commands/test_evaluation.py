@@ -242,7 +242,7 @@ def test_overrides_that_deviate_from_the_protocol_are_listed(tmp_path):
     assert "eval.episodes=3 instead of null" in said["departures"]
     assert "env.eval.task_ids=[1] instead of null" in said["departures"]
     other = protocol_words(tmp_path, *(w.replace("toy: 32", "else: 32") for w in PROTOCOL))
-    with pytest.raises(ConfigError, match=r"mine does not list env 'toy'; it lists else"):
+    with pytest.raises(ConfigError, match=r"mine does not cover env 'toy'. Choose one of its envs: else"):
         evaluate(load_config("eval", other))
 
 

@@ -56,7 +56,7 @@ def test_eval_null_removes_the_protocol_of_a_run(run: Path) -> None:
     values = found("eval", "eval=null", base=run)
     assert (values["eval.protocol.name"], values["runner.val_suites"]) == (None, [])
     assert found("eval", "experiment=null", base=run)["eval.protocol.name"] == "tabletop_axes"
-    with pytest.raises(ConfigError, match="a saved run has no groups"):
+    with pytest.raises(ConfigError, match="a saved run accepts no group options"):
         load_saved_config(run, ["eval=null"])
     with pytest.raises(ConfigError, match=r"launcher=inline: .*, for example launcher\.name=inline\."):
         load_saved_config(run, ["launcher=inline"])

@@ -59,7 +59,7 @@ def test_hub_environment_is_pinned_and_passes_check_env(hub: Hub, capsys: pytest
 
 
 def test_hub_environment_needs_trust(hub: Hub) -> None:
-    with pytest.raises(ConfigError, match=r"env.id=me/cart@main downloads a program of the hub .* add trust=true"):
+    with pytest.raises(ConfigError, match=r"env.id=me/cart@main downloads a program from the hub .* add trust=true"):
         load_config("check-env", words("me/cart@main"))
     assert hub.sent == []
 

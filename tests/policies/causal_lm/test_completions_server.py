@@ -270,7 +270,7 @@ def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Pat
 
 def test_unsupported_server_options_are_refused() -> None:
     words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=server"]
-    with pytest.raises(ConfigError, match=r"rollout\.url is not set"):
+    with pytest.raises(ConfigError, match=r"needs a URL, for example rollout\.url"):
         load_config("train", words)
     cfg = load_config("train", [*words, "rollout.url=http://127.0.0.1:9/v1"])
     policy = POLICIES.get("causal_lm_tiny").spec(cfg.model, ASKING, 0)

@@ -156,7 +156,7 @@ def test_oft_residual_actor_is_saved_with_the_model(build, tmp_path):
     [
         (("model.is_lora=true",), "likelihood=residual freezes the model including adapters"),
         (("model.likelihood=head",), "OpenVLA-OFT with model.likelihood=residual"),
-        (("launcher=local", "actor.fsdp.size=2"), "learns in one process"),
+        (("launcher=local", "actor.fsdp.size=2"), "trains in one process"),
     ],
 )
 def test_contradictory_residual_keys_are_rejected(words, says, tmp_path):
