@@ -39,7 +39,7 @@ class StepRollouts:
         self._lag = self._cfg.algorithm.max_staleness
 
     def collect(self, step: int, progress: Callable[[int, int], None]) -> RolloutResult:
-        """Finish the rollout of a step; call `progress` with the numbers of finished and of all episodes."""
+        """Finish the rollout of a step. Call `progress(finished, total)` after each episode."""
         self._open(step, step + self._lag)
         rollout = self._rollouts.pop(step)
         total = _size(rollout.plan)
@@ -63,7 +63,7 @@ class StepRollouts:
         return collection
 
     def ahead(self, step: int) -> None:
-        """Open the next rollouts: idle slots reset now, and the policy acts once it has new weights."""
+        """Queue the next rollouts: idle slots reset immediately, and the policy acts once it has new weights."""
         self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
@@ -79,7 +79,7 @@ class StepRollouts:
                 self._rollouts[step] = self._scheduler.open(rollout)
 
     def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
-        """Run `missing` new groups in place of filtered ones; free the records of filtered episodes."""
+        """Run `missing` new groups to replace filtered groups; free the records of filtered episodes."""
         keep = {e.spec.episode_id for e in kept}
         filtered = [e for e in collection.episodes if e.spec.episode_id not in keep]
         self._scheduler.release(collection, filtered)
@@ -186,7 +186,7 @@ class Actors:
 def gather_scores(
     algorithm: Algorithm, arena: Arena, collection: RolloutResult, part_weights: tuple[float, ...]
 ) -> Scores:
-    """Gather the algorithm's inputs from the records of a collection."""
+    """Gather the inputs of the advantage estimator from the records of a rollout."""
     rows = [episode.records for episode in collection.episodes]
     wants = rows if algorithm.needs_reference_in_prepare else []
     return Scores(

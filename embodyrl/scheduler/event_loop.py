@@ -1,4 +1,4 @@
-"""Event loop of the driver, and the client through which it uses the policy processes."""
+"""Event loop of the driver, and its client for the policy processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ _CHANGES_WEIGHTS = (UpdateRequest, ContinueRequest, ImitateRequest, LoadRequest)
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """Replies to a request that several processes execute together."""
+    """Replies of several processes to the same request."""
 
     expected: tuple[str, ...]
     arrived: dict[str, Done] = field(default_factory=dict)
@@ -41,11 +41,11 @@ class Replies:
 
 
 class PolicyClient:
-    """Client of the policy processes: tracks requests and replies, and never blocks (`EventLoop.run_until` does).
+    """Non-blocking client that sends requests to the policy processes and tracks replies; `EventLoop.run_until` waits.
 
     A process replies to requests in order; a reply that does not match its oldest open request is a bug. A restarted
     rollout process first receives all weights, then the requests without a reply; other processes keep acting. All its
-    weights must have one version, so none are sent between the start of an update and the next `publish`.
+    weights must have one version, so no weights are sent between the start of an update and the next `publish`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PolicyClient:
         self._sequence = 0
         self._open: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
         self._lost: dict[str, list[tuple[Request, OnDone]]] = {}
-        """Rollout processes that died and have not received the weights again, with the requests to repeat."""
+        """Requests to repeat, for each rollout process that died and has not received the weights again."""
         self._restarted: list[str] = []
         self._receiving = ""
         """Name of the restarted process that is receiving the weights; empty: none."""
@@ -85,7 +85,7 @@ class PolicyClient:
         self._version = 0
         """Version of the published weights."""
         self._is_current = True
-        """False while the actor ranks have, or compute, weights that are not published yet."""
+        """False from the start of an update until its weights are published."""
 
     @property
     def num_acting(self) -> int:
@@ -118,7 +118,7 @@ class PolicyClient:
         return self._awaited is not None
 
     def ask_training(self, request: Request) -> Replies:
-        """Send a request to all actor ranks; wait until no process is `recovering` before changing weights."""
+        """Send a request to all actor ranks. If the request changes weights, `recovering` must be False."""
         if isinstance(request, _CHANGES_WEIGHTS):
             assert not self.recovering, "the rest of the weights would have another version"
             self._is_current = False
@@ -128,7 +128,7 @@ class PolicyClient:
         """Transfer new weights, of this version, from the actor ranks to the acting processes.
 
         Yield the replies that must be complete before the iterator continues. The first transfer contains all weights,
-        later ones the trained weights. No process acts before the transfer is complete.
+        later transfers the trained weights. No process acts before the transfer is complete.
         """
         if (arena := self._bucket_arena) is None:
             return
@@ -143,7 +143,7 @@ class PolicyClient:
         self._publishing, self._published = False, True
 
     def advance(self) -> None:
-        """Continue to send the weights to restarted processes, without waiting."""
+        """Continue the transfer of weights to restarted processes, without blocking."""
         while not self._publishing and (self._awaited is None or self._awaited.complete()):
             if self._awaited is None:
                 if not self._restarted or not self._is_current:
@@ -166,7 +166,7 @@ class PolicyClient:
     def _transfer(
         self, arena: Arena, buckets: Iterator[tuple[WeightPart, ...]], targets: Callable[[], list[str]]
     ) -> Iterator[Replies]:
-        """Transfer weights to those `targets` that are alive; yield replies to wait for, as `publish` does."""
+        """Transfer weights to the processes in `targets()`; yield the replies that must be complete to continue."""
         under_way: list[tuple[Ticket, Replies]] = []
         for parts in buckets:
             ticket = arena.allocate()
@@ -202,7 +202,7 @@ class PolicyClient:
             on_done(message)
 
     def _on_death(self, worker: str) -> None:
-        """Keep the unanswered requests of a rollout process; a transfer of weights continues without it."""
+        """Keep the unanswered requests of a dead rollout process, and continue a transfer of weights without it."""
         if worker == self._receiving:
             self._receiving = ""
         if worker in self._restarted:
@@ -231,7 +231,7 @@ class PolicyClient:
         self._supervisor.send(worker, replace(request, sequence=self._sequence), timeout_s=self._timeout_s)
 
     def close(self) -> None:
-        """Free the buckets."""
+        """Free the shared memory of the weight buckets."""
         if self._bucket_arena is not None:
             self._bucket_arena.close()
 
@@ -249,7 +249,7 @@ PATIENCE_S = 1.0
 
 
 class EventLoop:
-    """Runs the driver's only blocking wait: receives messages of workers and sends requests that are ready.
+    """Event loop of the driver: waits for messages of workers, and sends requests that are ready.
 
     Callbacks of the supervisor only record events; requests are sent by `advance`, so driver code is not reentrant.
     Every request has a deadline at the launcher, so every wait ends.
@@ -270,7 +270,7 @@ class EventLoop:
         return not self._policy.idle or bool(self._supervisor.starting)
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Process events until `condition` holds.
+        """Process events until `condition()` is True.
 
         Raises:
             Interrupted: the run was signalled to stop.

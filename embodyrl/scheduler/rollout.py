@@ -59,7 +59,7 @@ class RolloutResult:
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
     continues: bool = False
-    """True if episodes that this rollout cut continue in the next rollout."""
+    """True if the next rollout continues the episodes that this rollout cut."""
     reward_errors: list[str] = field(default_factory=list)
     """Reward errors, one per affected episode."""
 
@@ -74,7 +74,7 @@ class RolloutResult:
             if count and len(self.reward_errors) >= count:
                 raise EmbodyError(
                     f"None of {count} episodes has a reward: {why}. Check the reward (reward.name, reward.path) and, "
-                    "for text, reward.timeout_s. Its output is in the logs of the env workers."
+                    "for text, reward.timeout_s. The logs of the env workers contain its output."
                 )
             if why not in seen and len(seen) < _REASONS:
                 log(f"warning: {times} of {count} episodes have an unknown reward, which counts as 0: {why}")
@@ -82,7 +82,7 @@ class RolloutResult:
 
 
 class Queue:
-    """Queue of episodes in order; specs are created on demand."""
+    """Queue of planned episodes; episodes of crashed workers return to its head."""
 
     def __init__(self, specs: Sequence[EpisodeSpec]) -> None:
         self._specs, self._next = specs, 0
@@ -98,7 +98,7 @@ class Queue:
         return self._back[-1] if self._back else self._specs[self._next]
 
     def pop(self) -> EpisodeSpec:
-        """Take the next episode."""
+        """Remove and return the next episode."""
         spec = self.head
         if self._back:
             self._back.pop()
@@ -113,16 +113,16 @@ class Queue:
 
 @dataclass
 class Rollout:
-    """Progress of an episode list; several rollouts may share the slots."""
+    """Execution state of an episode list; several rollouts may share the slots."""
 
     plan: EpisodeList
     not_before: int = 0
-    """Minimum version of the weights that act in these episodes; resets may happen earlier."""
+    """Minimum version of the weights with which the policy acts in these episodes; resets may happen earlier."""
     greedy: bool = False
     temperature: float | None = None
     """Sampling temperature; None: the training temperature."""
     keep: bool = True
-    """Keep records in the arena; False: keep only the small arrays of the episodes."""
+    """True: keep the records in the arena; False: keep only the small arrays of the episodes."""
     continues: bool = False
     """True: continue episodes that the previous rollout cut, if their simulator state still exists."""
     video: VideoChoice | None = None
@@ -141,7 +141,7 @@ class Rollout:
         """Number of worker crashes during each episode, by episode id."""
         self._quota: int | None = None
         self.openings = 0
-        """Number of times that further episodes became available: started waves and requeued episodes."""
+        """Number of started waves and requeued episodes, each of which makes episodes available."""
         self._next_wave()
 
     @property
@@ -166,7 +166,7 @@ class Rollout:
         return queue.pop()
 
     def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
-        """Discard an attempt at an episode, which uses no quota; with `again`, put the episode back into the queue."""
+        """Discard an attempt at an episode, which uses no quota. With `again`, return the episode to the queue."""
         queue = self._queue_of(slot)
         if again and queue is not None:
             queue.put_back(spec)

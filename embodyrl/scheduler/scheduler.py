@@ -63,7 +63,7 @@ class RolloutScheduler(EventLoop):
         self._num_opened = 0
         self._tally = Tally()
         self._tally_since: float | None = None
-        """Time since which open rollouts progress outside of `finish`; None: no open rollout."""
+        """Time since which open rollouts progress outside of `finish`; None: no rollout is open."""
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:
@@ -105,7 +105,7 @@ class RolloutScheduler(EventLoop):
         return self.finish(self.open(rollout, first=True))
 
     def advance(self) -> float:
-        """Send requests to idle stages and, if due, to the policy; return the maximum time to wait for events."""
+        """Send requests to idle stages and, if a batch is due, to the policy; return the maximum wait in seconds."""
         patience = super().advance()
         self._process_reports()
         if not self._rollouts:

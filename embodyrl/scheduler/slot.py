@@ -23,17 +23,17 @@ class Phase:
     """Phases of a slot; plain ints, because phases are compared for every chunk."""
 
     IDLE = 0
-    """Idle, or waiting for its next episode."""
+    """The slot runs no episode."""
     RESETTING = 1
-    """Waiting for its first observation."""
+    """The slot waits for the first observation of an episode."""
     READY = 2
-    """Waiting for inference."""
+    """The slot has an observation and waits for inference."""
     INFERRING = 3
-    """Waiting for its action."""
+    """The policy computes the slot's action chunk."""
     ACTED = 4
-    """Waiting for simulation."""
+    """The slot has an action chunk and waits for simulation."""
     STEPPING = 5
-    """Waiting for its next observation."""
+    """The env worker executes the slot's action chunk."""
 
 
 KEPT: tuple[str, ...] = (
@@ -43,7 +43,7 @@ KEPT: tuple[str, ...] = (
 
 
 def following_action(valid: BoolArray, chunk_steps: int) -> int:
-    """Return the index of the first action of the next chunk that this chunk has not already covered.
+    """Return the index of the first action of the next chunk whose env step this chunk does not cover.
 
     The next observation follows after `chunk_steps` actions; with a delay, more actions of this chunk are executed.
     """
@@ -61,7 +61,7 @@ class Open:
 
 @dataclass
 class Slot:
-    """The episode that a slot runs."""
+    """State of a slot: its running episode, or a cut episode that may continue."""
 
     index: int
     """Index of the slot among the slots of all workers."""
@@ -69,14 +69,14 @@ class Slot:
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
     copies: list[Sequence[np.ndarray]] = field(default_factory=list)
-    """Fields `KEPT` of each chunk so far, if the rollout does not keep records."""
+    """Copies of the record fields `KEPT` of each chunk so far, if the rollout does not keep records."""
     started: float = 0.0
     room: int = NO_QUOTA
     """Number of chunk steps that remained in the slot's quota at the start of the episode."""
     open: Open | None = None
     """Cut episode whose state is still in the simulator; set only while the slot is idle."""
     earlier: EarlierPart | None = None
-    """Part of the running episode before this rollout."""
+    """Part of the running episode that earlier rollouts executed; None: the episode began in this rollout."""
     stale: bool = False
     """True if the worker died while the policy was reading the slot's record."""
     solved: bool = False
@@ -185,7 +185,7 @@ class Slots:
             self.phase[row] = Phase.ACTED
 
     def step(self, rows: IntArray) -> None:
-        """Mark the next observations as being written."""
+        """Mark slots as stepping, and allocate the records of their next observations."""
         self.target[rows], self.phase[rows] = self._arena.allocate_all(len(rows)), Phase.STEPPING
 
     def take_chunks(self, rows: IntArray) -> BoolArray:
@@ -216,8 +216,8 @@ class Slots:
     ) -> list[tuple[Episode, IntArray]]:
         """Close the episodes of slots; return each Episode with the tickets of its records.
 
-        `target` is not freed. Episodes neither `terminated` nor `truncated` [n] are cut; `final_records` [n]: see
-        `Episode`.
+        The records in `target` are not freed. Episodes that are neither `terminated` nor `truncated` [n] are cut;
+        `final_records` [n]: see `Episode.final_record`.
         """
         now, lengths = time.perf_counter(), self.chunks[rows]
         keeps = self.keeps[rows].tolist()
@@ -286,7 +286,7 @@ class Slots:
 
 
 StageKey = tuple[str, int]
-"""Name of the worker, and index of the stage in the worker."""
+"""Worker name, and index of the stage in the worker."""
 
 
 class Stages:
@@ -329,7 +329,7 @@ class Stages:
         targets: IntArray,
         resets: tuple[ResetRequest, ...],
     ) -> EnvRequest:
-        """Return the next request to a stage: chunks of the slots `acted`, then resets. The stage is busy from here."""
+        """Create the next request of a stage, with chunks of the slots `acted` and resets, and mark the stage busy."""
         worker, stage = key
         first = self.first[worker]
         self._sequence += 1
@@ -357,7 +357,7 @@ class Stages:
         return reports
 
     def note_worker(self, worker: str) -> None:
-        """Add all pipeline stages of a worker to `to_check`: a limit on a task can concern several."""
+        """Mark all stages of a worker for `to_check`, because a task limit applies to the whole worker."""
         self._changed.update(self._own[worker])
 
     def note_slots(self, rows: IntArray) -> None:

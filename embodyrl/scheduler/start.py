@@ -31,13 +31,13 @@ from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Rendezvous of the actor ranks, for the lifetime of the driver."""
+    """Rendezvous of the actor ranks, open as long as the driver runs."""
 
     rank_info: RankInfo
-    """Connection data of every rank."""
+    """Connection data for all ranks."""
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
+        """Close the rendezvous; idempotent."""
 
 
 RENDEZVOUS: Registry[Callable[..., Rendezvous]] = Registry(
@@ -158,7 +158,7 @@ def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> W
 
 
 def _allocator(init: PolicyHostInit, gpu: str | None) -> dict[str, str]:
-    """Return the variable with options of torch's allocator, unless the user has set it."""
+    """Return the environment variable with options of torch's GPU allocator; empty if the user has set it."""
     if gpu is None or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return {}
     options = []
@@ -251,7 +251,7 @@ def start_workers(
     names = [worker.name for worker in run_plan.env_workers]
     observers = [observe(run_plan, arena, log_dir) for observe in OBSERVERS.every()]
     if cfg.runner.trace and not observers:
-        raise ConfigError("runner.trace: the extension 'timeline' is missing; reinstall embodyrl to get it.")
+        raise ConfigError("runner.trace=true needs the extension 'timeline', which is missing. Reinstall embodyrl.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     supervisor = Supervisor(launcher, cfg.faults, say, observers)
     # One bucket is filled while the other is read.
@@ -269,7 +269,7 @@ def start_workers(
 
 
 def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
-    """Return the worker spec of an env worker."""
+    """Return the spec of env worker `number`."""
     cfg, worker = run_plan.cfg, run_plan.env_workers[number]
     init = EnvWorkerInit(
         env=run_plan.env_settings,
