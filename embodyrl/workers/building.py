@@ -72,7 +72,7 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
 
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
-    """Build the frozen reference policy: the initial policy, or one with the same vocabulary, such as a teacher."""
+    """Build the frozen reference policy: the initial policy, or another policy with the same vocabulary."""
     own = getattr(policy, "alone", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
         return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))

@@ -29,7 +29,7 @@ class EnvWorkerInit(WorkerInit):
     expert_noise: float = 0.0
     """Standard deviation of the noise on the scripted expert's actions."""
     scripted: bool = False
-    """True if the scripted expert acts; its actions are written into the record as the chunk."""
+    """True if the scripted expert acts instead of the policy; its actions are written into the record as the chunk."""
     labelled: bool = False
     """True if the policy's chunk is executed, and the scripted expert's actions for the same states are recorded."""
     single_step: bool = False
@@ -37,7 +37,7 @@ class EnvWorkerInit(WorkerInit):
 
 
 class Recordings(Protocol):
-    """Videos of the running episodes of an env worker. Problems are results: a failed video must not end an episode."""
+    """Video recorder of an env worker. Methods return problems, because a failed video must not end an episode."""
 
     @property
     def slots(self) -> Set[int]:
@@ -67,7 +67,7 @@ RECORDERS: Registry[Callable[[Env, VideoSettings], Recordings]] = Registry(
 
 
 class EnvWorker:
-    """Slots 0..num_slots-1 of one environment in this process."""
+    """Env worker: runs slots 0 to num_slots-1 of one environment in this process."""
 
     def __init__(self, init: EnvWorkerInit) -> None:
         self._init = init
@@ -78,12 +78,12 @@ class EnvWorker:
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
         self._converses = self._arena[Record.reply].shape[1] > 0
-        """True if the instruction is a conversation that grows with each chunk; otherwise it is fixed per episode."""
+        """True if the instruction is a conversation that grows with each reply; False: it is fixed per episode."""
         self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
         """[N, bytes] encoded instruction of each slot's episode."""
 
     def ready(self) -> WorkerReady:
-        """Return the ready message."""
+        """Return the `WorkerReady` message with the worker's task limit."""
         return WorkerReady(task_limit=self._env.task_limit)
 
     def handle(self, request: EnvRequest) -> Iterator[EnvReport]:

@@ -38,7 +38,7 @@ class Worker(Protocol):
     """Interface of workers: objects that execute requests and yield replies."""
 
     def ready(self) -> WorkerReady:
-        """Return the ready message."""
+        """Return the `WorkerReady` message, which is sent after setup."""
         ...
 
     def handle(self, request: Request) -> Iterable[Reply]:
@@ -52,22 +52,22 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInit:
-    """Init settings of every worker, including the arena handle."""
+    """Settings with which a worker is created, including the arena handle."""
 
     arena: ArenaHandle
     bucket_arena: ArenaHandle | None = None
-    """Disaggregated mode: buckets for new weights."""
+    """Shared memory through which new weights are transferred; None: collocated mode."""
     shared_arena: Arena | None = None
-    """The arena object, for a worker in the driver's process."""
+    """The driver's arena object, if the worker runs in the driver's process."""
 
     def open_arena(self) -> Arena:
-        """Return the arena in this process."""
+        """Return the arena, attached in this process."""
         return self.shared_arena or Arena.attach(self.arena)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHostInit(WorkerInit):
-    """Init settings of a policy process. The driver creates them without importing torch."""
+    """Settings with which a policy process is created. The driver builds them without importing torch."""
 
     model: ModelSettings
     algorithm: AlgorithmSettings | None = None
@@ -85,7 +85,7 @@ class PolicyHostInit(WorkerInit):
     deterministic: bool = False
     skips_nonfinite: bool = False
     request: PolicyRequest
-    """Requirements on the policy, without a device, which is selected when the policy is built."""
+    """Arguments for building the policy, except the device, which the policy process selects."""
     total_steps: int
     """Number of training steps of the run."""
     threads: int
@@ -113,7 +113,7 @@ class WorkerSpec:
     entry: str
     init: WorkerInit
     component: str = "actor"
-    """env, rollout or actor, as in `cluster.component_placement`."""
+    """Component of the worker: env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
     gpu: str | None = None
     """Visible GPU of the process; an empty string: no GPU; None: the driver's GPUs."""
@@ -130,7 +130,7 @@ class WorkerSpec:
 
 
 def describe_failure(error: BaseException) -> WorkerFailed:
-    """Convert an exception to the WorkerFailed message about it."""
+    """Return the `WorkerFailed` message about an exception."""
     text = str(error) if isinstance(error, EmbodyError) else f"{type(error).__name__}: {error}"
     text += "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if note not in text)
     code = error.exit_code if isinstance(error, EmbodyError) else 1
@@ -203,7 +203,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
 
 
 def ignore_sigterm_except_in_children() -> None:
-    """Ignore SIGTERM, except in child processes of an environment, which its close() ends with SIGTERM."""
+    """Ignore SIGTERM in this process, but not in child processes, which an environment may end with SIGTERM."""
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # children would inherit SIG_IGN
     signal.siginterrupt(signal.SIGTERM, False)
 

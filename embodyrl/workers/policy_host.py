@@ -49,7 +49,7 @@ from embodyrl.workers.weights import describe_weights, publish, take
 
 
 class PolicyHost:
-    """Worker with inference (RolloutWorker), a learner, or both."""
+    """Policy process with inference (`RolloutWorker`), a learner, or both."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -87,7 +87,7 @@ class PolicyHost:
             halve(self.policy.module, sharded=init.sharded)
 
     def ready(self) -> WorkerReady:
-        """Return the ready message."""
+        """Return the `WorkerReady` message; it describes the weights if they are transferred between processes."""
         return WorkerReady(weights=() if self._bucket_arena is None else describe_weights(self.policy.module))
 
     def handle(self, request: Request) -> Iterator[Done]:
@@ -131,7 +131,7 @@ class PolicyHost:
                 if self._learner is not None:
                     self._learner.load(Path(request.folder))
             case _:
-                raise AssertionError(f"unknown request {request!r}")
+                raise AssertionError(f"this policy process does not support the request {request!r}")
         return {}
 
     def _go_on(self, *, in_parts: bool) -> dict[str, float] | None:
@@ -149,7 +149,7 @@ class PolicyHost:
         """Write policy and optimizer, then the algorithm's state; called by all ranks.
 
         Raises:
-            CheckpointError: writing failed (full disk); the other ranks do not hang.
+            CheckpointError: writing failed (full disk); all ranks have still run the collective operations.
         """
         try:
             trainer.optimization.save(folder, self.policy, self._init.request.env)
@@ -182,7 +182,7 @@ class _Plan:
 
 
 class RolloutWorker:
-    """Computes action chunks and values with a policy, whose module the learner may share."""
+    """Inference with a policy: computes action chunks and values. The learner may share the policy's module."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class RolloutWorker:
         return replace(request, chunks=steps // self._steps, **picked), steps
 
     def values(self, request: ValueRequest) -> None:
-        """Write the values of final observations, for bootstrapping."""
+        """Compute the values of final observations for bootstrapping, and write them into the records."""
         size = request.padded_size or ROWS_AT_A_TIME
         for part in self._rank_info.share(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
