@@ -1,6 +1,6 @@
-"""Gymnasium ids of the simulators, such as `embodyrl/LIBERO-object-0-v0`; importing this module registers the ids.
+"""Registration of the simulators as Gymnasium environments, such as `embodyrl/LIBERO-object-0-v0`, on import.
 
-`embodyrl/LIBERO-object-0-v0` is task 0 of a suite, `embodyrl/LiberoObject-v0` all tasks of `env=libero_object`.
+`embodyrl/LIBERO-object-0-v0` is task 0 of a suite; `embodyrl/LiberoObject-v0` has all tasks of `env=libero_object`.
 `gymnasium.make("embodyrl.gymnasium:embodyrl/LIBERO-object-0-v0")` imports this module first.
 """
 
@@ -23,34 +23,34 @@ TASK_IDS: Registry[Mapping[str, Overrides]] = Registry(
     wants="a mapping of names to overrides",
     fits=lambda found: isinstance(found, Mapping),
 )
-"""Overrides of single tasks by id, such as `LIBERO-object-0-v0`: the option of `env=`, then further overrides."""
+"""Config overrides of each single-task id, such as `LIBERO-object-0-v0`. The first override is the option of `env=`."""
 
 
 def make(
     overrides: Overrides, *, task: int | None = None, words: Sequence[str] = (), render_mode: str | None = "rgb_array"
 ) -> SingleEnv:
-    """Create the environment of a Gymnasium id; the entry point of all ids.
+    """Create the environment of a Gymnasium id. All registered ids use this function as their entry point.
 
     Args:
-        overrides: option of `env=`, and overrides of the id.
+        overrides: option of `env=`, then the config overrides of the id.
         task: task id; only for Gymnasium ids that cover several tasks.
         words: further overrides, as for `embodyrl eval`.
         render_mode: `rgb_array` or None; both render images.
 
     Raises:
-        ConfigError: unknown override or render mode, or a task for an id of one task.
+        ConfigError: unknown override or render mode, or `task` for an id of a single task.
         MissingDependencyError: the simulator is not installed.
     """
     env, *fixed = overrides
     if render_mode not in (None, "rgb_array"):
-        raise ConfigError(f"render_mode={render_mode}: environments of embodyrl render rgb_array only.")
+        raise ConfigError(f"render_mode={render_mode} is not supported; use render_mode='rgb_array'.")
     if task is not None and fixed:
         raise ConfigError(f"task={task}: this id has one task ({' '.join(fixed)}). Remove task=, or use another id.")
     return make_env(env, *fixed, *([] if task is None else [f"env.eval.task_ids=[{task}]"]), *words)
 
 
 def register() -> None:
-    """Register Gymnasium ids: one per simulator task, and one per option of `env=` that is not in a subfolder."""
+    """Register one Gymnasium id per simulator task, and one per option of `env=` that is not in a subfolder."""
     names: dict[str, Overrides] = {
         f"{option.title().replace('_', '')}-v0": (option,) for option in tree.options("env") if "/" not in option
     }

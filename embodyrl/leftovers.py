@@ -1,4 +1,4 @@
-"""Cleanup of threads and child processes of user code that would keep a process alive or outlive the process.
+"""Cleanup of threads and child processes of user code, such as simulators, when a process exits.
 
 Run as a program, with a process id and a mark (a unique text in the environment variable EMBODYRL_OWNER), this module
 waits for the end of that process, then kills all processes with the mark.
@@ -20,18 +20,18 @@ from multiprocessing import util
 from pathlib import Path
 
 _PATIENCE_S = 5.0
-"""Time for threads and processes to exit by themselves, seconds."""
+"""Seconds that threads and processes get to exit by themselves."""
 _NAMED = 3
 """Maximum number of threads and processes listed in a message."""
 _PR_SET_PDEATHSIG = 1
 _TRACKER = b"multiprocessing.resource_tracker"
-"""Resource tracker of `multiprocessing`, which frees the shared memory of killed processes."""
+"""Part of the command line of Python's resource tracker, which frees the shared memory of killed processes."""
 _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
 _OWNER = "EMBODYRL_OWNER"
-"""Environment variable with the mark of a process, which child processes inherit: <pid>-<random>/<name>[/<name>...]."""
+"""Environment variable that marks a process; child processes inherit its value, <pid>-<random>/<name>[/<name>...]."""
 _POLL_S = 0.2
 _FORKS_FD = 3
-"""File descriptor, in the watching process, of the file that lists forked processes."""
+"""File descriptor of the list of forked processes in the watching process."""
 
 
 def signal_at_parents_end(signum: int) -> None:
@@ -41,7 +41,7 @@ def signal_at_parents_end(signum: int) -> None:
 
 @contextlib.contextmanager
 def owning(name: str) -> Iterator[None]:
-    """Mark the processes that start in the block and their descendants, which are killed when this process ends.
+    """Mark the processes started in the block, and their descendants, to be killed when this process ends.
 
     Children of a worker survive a killed worker. A separate process kills all marked processes when this process has
     ended, also after SIGKILL.
@@ -58,7 +58,7 @@ def owning(name: str) -> Iterator[None]:
 
 
 def end_owned(name: str) -> None:
-    """Kill the remaining processes that started in the block `owning(name)`, and their descendants."""
+    """Kill the processes that were started in the block `owning(name)` and still run, and their descendants."""
     mark, forks = _mark(os.getpid())
     _end_marked(f"{mark}/{name}", forks)
 
@@ -130,13 +130,13 @@ def _watch(pid: int, mark: str) -> None:
 
 
 def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:
-    """Return the names of new non-daemon threads, which keep this process alive."""
+    """Return the names of non-daemon threads that are not in `before`; such threads keep this process alive."""
     known = {threading.main_thread(), threading.current_thread(), *before}
     return [one.name for one in threading.enumerate() if not one.daemon and one not in known]
 
 
 def children_left(before: Collection[int] = ()) -> dict[int, str]:
-    """Return {pid: command} of new child processes that still run, except Python's own helper processes."""
+    """Return {pid: command} of running child processes that are not in `before`, except Python's helper processes."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -151,7 +151,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names with their counts, as in "3 x thread a, process b and 2 more"."""
+    """Join names with their counts and shorten a long list, for example "3 x thread a, process b and 2 more"."""
     counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items()]
     return ", ".join(counted[:_NAMED]) + (f" and {len(counted) - _NAMED} more" if len(counted) > _NAMED else "")
 
@@ -170,7 +170,7 @@ def end_children() -> None:
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
-    """Exit with `code`; report threads and processes that would keep the interpreter alive, and kill the processes."""
+    """Start a watchdog that exits with `code` if threads or child processes keep the interpreter alive."""
 
     def watch() -> None:
         ends = time.monotonic() + _PATIENCE_S

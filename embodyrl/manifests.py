@@ -1,4 +1,4 @@
-"""Extensions of this distribution, read from the file `extension.toml` of each folder."""
+"""Extensions of this package, declared in the files `extension.toml` of their folders."""
 
 import functools
 import tomllib
@@ -9,22 +9,22 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 FOLDERS = ("extensions", "envs", "policies")
-"""Folders of the package that contain one folder per extension."""
+"""Folders of the package whose subfolders may be extensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """An optional part of the package, removed by deleting its folders."""
+    """Optional part of the package, which can be removed by deleting its folders."""
 
     summary: str
     guide: str
-    """Page of the manual about the extension, relative to docs/."""
+    """Path of the extension's page in the manual, relative to docs/."""
     paths: tuple[str, ...]
     """All folders and files of the extension, relative to the package."""
     imports: tuple[str, ...] = ()
     """Names of extensions that this extension may import."""
     requires: Mapping[str, str] = field(default_factory=dict)
-    """Required modules that are not dependencies of the core: {module: pip extra that installs it}."""
+    """Pip extra that installs each required module that is not a dependency of the core, by module name."""
     entry_points: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Entry points as {group: {name: `package.module:attr`}}, as in the `pyproject.toml` of a package."""
 
@@ -36,7 +36,7 @@ class Extension:
 
 @functools.cache
 def extensions() -> Mapping[str, Extension]:
-    """Return the extensions by name, which is the name of the folder."""
+    """Return all extensions by name (the name of the folder)."""
     found: dict[str, Extension] = {}
     for file in sorted(file for folder in FOLDERS for file in PACKAGE.glob(f"{folder}/*/extension.toml")):
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def extensions() -> Mapping[str, Extension]:
 
 
 def declared(group: str) -> Mapping[str, str]:
-    """Return the entry points {name: target} of all extensions in a group."""
+    """Return the entry points {name: target} of a group that extensions declare."""
     return {
         n: value for extension in extensions().values() for n, value in extension.entry_points.get(group, {}).items()
     }

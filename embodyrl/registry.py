@@ -1,4 +1,4 @@
-"""Registry of components: short name, "package.module:attr", or entry point of a package or extension."""
+"""Registry of components by short name, "package.module:attr", or entry point of a package or extension."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Registry(Generic[T]):
     def add(self, name: str, value: T | str) -> None:
         """Register an object or a "module:attr" string under a new name."""
         if name in self._items and self._items[name] != value:
-            raise ValueError(f"{self.kind} '{name}' is already registered; pick another name.")
+            raise ValueError(f"{self.kind} '{name}' is already registered; choose another name.")
         self._items[name] = value
 
     def names(self) -> list[str]:
@@ -117,7 +117,7 @@ class Registry(Generic[T]):
         return [self.get(name) for name in self.names()]
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
-        """Return errors of the names in `key`, one line each; short names are not imported."""
+        """Return an error for each unknown name in `names`, the value of `key`; short names are not imported."""
         found: list[str] = []
         others = {*names} - {*self._items, *declared(self.group)}
         for name in others - {*self.names()} if others else ():  # names of installed packages take time to read

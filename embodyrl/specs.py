@@ -1,4 +1,4 @@
-"""Declarations of environments and policies; the run plan compares them before a worker starts."""
+"""Specs of environments and policies, which the run plan compares before a worker starts."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ class GripperConvention:
     closed: float
     index: int = -1
     binary: bool = False
-    """True if the receiver uses only the sign; values are then snapped to `open` or `closed`."""
+    """True if only the sign of the value has an effect; values are then rounded to `open` or `closed`."""
 
 
 def convert_gripper(
@@ -34,7 +34,7 @@ class ActionKind(StrEnum):
     """Kind of an action space."""
 
     box = "box"
-    """Real numbers."""
+    """One real number per dimension."""
     discrete = "discrete"
     """One category id."""
     multi_discrete = "multi_discrete"
@@ -60,7 +60,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionSpec:
-    """Actions [A] of an environment, passed as float32 for every kind."""
+    """Action space of an environment. Actions [A] are float32 for every kind of space."""
 
     dim: int
     """A: number of action dimensions."""
@@ -79,7 +79,7 @@ class ActionSpec:
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the minimum and the maximum of each action dimension."""
+        """Minimum and maximum of each action dimension."""
         if self.kind is ActionKind.box:
             return self.low or (-1.0,) * self.dim, self.high or (1.0,) * self.dim
         return (0.0,) * len(self.sizes), tuple(size - 1.0 for size in self.sizes)
@@ -98,12 +98,12 @@ class CameraSpec:
     rotation_deg: int = 0
     """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's published datasets."""
     needed: bool = False
-    """True if the state does not describe the scene without images."""
+    """True if the state vector does not describe the scene, so that a policy needs images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalSpec:
-    """State columns that contain goals, if a `GoalFactory` can compute rewards for relabelled goals."""
+    """State columns of achieved and desired goals, if rewards can be computed for relabelled goals."""
 
     achieved: tuple[int, int]
     """State columns of the achieved goal: first column, and one past the last."""
@@ -112,16 +112,16 @@ class GoalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSpec:
-    """Last columns of the state: actions of the previous chunk that are executed after the observation.
+    """State columns of committed actions: actions of the previous chunk that are executed after the observation.
 
     The columns are the number of actions that will be executed before the next chunk begins (the delay), the number of
     actions left in the previous chunk (0 in the first observation of an episode), and these actions, row by row.
     """
 
     rows: int
-    """Number of rows for actions, the overlap of two chunks."""
+    """Maximum number of committed actions, which is the overlap of two chunks."""
     delay: int
-    """Largest delay, env steps."""
+    """Maximum delay in env steps."""
 
     def width(self, action_dim: int) -> int:
         """Return the number of state columns."""
@@ -148,11 +148,11 @@ class RewardSpec:
     weights: tuple[float, ...] = ()
     """Weight of each component in the reward."""
     cameras: int = 0
-    """Number of cameras, from the first, that the reward uses; independent of the policy's cameras."""
+    """Number of cameras that the reward uses, counted from the first; independent of the policy's cameras."""
     factor: float = 1.0
     """Factor that multiplies every reward in training; reported returns are divided by this factor."""
     reports_success: bool = True
-    """True if steps report success; False: the return is the result."""
+    """True if the environment reports success; False: evaluations report the return instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +195,8 @@ class BenchmarkSpec:
     """Suite of each task, if evaluations cover several suites.
     All suites have the tasks of the first suite, the training suite."""
     held_out: int = 0
-    """Number of held-out initial states for evaluation, the last states of each task, unless `state_ids` selects
-    other states."""
+    """Number of initial states at the end of each task that are held out for evaluation; `state_ids` overrides the
+    choice."""
     unnorm_key: str | None = None
     """Key of the action statistics in the published `dataset_statistics.json`."""
 
@@ -226,9 +226,10 @@ class EnvSpec:
     simulator: SimulatorSpec = SimulatorSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     max_episode_steps: int = 0
-    """Horizon of the benchmark, env steps."""
+    """Time limit of the benchmark in env steps."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings for the banner, one line each; not compared, because they may quote observations."""
+    """Warnings for the banner, one line each. They are excluded from comparisons, because they may quote
+    observations."""
 
     @property
     def own_state_dim(self) -> int:
@@ -241,7 +242,7 @@ class EnvSpec:
 
     @property
     def limits_replies(self) -> bool:
-        """True if truncated episodes are replies that reached the token limit, not games with another limit."""
+        """True if truncation means that a reply reached the token limit; False: the environment has another limit."""
         return self.action.kind is ActionKind.text and not self.simulator.may_truncate
 
     @property
@@ -256,17 +257,17 @@ class EnvSpec:
             if 0 <= rest < count:
                 return task, rest
             rest -= count
-        raise ValueError(f"reset id {reset_id} is outside 0..{self.num_reset_ids - 1} of env '{self.name}'.")
+        raise ValueError(f"reset_id={reset_id}: env '{self.name}' has only reset ids 0 to {self.num_reset_ids - 1}.")
 
     def reset_ids_of(self, task_id: int) -> range:
         """Return all reset ids of one task."""
         if not 0 <= task_id < len(self.tasks):
-            raise ValueError(f"task id {task_id} is outside 0..{len(self.tasks) - 1} of env '{self.name}'.")
+            raise ValueError(f"task_id={task_id}: env '{self.name}' has only tasks 0 to {len(self.tasks) - 1}.")
         return range(start := sum(self.states_per_task[:task_id]), start + self.states_per_task[task_id])
 
 
 def picture_names(count: int) -> tuple[str, ...]:
-    """Return the camera names of an environment whose prompts contain images."""
+    """Return the camera names for `count` images in a prompt: image_0, image_1, ..."""
     return tuple(f"image_{i}" for i in range(count))
 
 
@@ -275,7 +276,7 @@ class InputSpec:
     """Fields of an observation that a policy uses."""
 
     num_images: int = 0
-    """Number of camera images, from the first."""
+    """Number of camera images that the policy uses, counted from the first camera."""
     state: bool = False
     instructions: bool = False
     rotates_images: bool = False
@@ -287,9 +288,9 @@ class SteeringSpec:
     """Training of a small actor network that steers a policy with frozen weights."""
 
     key: str
-    """Config key and value with which the policy's weights are frozen."""
+    """Config setting, key=value, that freezes the policy's weights."""
     corrects: bool
-    """True if the actor corrects actions, which demonstrations also contain; False: the actor chooses noise."""
+    """True if the actor corrects actions, so that it can learn from demonstrations; False: the actor chooses noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,13 +305,13 @@ class PolicySpec:
     tokens_per_chunk: int
     """L: number of sampled tokens per chunk (K*A for discrete OpenVLA-OFT)."""
     scored: int = 0
-    """P: log-probabilities per action; 0: one per token. A built policy omits dimensions constant in its statistics."""
+    """P: number of log-probabilities per action; 0: one per token. Dimensions with constant statistics are omitted."""
     imitated: int = 0
-    """H: number of actions per chunk in SFT, if H exceeds the number of executed actions; 0: K."""
+    """H: number of actions per chunk in SFT if it exceeds K; 0: K."""
     reply_bytes: int = 0
-    """Maximum UTF-8 bytes of a chunk's text; 0: no text."""
+    """Maximum number of UTF-8 bytes of a chunk's text; 0: the policy outputs no text."""
     value_dim: int = 0
-    """V: 0 without a value head, 1 (chunk level) or K (action level)."""
+    """V: number of values per chunk: 0 (no value head), 1 (chunk level) or K (action level)."""
     inputs: InputSpec = InputSpec()
     gripper: GripperConvention | None = None
 
@@ -321,38 +322,38 @@ class PolicySpec:
     scripted: bool = False
     """True if the environment's scripted expert chooses the actions, step by step."""
     takes_noise: bool = True
-    """True if sampling differs from acting greedily."""
+    """True if sampled actions differ from greedy actions."""
     differentiable: bool = False
     """True if sampled actions are a differentiable function of the weights (`SoftActor`)."""
     steering: SteeringSpec | None = None
     rates: bool = False
     """True if a trained value head of this policy can be used as a reward model (`reward.path`)."""
     doubts: tuple[str, ...] = ()
-    """Warnings of the banner, one line each: valid but possibly unintended settings."""
+    """Warnings for the banner about valid but possibly unintended settings, one line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvCosts:
-    """Estimated memory and time of an environment; zeros where unknown or negligible."""
+    """Estimated memory and time that an environment needs; 0: unknown or negligible."""
 
     task_bytes: int = 0
-    """Memory of a loaded task, if a worker can hold only some of them; 0: negligible."""
+    """Bytes of memory per loaded task, if a worker cannot hold all tasks; 0: negligible."""
     gpu_bytes: tuple[int, int] = (0, 0)
-    """GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
+    """Bytes of GPU memory of an env worker: a fixed part, and a part per slot (with `task_bytes`: per task)."""
     chunk_s: float = 0.0
-    """CPU seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
+    """CPU seconds for simulating and rendering a chunk of 8 actions; 0: unknown or negligible."""
     gpu_s: float = 0.0
-    """Seconds in which a chunk occupies the GPU, where processes render in turn."""
+    """Seconds per chunk in which rendering occupies the GPU; processes that share the GPU render in turn."""
     chunk_name: str = ""
     """Name under which `embodyrl doctor --gpu` stores the measured chunk time; empty: the time is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCosts:
-    """Estimated size, memory and work of a policy; zeros where unknown."""
+    """Estimated size, memory and work of a policy; 0: unknown."""
 
     SHARED_FRACTION = 0.5
-    """Equal prompts are computed once if at most this fraction of the tokens remains: a second pass takes time."""
+    """Maximum fraction of tokens that remains when equal prompts are computed only once, in a separate pass."""
     num_parameters: int = 0
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""
@@ -369,13 +370,13 @@ class PolicyCosts:
     logit_bytes: tuple[int, int] = (0, 0)
     """Bytes of the logits that log-probabilities need: per sample, and the maximum held at once."""
     scoring_bytes: tuple[int, int] = (0, 0)
-    """Bytes of the output matrix's gradient while logits exist: without, and with gradient checkpointing."""
+    """Bytes of the output matrix's gradient while logits exist: without and with gradient checkpointing."""
     acting_bytes: int = 0
     """Bytes per sample of an inference batch: activations of the widest layer, or the KV cache of replies."""
     sample_tokens: int = 1
     """Number of tokens of the longest sample, as in `Record.cost`."""
     reply_tokens: int = 1
-    """Number of tokens after the prompt."""
+    """Number of tokens after the prompt in the longest sample."""
     forward_flops: float = 0.0
     """FLOPs of the forward pass of one sample."""
     act_passes: int = 1
@@ -384,16 +385,16 @@ class PolicyCosts:
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
 
     def stored(self, samples: float, prompts: float) -> int:
-        """Return the bytes that samples with a number of distinct prompts store for the backward pass."""
+        """Return the bytes that samples with `prompts` distinct prompts store for the backward pass."""
         one, prompt = self.shared_bytes
         left = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
         shares = one and left <= self.SHARED_FRACTION * samples * self.sample_tokens
         return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
 
     def scoring(self, samples: float) -> tuple[int, int]:
-        """Return the bytes for log-probabilities of n samples, without and with gradient checkpointing.
+        """Return the bytes for the log-probabilities of samples, without and with gradient checkpointing.
 
-        After the logits, the gradient of the output matrix is added to that of earlier micro-batches.
+        Both include the gradient of the output matrix, which is added to the gradient of earlier micro-batches.
         """
         one, most = self.logit_bytes
         stored, again = (max(min(int(samples * one), most) + matrix, 2 * matrix) for matrix in self.scoring_bytes)

@@ -48,12 +48,12 @@ ROWS_AT_A_TIME = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A batch of observations as stored: raw uint8 images without preprocessing."""
+    """Batch of observations without preprocessing; images are raw uint8 frames."""
 
     images: ByteArray
-    """[B, C, H, W, 3] uint8, simulator orientation."""
+    """[B, C, H, W, 3] uint8 images in the simulator's orientation."""
     state: FloatArray
-    """[B, S] proprioception."""
+    """[B, S] proprioceptive state."""
     instructions: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -86,10 +86,9 @@ class ChunkResult:
 
     reward: FloatArray
     terminated: BoolArray
-    """True if the episode ended in a terminal state, without bootstrapping."""
+    """True if the episode ended in a terminal state, so that its return does not bootstrap."""
     truncated: BoolArray
-    """True if a limit ended the episode: the step limit (then not `terminated`), or the token limit of the last
-    reply."""
+    """True if a limit ended the episode: the step limit without termination, or the token limit of the last reply."""
     valid: BoolArray
     success: BoolArray
     """True if the goal is reached after this action."""
@@ -100,7 +99,7 @@ class ChunkResult:
 
     @classmethod
     def empty(cls, slots: int, actions: int, *, parts: int = 0) -> Self:
-        """Return an empty result of a chunk."""
+        """Return a result whose entries are all zero or False."""
         terminated, truncated, valid, success = np.zeros((4, slots, actions), np.bool_)
         return cls(
             reward=np.zeros((slots, actions), np.float32),
@@ -113,7 +112,7 @@ class ChunkResult:
 
     @property
     def done(self) -> BoolArray:
-        """Return a mask [n] of slots whose episode ended inside this chunk."""
+        """[n] mask of slots whose episode ended inside this chunk."""
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
@@ -159,7 +158,7 @@ class Episode:
     during the rollout."""
     terminated: bool
     truncated: bool
-    """True if the time limit ended the episode, or the step's quota cut it: the return bootstraps."""
+    """True if the time limit or the quota of chunk steps ended the episode, so that its return bootstraps."""
     cut: bool = False
     """True if the quota of chunk steps cut the episode, which is then excluded from success statistics."""
     counted: bool = True
@@ -211,7 +210,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """Advantages [B, K] and weights of one training step, aligned with a flat list of B chunk samples."""
+    """Training batch of one step: advantages [B, K], returns and masks of B samples (action chunks)."""
 
     records: IntArray
     episode: IntArray

@@ -52,7 +52,7 @@ def train(
         EmbodyError: any other failure with a known cause.
     """
     if cfg.runner.only_eval:
-        raise ConfigError("runner.only_eval=true: call embodyrl.evaluate(cfg), or set runner.only_eval=false.")
+        raise ConfigError("embodyrl.train needs runner.only_eval=false; to evaluate, call embodyrl.evaluate(cfg).")
     return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 

@@ -178,5 +178,5 @@ def test_resume_with_other_trained_parameters_is_refused(healthy, tmp_path, word
         train_toy(tmp_path, *TOY_OFT, "runner.save_interval=1")
     else:
         shutil.copytree(healthy, run)
-    with pytest.raises(CheckpointError, match=r"has different trained parameters .* start a new run with ckpt="):
+    with pytest.raises(CheckpointError, match=r"contains other trained parameters .* start a new run with ckpt="):
         resume_toy(run, "runner.max_steps=3", *words)

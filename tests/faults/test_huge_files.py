@@ -70,7 +70,7 @@ def run_reader(*words: str, folder: Path) -> tuple[int, str]:
         ("metrics.jsonl", LIST, 0, "run"),
         ("metrics.jsonl", RESUME, 0, ""),
         ("eval/step_000002/episodes.jsonl", CARD, 0, ""),
-        ("eval/step_000002/eval.json", CARD, 2, "not an evaluation table"),
+        ("eval/step_000002/eval.json", CARD, 2, "is not a table of results"),
         ("logs/events.log", REPORT, 0, ""),
         ("lock", VIEW, 0, ""),
         ("config.yaml", CARD, 2, "a config has at most"),
