@@ -94,7 +94,7 @@ def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> li
     tasks = list(split.task_ids) if split.task_ids is not None else list(own)
     bad = [t for t in tasks if t not in own]
     if bad:
-        raise ConfigError(f"task_ids {bad} do not exist: use task ids 0 to {len(own) - 1} of env '{env.name}'.")
+        raise ConfigError(f"task_ids {bad} do not exist: env '{env.name}' has tasks 0 to {len(own) - 1}.")
     suites = len(env.tasks) // len(own) if across else 1
     return [suite * len(own) + task for suite in range(suites) for task in tasks]
 
