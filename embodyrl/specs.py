@@ -195,8 +195,7 @@ class BenchmarkSpec:
     """Suite of each task, if evaluations cover several suites.
     All suites have the tasks of the first suite, the training suite."""
     held_out: int = 0
-    """Number of initial states at the end of each task that are held out for evaluation; `state_ids` overrides the
-    choice."""
+    """Number of initial states, the last of each task, that are held out for evaluation; `state_ids` overrides it."""
     unnorm_key: str | None = None
     """Key of the action statistics in the published `dataset_statistics.json`."""
 
@@ -228,8 +227,7 @@ class EnvSpec:
     max_episode_steps: int = 0
     """Time limit of the benchmark in env steps."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings for the banner, one line each. They are excluded from comparisons, because they may quote
-    observations."""
+    """Warnings for the banner, one line each; excluded from comparisons, because they may quote observations."""
 
     @property
     def own_state_dim(self) -> int:
