@@ -103,11 +103,11 @@ def test_all_differences_between_preset_and_package_are_reported():
     )
     assert differences(preset, same) == []
     other = replace(same, action=ActionSpec(dim=3), cameras=CameraSpec(), state_dim=5, max_episode_steps=200)
-    assert [text.partition(" instead")[0] for text in differences(preset, other)] == [
-        "cameras ()",
-        "state columns 5",
-        "action dimensions 3",
-        "time limit 200",
+    assert [text.partition(", expected")[0] for text in differences(preset, other)] == [
+        "cameras: ()",
+        "state columns: 5",
+        "action dimensions: 3",
+        "time limit: 200",
     ]
 
 
