@@ -1,1 +1,1 @@
-"""Episodes of runs as data sets, and the command `data`."""
+"""Data sets of recorded episodes: recording during runs, and the command `data`."""

@@ -1,4 +1,4 @@
-"""The command `data`, which describes, joins and filters data sets."""
+"""The command `data`, which describes, merges and filters data sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_v
 
 
 def data(args: argparse.Namespace) -> int:
-    """Run `embodyrl data`."""
+    """Run `embodyrl data`: describe, merge or filter data sets."""
     verb, folders = args.words[0] if args.words else "", args.words[1:]
     if verb not in _VERBS:
         what = f"unknown action '{verb}'.{closest(verb, _VERBS)}" if verb else "the action is missing."
@@ -26,14 +26,14 @@ def data(args: argparse.Namespace) -> int:
     fewest, most = {"info": (1, 10**6), "merge": (3, 10**6), "filter": (2, 2)}[verb]
     if not fewest <= len(folders) <= most:
         takes = {
-            "info": "folders",
-            "merge": "the new folder and at least two others",
-            "filter": "a folder and a new folder",
+            "info": "one or more folders",
+            "merge": "a new folder and at least two source folders",
+            "filter": "a source folder and a new folder",
         }
         raise ConfigError(f"embodyrl data {verb} takes {takes[verb]}.")
     given = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
     if verb != "filter" and given:
-        raise ConfigError(f"{given[0]} applies only to embodyrl data filter.")
+        raise ConfigError(f"{given[0]} applies only to `embodyrl data filter`. Remove it.")
     if verb == "filter" and not given:
         raise ConfigError("embodyrl data filter needs a condition, for example --success or --actor person.")
     return _VERBS[verb](args, folders)
@@ -71,7 +71,7 @@ def _filter(args: argparse.Namespace, folders: list[str]) -> int:
         raise ConfigError("--success and --failure cannot be combined; remove one of them.")
     actors = {actor.name: actor for actor in Actor}
     if args.actor is not None and args.actor not in actors:
-        raise ConfigError(f"--actor {args.actor}: use {', '.join(actors)}.")
+        raise ConfigError(f"--actor {args.actor} is unknown. Choose one of {', '.join(actors)}.")
     selection = Selection(
         success=True if args.success else False if args.failure else None,
         low=_number(args, "min_return", float),
@@ -87,7 +87,7 @@ def _number(args: argparse.Namespace, name: str, kind: Callable[[str], Any]) -> 
     try:
         return None if text is None else kind(text)
     except ValueError:
-        raise ConfigError(f"--{name.replace('_', '-')} {text}: expected a number.") from None
+        raise ConfigError(f"--{name.replace('_', '-')} {text}: the value must be a number.") from None
 
 
 def _write(args: argparse.Namespace, out: Path, sources: list[DataSet], selection: Selection) -> int:

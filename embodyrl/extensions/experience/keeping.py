@@ -1,4 +1,4 @@
-"""Writer of the episodes of training and evaluation (`runner.keep_episodes`)."""
+"""Recording of training and evaluation episodes in data sets (`runner.keep_episodes`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from embodyrl.plan.settings import KeptEpisodes
 from embodyrl.types import ActionKind, Episode
 
 _PER_STEP = 10**6
-"""Factor in the unique number of an episode: training step times this factor, plus the episode id."""
+"""Multiplier in the unique number of an episode: training step * _PER_STEP + episode id."""
 
 
 class KeptEpisodesWriter:
-    """Writer of episodes into a data set of at most `runner.keep_episodes_gb`; a resumed run writes no duplicates."""
+    """Writes episodes to a data set until its size reaches `runner.keep_episodes_gb`.
+
+    A resumed run does not write an episode twice.
+    """
 
     def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> None:
         cfg = run_plan.cfg
@@ -38,7 +41,7 @@ class KeptEpisodesWriter:
         self._full = False
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """See `EpisodeWriter`. Episodes cut into two parts by a training step are left out."""
+        """Append episodes to the data set, except episodes that span two training steps (see `EpisodeWriter`)."""
         for episode in episodes:
             trial = step * _PER_STEP + episode.spec.episode_id
             whole = not episode.cut and episode.earlier is None
@@ -46,7 +49,7 @@ class KeptEpisodesWriter:
                 continue
             if self._bytes + episode.length * self._frame_bytes() > self._limit:
                 self._full = True
-                self._say(f"episodes   not kept any more: {self._writer.root} has reached runner.keep_episodes_gb")
+                self._say(f"episodes   recording stopped: {self._writer.root} has reached runner.keep_episodes_gb")
                 continue
             self._known.add(trial)
             version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
@@ -58,7 +61,7 @@ class KeptEpisodesWriter:
         return self._kind is KeptEpisodes.all or episode.success_once is (self._kind is KeptEpisodes.successes)
 
     def _frame_bytes(self) -> int:
-        """Return an upper bound of the bytes per frame, from the uncompressed size of the images."""
+        """Return an upper bound of the bytes per frame: images count with their uncompressed size."""
         fields = (Record.images, Record.observed_state, Record.action)
         return sum(self._arena[name][0].nbytes for name in fields)
 
@@ -69,17 +72,17 @@ class KeptEpisodesWriter:
 
 
 class DatasetKeeper:
-    """Implements `EpisodeKeeper` with data sets."""
+    """`EpisodeKeeper` that stores the episodes of a run as a data set."""
 
     def check(self, run_plan: RunPlan) -> None:
-        """Raise ConfigError if the episodes of this run cannot be kept.
+        """Raise ConfigError if the episodes of this run cannot be stored in a data set.
 
         Raises:
             ConfigError: a text task, a delay, or chunks of several actions in training.
         """
         cfg = run_plan.cfg
         if run_plan.env.action.kind is ActionKind.text:
-            raise ConfigError("runner.keep_episodes: text tasks have no frames; remove the key.")
+            raise ConfigError("runner.keep_episodes: text tasks have no frames to record. Remove the key.")
         if cfg.chunk_overlap:
             raise ConfigError(
                 "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "

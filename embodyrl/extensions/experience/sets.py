@@ -1,4 +1,4 @@
-"""Summaries of data sets, and filtered copies with a few episodes in memory at a time."""
+"""Summaries of data sets, and merged or filtered copies of data sets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from embodyrl.types import EnvSpec, IntArray
 _AT_A_TIME = 16
 """Maximum number of episodes in memory while a data set is copied."""
 _UNKNOWN = {"task_id": 0, "reset_id": -1, "trial": 0, "seed": 0, "version": -1}
-"""Values of the fields of `Source` for an episode that another program recorded."""
+"""Defaults of the `Source` fields for an episode that was recorded by another program."""
 _OUTCOMES = (f"{OWN}success", f"{OWN}return")
 
 
@@ -50,11 +50,11 @@ class DataSet:
     rows: list[dict[str, Any]]
     """Metadata of the episodes, one dict per episode."""
     actor: IntArray
-    """[N] author of each action, as a value of `Actor`."""
+    """[N] source of each action (policy, expert or person), as a value of `Actor`."""
     task: IntArray
     """[N] task index of each step."""
     names: dict[int, str]
-    """Instructions by task index."""
+    """Instruction of each task index."""
 
     def instructions_of(self, row: dict[str, Any]) -> list[str]:
         """Return the distinct instructions of an episode."""
@@ -62,7 +62,7 @@ class DataSet:
         return [self.names[task] for task in dict.fromkeys(steps.tolist())]
 
     def actors_of(self, row: dict[str, Any]) -> set[int]:
-        """Return the distinct authors of the actions of an episode, as values of `Actor`."""
+        """Return the `Actor` values of the actions of an episode."""
         return set(self.actor[row["dataset_from_index"] : row["dataset_to_index"]].tolist())
 
 
@@ -103,7 +103,7 @@ def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
 
 
 def describe(found: DataSet) -> dict[str, Any]:
-    """Return a summary of a data set: numbers of episodes, frames and tasks, success rate and mean return."""
+    """Return a summary of a data set: size, success rate, mean return, counts per actor, policy version and task."""
     rows = found.rows
     success, earned = ([row[key] for row in rows if row.get(key) is not None] for key in _OUTCOMES)
     counts = Counter(Actor(number).name for number in found.actor.tolist())
@@ -123,19 +123,22 @@ def describe(found: DataSet) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Filter of episodes; a field that is None imposes no condition."""
+    """Conditions for selecting episodes; conditions that are None are ignored."""
 
     success: bool | None = None
     low: float | None = None
-    """Minimum return of an episode."""
+    """Minimum return of a selected episode."""
     high: float | None = None
-    """Maximum return of an episode."""
+    """Maximum return of a selected episode."""
     actor: Actor | None = None
-    """Required author of at least one action."""
+    """Actor of at least one action of a selected episode."""
     version: int | None = None
 
     def chooses(self, found: DataSet, row: dict[str, Any]) -> bool:
-        """Return whether an episode satisfies all conditions; an unknown value satisfies no condition."""
+        """Return whether an episode satisfies all conditions.
+
+        An episode whose success, return or version is unknown fails every condition on that value.
+        """
         earned = row.get(f"{OWN}return")
         return (
             (self.success is None or row.get(f"{OWN}success") is self.success)
@@ -147,7 +150,7 @@ class Selection:
 
 
 def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> None:
-    """Copy selected episodes of data sets of one environment into a new data set; resume an incomplete copy.
+    """Copy the selected episodes of data sets into a new data set; an interrupted copy is resumed.
 
     Raises:
         ConfigError: environments or frame rates differ, or no episode is selected.
@@ -165,12 +168,14 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             )
     chosen = [(s, place) for s in sources for place, row in enumerate(s.rows) if selection.chooses(s, row)]
     if not chosen:
-        raise ConfigError(f"No episode of {', '.join(str(s.root) for s in sources)} satisfies the conditions.")
+        raise ConfigError(
+            f"No episode of {', '.join(str(s.root) for s in sources)} satisfies the conditions. Relax them."
+        )
     for source, index in chosen:
         if len(tasks := source.instructions_of(row := source.rows[index])) > 1:
             raise ConfigError(
                 f"{source.root}: episode {row['episode_index']} has {len(tasks)} instructions ({', '.join(tasks)}), "
-                "but a copied episode can have only one. Train on the data set directly: data.path, data.more."
+                "but a copied episode can have only one. Train on the original data set instead (data.path)."
             )
     with locked(out):
         writer = DatasetWriter(out, _card(sources, selection))
@@ -233,7 +238,7 @@ def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
 
 
 def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
-    """Append the episodes of the rows `indices` of a data set to a writer with the environment `env`."""
+    """Append the episodes `indices` of a data set to `writer`, whose data set has the environment `env`."""
     demos = load_demonstrations(source.root, only=[source.rows[index]["episode_index"] for index in indices])
     for place, index in enumerate(indices):
         row = source.rows[index]
@@ -245,7 +250,7 @@ def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: Dataset
 
 
 def episode_of(demos: Demonstrations, place: int, source: Source) -> Demonstration:
-    """Return the episode at index `place` of the episodes in memory, with its origin."""
+    """Return the loaded episode with index `place`, with `source` as its origin."""
     part = slice(int(demos.start[place]), int(demos.stop[place]))
     return Demonstration(
         images=demos.images[part],

@@ -45,11 +45,11 @@ class GpuResult:
     values: dict[str, Any] = field(default_factory=dict)
     """All measured values, for the JSON file."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Measured rates that replace the planner's assumptions, by GPU name or `EnvCosts.chunk_name`."""
+    """Measured rates for the planner, by GPU name or `EnvCosts.chunk_name`."""
 
 
 class GpuParts:
-    """Collector of the results of a GPU check with several parts; a failed part does not end the check.
+    """Collects the results of a GPU check with several parts; a failed part does not end the check.
 
     Values are also printed to standard error, so that they are not lost if the process is killed.
     """
@@ -72,12 +72,12 @@ class GpuParts:
             self.note(f"traceback of {name}", traceback.format_exc())
 
     def note(self, name: str, value: Any) -> None:
-        """Store a measured value."""
+        """Store a measured value and print it to standard error."""
         self.values[name] = value
         print(f"{name}: {value}", file=sys.stderr, flush=True)
 
     def result(self, text: str, fix: str = "") -> GpuResult:
-        """Return the result: FAIL after a failure, warn after a warning, else ok."""
+        """Return the result of all parts: FAIL if a part failed, else warn if there is a warning, else ok."""
         level = "FAIL" if self.failures else "warn" if self.warnings else "ok"
         said = "; ".join([*self.failures, *self.warnings, *([text] if text else [])])
         return GpuResult(level=level, text=said, fix=fix, values=self.values, measured=self.measured)

@@ -1,4 +1,4 @@
-"""Runs scripts in another Python environment, with packages that conflict with ours; one request at a time."""
+"""Scripts in another Python environment, for packages that conflict with those of embodyrl."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ _CLOSING_S = 10.0
 
 
 class ForeignScript:
-    """A running script of another interpreter; the process ends with this object or with this process."""
+    """Script that runs in another Python interpreter; its process ends with this object or this process."""
 
     def __init__(self, python: str, script: str, *, key: str, program: str) -> None:
         """Start the script; its argument is the file descriptor of a `multiprocessing` Connection to this process.
 
         Args:
             python: interpreter of the other environment.
-            script: file that imports nothing of embodyrl.
+            script: path of the script, which must not import embodyrl.
             key: config key of the interpreter, for errors.
             program: name of the program, for errors.
 
@@ -60,16 +60,16 @@ class ForeignScript:
         try:
             self._pipe.send(request)
             if not self._pipe.poll(limit_s):
-                raise EmbodyError(f"{self._program} in {self._python} did not reply for {limit_s:g} s ({limit}).")
+                raise EmbodyError(f"{self._program} in {self._python} did not reply within {limit_s:g} s ({limit}).")
             return self._pipe.recv()
         except (EOFError, OSError) as error:
             raise EmbodyError(
-                f"The process of {self._program} in {self._python} ended: exit code {self._process.wait(_CLOSING_S)}. "
+                f"{self._program} in {self._python} exited with code {self._process.wait(_CLOSING_S)}. "
                 "Its output is in the log of this worker."
             ) from error
 
     def close(self) -> None:
-        """End the process; idempotent."""
+        """End the process. Further calls have no effect."""
         self._end()
 
 

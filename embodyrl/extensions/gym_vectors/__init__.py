@@ -1,1 +1,1 @@
-"""Gymnasium's vector environments: one batch for all slots, stepped in lock-step."""
+"""Gymnasium vector environments: one vector environment contains all slots."""

@@ -1,4 +1,4 @@
-"""Slots of a Gymnasium vector environment as simulators in lock-step."""
+"""Gymnasium vector environments as simulators whose slots step together."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, 
 
 
 class VectorSims(GymSlots):
-    """Slots of one vector environment in lock-step.
+    """Simulators whose slots are the environments of one vector environment; all slots step together.
 
     Episodes start with `reset_mask`. After an automatic reset, the final observation is restored for the ended episode.
     """
@@ -79,17 +79,17 @@ class VectorSims(GymSlots):
         )
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the slots' last observations."""
+        """Write the latest observation of each slot into `images` and `state`."""
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
             self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
 
     def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
-        """Restore the final observations of slots `over`; return `success` [N] with their final success."""
+        """Restore the final observations of the ended slots `over`; return `success` [N] with the final values."""
         ends, said = infos.get("final_obs"), infos.get("final_info", {})
         if ends is None:
             raise EnvError(
                 f"env '{self.spec.name}' resets in the step in which an episode ends, without info['final_obs'], so "
-                f"the final observation is lost. Fix: autoreset_mode=AutoresetMode.DISABLED or NEXT_STEP."
+                "the final observation is lost. Fix: set autoreset_mode=AutoresetMode.DISABLED or NEXT_STEP."
             )
         success = success.copy()
         for slot in over:
@@ -105,14 +105,14 @@ class VectorSims(GymSlots):
         return flags(self.spec.name, "success in info", found, len(self._actions))
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the slot's part of the batch's `info`, for keys that are set for the slot."""
+        """Return the `info` of one slot, without keys that are not set for the slot."""
         said = self._batch_info
         if slot in self._over and self._mode is AutoresetMode.SAME_STEP:
             said = said.get("final_info", {})  # the rest belongs to the episode that the batch has started
         return slot_info(said, slot, len(self._actions))
 
     def close(self) -> None:
-        """Free the batch; idempotent."""
+        """Close the vector environment. Further calls have no effect."""
         if not self._vector.closed:
             self._vector.close()
 
@@ -127,7 +127,7 @@ class VectorSims(GymSlots):
         return self._vector.reset(seed=chosen, options={"reset_mask": mask})
 
     def _keep(self, batch: Any, slots: Iterable[int]) -> None:
-        """Store copies of the given slots' observations."""
+        """Store a copy of the observation of each given slot."""
         items = list(iterate(self._vector.observation_space, batch))
         self._observations.update({slot: copy.deepcopy(items[slot]) for slot in slots})
 
@@ -148,7 +148,7 @@ def autoreset_mode(env: Any) -> AutoresetMode | None:
         return None if mode is None else AutoresetMode(mode)
     except ValueError:
         raise ConfigError(
-            f"The vector environment declares autoreset_mode={mode!r:.40}, expected one of "
+            f"The vector environment declares autoreset_mode={mode!r:.40}. Set it to one of "
             f"{', '.join(known.value for known in AutoresetMode)}."
         ) from None
 

@@ -1,4 +1,4 @@
-"""Construction and test of vector environments."""
+"""Construction and tests of Gymnasium vector environments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTS = ("num_envs", "n_envs")
 
 
 class GymVectors:
-    """Implements `VectorSupport`."""
+    """Detects, builds and tests vector environments (implements `VectorSupport`)."""
 
     def applies(self, cfg: GymSettings) -> bool:
         """Return True if the function or class of `env.id` builds one vector environment for all slots."""
@@ -45,14 +45,14 @@ class GymVectors:
         return spec is not None and spec.entry_point is None
 
     def build(self, cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
-        """Build `num_envs` environments (see `VectorSupport.build`)."""
+        """Build a vector environment with `num_envs` environments (see `VectorSupport.build`)."""
         assert cfg.id is not None
         if (creator := find_creator(cfg.id)) is not None:
             return creator(**_counted(creator, num_envs), **kwargs)
         return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
 
     def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
-        """Reset and step both environments; check that each can be reset separately."""
+        """Reset and step a vector of two environments; check that one environment can be reset alone."""
         env_id = str(cfg.id)
         result: Any = None
         first: Any = None
@@ -105,7 +105,7 @@ VECTORS = GymVectors()
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the keyword arguments that pass the number of environments to a vector environment's constructor."""
+    """Return the argument for the number of environments, and other required arguments of LeRobot's `make_env`."""
     if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).

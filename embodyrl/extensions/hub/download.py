@@ -11,12 +11,14 @@ _FILES = (
     *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
     *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
 )
-"""File patterns to download: no programs, no pickles, and no other formats of the same weights."""
+"""Patterns of the files to download: no code, no pickles, and one format of the weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def download(key: str, path: str, kind: str, programs: bool) -> str:
-    """Download `owner/name[@revision]` and return `owner/name@commit`; without `programs` only data.
+    """Download a repository `owner/name[@revision]`; return `owner/name@commit`.
+
+    Code is downloaded only if `programs` is true.
 
     Raises:
         ConfigError: the repository does not exist, or the hub cannot be reached or names an invalid commit.
@@ -33,14 +35,14 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
     commit = Path(folder).name
     if not _COMMIT.fullmatch(commit):
         raise ConfigError(
-            f"{key}={path}: the hub names '{commit}' as the commit, which is not a Git commit id. Check HF_ENDPOINT."
+            f"{key}={path}: the hub returned '{commit}', which is not a Git commit id. Check HF_ENDPOINT."
         )
     return f"{repo}@{commit}"
 
 
 @contextmanager
 def hub_errors(before: str, after: str) -> Iterator[None]:
-    """Convert an error of `huggingface_hub` to a ConfigError with the message `before` REASON `after`.
+    """Convert an error of `huggingface_hub` to a ConfigError: `before`, the reason, `after`.
 
     Raises:
         ConfigError: the block raised an error of the hub or of the network.

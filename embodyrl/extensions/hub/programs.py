@@ -1,4 +1,4 @@
-"""Environments of the Hugging Face hub in LeRobot's EnvHub form: a repository whose env.py defines `make_env`."""
+"""Environments of the Hugging Face hub in LeRobot's EnvHub format: a repository whose env.py defines `make_env`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ def program_of(name: str) -> Callable[..., Any]:
     folder = cached_snapshot(name)
     if folder is None:
         raise ConfigError(
-            f"env.id={name} is not in the hub's cache. Name a commit of 40 digits, or start the run with `embodyrl`, "
-            "which downloads it."
+            f"env.id={name} is not in the Hugging Face cache. Start the run with `embodyrl`, which downloads it, or "
+            "use the full id (40 digits) of a cached commit."
         )
     path = folder / FILE
     module_name = "embodyrl_hub_" + "".join(c if c.isalnum() else "_" for c in name)
     if module_name not in sys.modules:
         if not path.is_file():
             found = ", ".join(sorted(one.name for one in folder.iterdir()))
-            raise ConfigError(f"env.id={name}: the repository has no {FILE} (files: {found}), which EnvHub requires.")
+            raise ConfigError(
+                f"env.id={name}: the repository has no {FILE} (files: {found}). Use an EnvHub repository."
+            )
         _import(module_name, path, name)
     found = getattr(sys.modules[module_name], FUNCTION, None)
     if not callable(found):
-        raise ConfigError(f"env.id={name}: {FILE} defines no function {FUNCTION}(n_envs, use_async_envs, cfg).")
+        raise ConfigError(f"env.id={name}: {FILE} must define {FUNCTION}(n_envs, use_async_envs, cfg).")
     return found
 
 

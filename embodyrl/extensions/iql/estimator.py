@@ -32,7 +32,7 @@ class IqlSettings(BufferSettings, DiscountSettings):
     temperature: Weight = 3.0
     """Inverse temperature of the advantage weights exp(temperature * advantage); 0: behaviour cloning."""
     weight_clip: Annotated[float, Field(ge=1, le=10**6)] = 100.0
-    """Largest advantage weight of a sample."""
+    """Maximum advantage weight of a sample; larger weights are clipped."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Polyak coefficient of the target critics, per update."""
     critic_width: Count = 256
@@ -51,7 +51,7 @@ def no_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list
 
 
 def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the requirements of implicit Q-learning that a config violates, one line each."""
+    """Return the requirements of implicit Q-learning that a config does not meet, one line each."""
     from embodyrl.extensions.off_policy.plan import replay_problems
 
     problems = []

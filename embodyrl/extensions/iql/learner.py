@@ -1,4 +1,4 @@
-"""Learner of implicit Q-learning: critics on features of a data set, and advantage-weighted SFT of the policy."""
+"""Learner of implicit Q-learning: critics on precomputed features, and advantage-weighted SFT of the policy."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class IqlLearner(Learner):
         self._rules, self._batch_size = rules, context.actor.global_batch_size
         if not isinstance(self._policy, HasFeatures):
             raise ConfigError(
-                f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics. Choose another model."
+                f"adv_type 'iql': model '{self._policy.spec.name}' has no features for the critics. Choose another model."
             )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
@@ -89,7 +89,7 @@ class IqlLearner(Learner):
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
     def _evaluate(self, chosen: IntArray) -> tuple[Tensor, dict[str, float]] | str:
-        """Update the critics on the transitions `chosen` [B]; return their advantage weights [B] and metrics.
+        """Update the critics on the transitions `chosen` [B]; return the advantage weights [B] and metrics.
 
         Return the name of a network whose loss or gradient is not finite (see `IqlValues.update`).
         """
@@ -125,5 +125,5 @@ class IqlLearner(Learner):
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} was written with different critics or data ({error}): a resumed run needs the same "
-                "algorithm.demonstrations, algorithm.critic_width and model."
+                "algorithm.demonstrations, algorithm.critic_width and model. To change them, start a new run."
             ) from error

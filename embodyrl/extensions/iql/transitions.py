@@ -11,7 +11,7 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataTransitions:
-    """M transitions of chunks, with observations as frame indices of a data set."""
+    """M transitions, each of one action chunk; observations are frame indices of a data set."""
 
     start: IntArray
     """[M] index of the frame with the observation."""
@@ -38,7 +38,7 @@ def ends_of(demos: Demonstrations) -> BoolArray:
 def transitions_of(
     parts: Sequence[Demonstrations], length: int, gamma: float, reward_scale: float
 ) -> tuple[Demonstrations, DataTransitions]:
-    """Return the joined data sets, and the transitions of all chunks of `length` actions.
+    """Concatenate the data sets; return them with the transitions of all chunks of `length` actions.
 
     A chunk without a next observation is left out, unless the episode ends in a terminal state.
     """

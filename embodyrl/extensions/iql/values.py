@@ -43,10 +43,10 @@ class IqlValues:
     def update(
         self, start: Tensor, after: Tensor, reward: Tensor, discount: Tensor
     ) -> tuple[Tensor, dict[str, float]] | str:
-        """Update V, then Q, then the target critics; return the advantages [B], and metrics.
+        """Update V, then Q, then the target critics; return the advantages [B] and metrics.
 
         Return the name of the network, "value" or "critics", whose loss or gradient is not finite. That network and
-        those after it are not updated.
+        the networks after it in this order are not updated.
 
         Args:
             start: [B] frame indices of the observations and chunks.
@@ -93,13 +93,15 @@ class IqlValues:
         return {name: part.state_dict() for name, part in self._parts().items()} | {"features": self._features}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`.
+        """Restore a state that `state` returned.
 
         Raises:
             ValueError, KeyError, RuntimeError: the state belongs to other networks or other data.
         """
         if state["features"].shape != self._features.shape:
-            raise ValueError(f"features {[*state['features'].shape]}, expected {[*self._features.shape]}")
+            raise ValueError(
+                f"the features have shape {[*state['features'].shape]} instead of {[*self._features.shape]}"
+            )
         for name, part in self._parts().items():
             if name in self._optimizers:
                 load_optimizer(self._optimizers[name], state[name])

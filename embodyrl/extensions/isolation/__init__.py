@@ -1,4 +1,4 @@
-"""Runs code of other packages in a separate process, and kills the process with all its children."""
+"""Execution of third-party code in a separate process, which is killed with all its children."""
 
 import dataclasses
 import importlib
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 180.0
 _LOG_BYTES = 65536
-"""Number of bytes read from the end of a log."""
+"""Maximum number of bytes that are read from the end of a log."""
 _CALL = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -45,7 +45,7 @@ answer()
 
 
 class NoAnswerError(Exception):
-    """The process crashed, exited or did not reply in time; the message contains the reason."""
+    """Raised if the process crashed, exited or did not reply in time; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Ended:
     timeout_s: float
     output: str
     log: str
-    """Tail of the process's standard error."""
+    """End of the standard error of the process."""
 
     @property
     def reason(self) -> str:
@@ -103,7 +103,7 @@ def run_isolated(
 
 
 def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
-    """Call `package.module:function`, which returns the dataclass `kind`, in a separate process.
+    """Call `package.module:function` in a separate process; the function returns a dataclass `kind`.
 
     Raises:
         EmbodyError: raised by the function.
@@ -124,7 +124,7 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
 
 
 def answer() -> None:
-    """Call the function named on standard input, and write its result to standard output."""
+    """Call the function that standard input names, and write its result to standard output."""
     signal_at_parents_end(signal.SIGKILL)
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # redirects output of C code, too

@@ -1,4 +1,4 @@
-"""Description of Gymnasium environments in a separate process, which user code may crash or block."""
+"""Specs of Gymnasium environments from a separate process, because user code may crash or hang."""
 
 import multiprocessing
 import sys
@@ -17,7 +17,7 @@ _CLOSE_S = 1.0
 
 
 def describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe an environment in a separate process, unless this process runs its code.
+    """Return the spec of an environment; a separate process computes it, unless this process has loaded the code.
 
     Raises:
         EnvError: the environment's first steps violate Gymnasium's interface, crash or hang.
@@ -34,7 +34,7 @@ def describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
 
 
 def _is_loaded(cfg: GymSettings) -> bool:
-    """Return True if this process runs the environment's code: a worker, or a Python caller that imported it."""
+    """Return True if this process is a worker, or has imported the code of the environment."""
     module, _, name = str(cfg.id).rpartition(":")
     if multiprocessing.parent_process() is not None or module in sys.modules:
         return True
@@ -42,7 +42,7 @@ def _is_loaded(cfg: GymSettings) -> bool:
 
 
 def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe the environment in a separate process that exits afterwards; warn of threads that are still running."""
+    """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
     spec = describe_here(cfg, pictures)
     left = left_after(_CLOSE_S)
     doubt = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"

@@ -16,9 +16,11 @@ from embodyrl.files import write_atomically
 
 
 def latency(args: argparse.Namespace) -> int:
-    """Run `embodyrl latency`."""
+    """Run `embodyrl latency`: print, and optionally plot, success rates by inference delay."""
     if not args.words:
-        raise ConfigError("embodyrl latency takes evaluations: embodyrl latency runs/delay_0 runs/delay_4.")
+        raise ConfigError(
+            "embodyrl latency needs runs of `embodyrl eval`, for example: embodyrl latency runs/delay_0 runs/delay_4."
+        )
     points = collect_points([find_run(word) for word in args.words])
     lines = table(points)
     if args.plot:
@@ -32,7 +34,7 @@ def latency(args: argparse.Namespace) -> int:
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """Return a table as lines of text, with a row per delay and a column per method."""
+    """Return the scores as lines of text: a table with a row per delay and a column per method."""
     methods = list(dict.fromkeys(point.method for point in points))
     delays = sorted({point.delay for point in points})
     cells = {(point.delay, point.method): point for point in points}

@@ -18,7 +18,7 @@ NAIVE, ENSEMBLE = "naive", "ensembling"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Pooled evaluations of one method at one delay."""
+    """Score of one method at one delay, pooled over evaluations."""
 
     method: str
     delay: tuple[int, int]
@@ -28,13 +28,13 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The delay as a number, or as a range."""
+        """Delay as text: a number, or a range such as 2-4."""
         low, high = self.delay
         return str(high) if low == high else f"{low}-{high}"
 
 
 def collect_points(runs: Sequence[Path]) -> list[Point]:
-    """Return the last evaluation of each run, pooled by method and delay.
+    """Return one point per method and delay, pooled over the last evaluations of the runs.
 
     Raises:
         ConfigError: a run has no complete evaluation.
@@ -44,7 +44,7 @@ def collect_points(runs: Sequence[Path]) -> list[Point]:
     for run in runs:
         history = read_history(run)
         if not history.evaluations:
-            raise ConfigError(f"{run} has no complete evaluation. Pass runs of `embodyrl eval`.")
+            raise ConfigError(f"{run} contains no complete evaluation. Pass runs of `embodyrl eval`.")
         key = method_of(history.config), _delay_of(history.config)
         episodes[key] += history.evaluations[-1].own
         counts[key] += 1
@@ -55,7 +55,7 @@ def collect_points(runs: Sequence[Path]) -> list[Point]:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Return the method by which the policy of a run handles delays: model.rtc, temporal ensembling or naive."""
+    """Return how the policy of a run handles delays: the value of model.rtc, `ensembling` or `naive`."""
     if config.get("env", {}).get("ensemble_chunk"):
         return ENSEMBLE
     rtc = config.get("model", {}).get("rtc", "off")

@@ -24,10 +24,10 @@ _TEXCOORD_WEIGHT = 1.0
 """Weights of normals and texture coordinates in the simplification error, relative to positions."""
 
 _WELD = 1.0e-6
-"""Maximum distance of vertices that are merged, as a fraction of the size of the mesh."""
+"""Maximum distance between merged vertices, as a fraction of the size of the mesh."""
 
 _SEAM_SLACK = 3
-"""Ratio of faces to the target above which topology-preserving simplification is replaced by clustering."""
+"""If more faces than this multiple of the target remain, the mesh is simplified by clustering instead."""
 
 _Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.uint32]
@@ -67,7 +67,10 @@ class VisualMesh:
 
 
 def read_mesh(path: Path) -> VisualMesh:
-    """Read a mesh file in any format of MuJoCo; equal vertices are merged, normals are smooth and weighted by area."""
+    """Read a mesh file in any format that MuJoCo supports.
+
+    Equal vertices are merged. Normals are smooth and weighted by area.
+    """
     import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 
     mujoco: Any = _mujoco
@@ -85,7 +88,9 @@ def read_mesh(path: Path) -> VisualMesh:
 
 
 def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
-    """Collapse edges (quadric error with attributes, meshoptimizer) until about `max_faces` triangles are left.
+    """Reduce a mesh to about `max_faces` triangles.
+
+    meshoptimizer collapses edges by quadric error with attributes.
 
     Raises:
         MissingDependencyError: meshoptimizer is not installed.
@@ -101,9 +106,9 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
 
 
 def weld(position: _Floats, faces: np.ndarray, painted: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
-    """Merge equal vertices (position and texture coordinate); all vertices at a position share a normal.
+    """Merge vertices with equal positions and texture coordinates; vertices at the same position share a normal.
 
-    `painted`: texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].
+    `painted` contains texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].
     """
     texcoord, texcoord_faces = painted or (np.zeros((1, 2), np.float32), np.zeros_like(faces))
     size = float(np.ptp(position, axis=0).max()) or 1.0
@@ -160,7 +165,7 @@ def _library() -> ctypes.CDLL:
     except ImportError as error:
         raise MissingDependencyError(
             f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. "
-            "Fix: pip install meshoptimizer==0.2.30a0, or env.render_profile=full"
+            "Fix: pip install meshoptimizer==0.2.30a0, or set env.render_profile=full."
         ) from error
     folder = Path(meshoptimizer.__file__).parent
     files = [file for file in folder.glob("*meshoptimizer*") if file.suffix in (".so", ".dylib", ".pyd", ".dll")]
@@ -178,12 +183,12 @@ _VERSION = 2
 
 
 def cache_folder() -> Path:
-    """Return the folder of the reduced copies; it may be deleted at any time."""
+    """Return the cache folder of the reduced meshes; users may delete the folder at any time."""
     return cache_dir() / "lean"
 
 
 def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
-    """Return the path of a reduced copy of `source`, created by `reduce` if it is not cached.
+    """Return the path of the cached reduced copy of `source`; `reduce` creates a missing copy.
 
     The copy is written under a temporary name first, so that no process reads a partial file. A killed process may
     leave an unused `.new-*` folder.
@@ -206,7 +211,7 @@ def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path],
             os.replace(new, target)
     except OSError as error:
         raise EnvError(
-            f"env.render_profile=lean: its cache {folder} cannot be written: {error}. "
+            f"env.render_profile=lean: the cache {folder} cannot be written: {error}. "
             "Fix: free some space (60 MB), or set XDG_CACHE_HOME to a writable folder."
         ) from error
     return target

@@ -1,1 +1,1 @@
-"""Selection of MuJoCo's rendering library on this machine: EGL on a GPU, or OSMesa on the CPU."""
+"""Selection of MuJoCo's OpenGL backend: EGL on a GPU, or OSMesa on the CPU."""

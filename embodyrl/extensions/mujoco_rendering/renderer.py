@@ -54,7 +54,7 @@ _VENDORS = "/etc/glvnd/egl_vendor.d:/usr/share/glvnd/egl_vendor.d"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Result of rendering one frame."""
+    """Result of a test that renders one frame."""
 
     driver: str = ""
     """Name of the OpenGL renderer (GL_RENDERER)."""
@@ -64,7 +64,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Selected value of MUJOCO_GL, with the reason."""
+    """Selected OpenGL backend (value of MUJOCO_GL), with the reason."""
 
     backend: str
     why: str
@@ -73,7 +73,7 @@ class Renderer:
 
 
 def choose_renderer() -> Renderer:
-    """Return MUJOCO_GL if it is set; else EGL if a GPU renders with it, else OSMesa."""
+    """Select the OpenGL backend: MUJOCO_GL if set, else EGL if all visible GPUs can render, else OSMesa."""
     if chosen := os.environ.get("MUJOCO_GL"):
         return Renderer(chosen.lower(), "MUJOCO_GL is set")
     gpus = visible_gpus()
@@ -92,7 +92,7 @@ def choose_renderer() -> Renderer:
 
 
 def check_egl(frame: Frame) -> Renderer:
-    """Return EGL if the frame was rendered on a GPU, else OSMesa with the reason and a fix."""
+    """Return EGL if a GPU rendered the test frame, else OSMesa with the reason and a fix."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
     folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _VENDORS).split(":")
     if not any(file for folder in folders for file in Path(folder).glob("*nvidia*.json")):
@@ -142,7 +142,10 @@ def choose_device() -> None:
 
 @contextmanager
 def without_egl_device() -> Iterator[None]:
-    """Remove MUJOCO_EGL_DEVICE_ID inside the block: robosuite's import would interpret the value as a CUDA index."""
+    """Remove MUJOCO_EGL_DEVICE_ID inside the block.
+
+    On import, robosuite would read its value as a CUDA index.
+    """
     device = os.environ.pop(_EGL_ID, None)
     try:
         yield
@@ -152,7 +155,7 @@ def without_egl_device() -> Iterator[None]:
 
 
 def rendering(backend: str, device: str) -> dict[str, str]:
-    """Return the environment variables for rendering processes."""
+    """Return the environment variables of a process that renders with the given backend and EGL device."""
     # PyOpenGL keeps the platform of the first imported backend, also in child processes.
     environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
     return environ | {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
@@ -181,7 +184,7 @@ def _first_error(output: str) -> str:
 
 
 def draw_without_display() -> None:
-    """Set MuJoCo's OpenGL backend on a machine without a display, unless the user has set it or it cannot be loaded."""
+    """Set MUJOCO_GL on a machine without a display, unless it is set or the backend cannot be loaded."""
     silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
     if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
         return
