@@ -37,7 +37,7 @@ class IqlLearner(Learner):
         self._rules, self._batch_size = rules, context.actor.global_batch_size
         if not isinstance(self._policy, HasFeatures):
             raise ConfigError(
-                f"adv_type 'iql': model '{self._policy.spec.name}' has no features for the critics. Choose another model."
+                f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics. Choose another model."
             )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks

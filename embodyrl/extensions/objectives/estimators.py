@@ -1,4 +1,4 @@
-"""Advantage estimators with returns-to-go, greedy baselines and state groups, computed in float64."""
+"""Advantage estimators GiGPO, REINFORCE++ and ReMax, computed in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from embodyrl.types import BoolArray, DoubleArray, Episode
 
 
 def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> DoubleArray:
-    """Return the discounted return-to-go of one episode [T]: sum over s >= t of gamma^(s-t) r_s.
+    """Return the discounted return-to-go [T] of one episode: sum over s >= t of gamma^(s-t) r_s.
 
     Invalid steps are skipped.
     """
@@ -51,13 +51,13 @@ class GigpoSettings(StdSettings, DiscountSettings):
     """Settings of GiGPO (group-in-group policy optimization)."""
 
     step_advantage_weight: Positive = 1.0
-    """gigpo: weight of the step-level advantage, which compares visits of the same state."""
+    """gigpo: weight of the step-level advantage, which is computed among steps that visit the same state."""
 
 
 def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
     """Return the sum of the episode advantage and the weighted step advantage (GiGPO).
 
-    The step advantage compares the returns after visits of the same state.
+    The step advantage is relative to the other visits of the same state.
     """
     groups = [episode.spec.group_id for episode in episodes]
     normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
@@ -85,7 +85,7 @@ GIGPO = AdvantageEstimator(compute=_gigpo, settings=GigpoSettings, needs_states=
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):
-    """Settings of advantage estimators with discounted returns-to-go."""
+    """Settings of estimators that use discounted returns-to-go."""
 
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
@@ -95,7 +95,7 @@ def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSett
 
 
 def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
-    """Return R minus the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
+    """Return the return-to-go minus the return of the greedy episode from the same state (ReMax, arXiv 2310.10505).
 
     The advantage is 0 where the greedy episode was lost to a worker crash.
     """
@@ -106,7 +106,7 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettin
 
 
 def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
-    """Return R - mean_g, whitened over all executed actions of the batch (arXiv 2501.03262).
+    """Return R minus the group mean, whitened over all executed actions of the batch (arXiv 2501.03262).
 
     Longer episodes have more weight in the mean and variance.
     """

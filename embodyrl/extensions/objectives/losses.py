@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""Bound of the mean log-ratio of a sequence (gspo)."""
+"""Upper bound of the mean log-ratio of a sequence (gspo)."""
 
 
 class SapoSettings(Settings):
@@ -60,8 +60,8 @@ class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Settings of the loss `clip_cov`."""
 
     cov_bounds: Annotated[list[float], RISING, Must("[low,high] with low < high")] = [1.0, 5.0]
-    """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range are
-    selected."""
+    """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range can
+    be selected."""
 
 
 class KlCovSettings(LogRatioSettings, CovarianceSettings):
@@ -78,14 +78,17 @@ def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
 
 
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """Compute the PPO clip loss with the sequence ratio exp(mean d) for all units of a sequence (arXiv 2507.18071)."""
+    """Compute the GSPO loss (arXiv 2507.18071): PPO clipping with one ratio exp(mean d) per sequence."""
     # Only an upper bound is needed: for very small values, exp is 0.
     ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
 
 
 def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """Compute -A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A (geometric mean, arXiv 2507.20673)."""
+    """Compute the GMPO loss (arXiv 2507.20673) with the geometric mean of the clipped ratios of a sequence.
+
+    The loss is -A exp(mean k) with k = s min(s d, s clip(d, -low, high)) and s = sign A.
+    """
     log_ratio, sign = _log_ratio(u), u.advantage.sign()
     inside = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
     kept = sign * (sign * log_ratio).minimum(sign * inside)
@@ -94,66 +97,75 @@ def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
 
 
 def sapo(u: Units, cfg: SapoSettings) -> LossTerms:
-    """Compute the soft clip -A (4 / tau) sigmoid(tau (r - 1)); tau depends on the sign of A (arXiv 2511.20347)."""
+    """Compute the SAPO loss (arXiv 2511.20347), a soft clip: -A (4 / tau) sigmoid(tau (r - 1)).
+
+    The temperature tau depends on the sign of A.
+    """
     ratio = ratio_of(u)
     tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
     return _unclipped(-u.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
 
 
 def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
-    """Compute -sg(weight) A log pi; sg stops the gradient, so a clipped weight does not remove the gradient."""
+    """Return -sg(weight) A log pi, where sg stops the gradient.
+
+    Units with a clipped weight still have a gradient.
+    """
     return -weight.detach() * u.advantage * u.logprob
 
 
 def cispo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """Compute -sg(clip(r, 1 - low, 1 + high)) A log pi (arXiv 2506.13585)."""
+    """Compute the CISPO loss (arXiv 2506.13585): -sg(clip(r, 1 - low, 1 + high)) A log pi."""
     ratio = ratio_of(u)
     weight = ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
     return _unclipped(_weighted_likelihood(u, weight), ratio)
 
 
 def pg(u: Units, _: Settings) -> LossTerms:
-    """Compute -A log pi: the plain policy gradient, for on-policy data."""
+    """Compute the plain policy-gradient loss -A log pi, for on-policy data."""
     ratio = ratio_of(u)
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(())), ratio)
 
 
 def aipo(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
-    """Compute -sg(min(r, ratio_max)) A log pi (arXiv 2505.24034); with rollout log-probabilities: TIS-REINFORCE."""
+    """Compute the AIPO loss (arXiv 2505.24034): -sg(min(r, ratio_max)) A log pi.
+
+    With rollout log-probabilities, this is REINFORCE with truncated importance sampling (TIS).
+    """
     ratio = ratio_of(u)
     return _unclipped(_weighted_likelihood(u, ratio.clamp(max=cfg.ratio_max)), ratio)
 
 
 def aipo_ratio(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
-    """Compute -min(r, ratio_max) A: the gradient flows through the ratio below the bound."""
+    """Compute the loss -min(r, ratio_max) A, which has no gradient where the ratio exceeds the bound."""
     ratio = ratio_of(u)
     return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
 
 
 def topr(u: Units, _: Settings) -> LossTerms:
-    """Compute -A log pi where A > 0, else -sg(clip(r, 0, 1)) A log pi (arXiv 2503.14286)."""
+    """Compute the TOPR loss (arXiv 2503.14286): -A log pi if A > 0, else -sg(clip(r, 0, 1)) A log pi."""
     ratio = ratio_of(u)
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(()).where(u.advantage > 0, ratio.clamp(max=1.0))), ratio)
 
 
 def dro(u: Units, cfg: LogRatioSettings) -> LossTerms:
-    """Compute -A log pi + log_ratio_coef / 2 d^2: DRO (arXiv 2405.19107) and Kimi k1.5 (2501.12599)."""
+    """Compute the DRO loss -A log pi + log_ratio_coef / 2 d^2 (arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599)."""
     log_ratio = _log_ratio(u)
     likelihood = _weighted_likelihood(u, log_ratio.new_ones(()))
     return _unclipped(likelihood + 0.5 * cfg.log_ratio_coef * log_ratio.square(), log_ratio.exp())
 
 
 def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A - mean A)(log pi - mean log pi) of each unit without gradient, and the mask of valid units."""
+    """Return (A - mean A)(log pi - mean log pi) of each unit, detached, and the mask of valid units."""
     mask = u.valid.expand_as(u.logprob)
     logprob, advantage = u.logprob.detach(), u.advantage.expand_as(u.logprob)
     return (advantage - advantage[mask].mean()) * (logprob - logprob[mask].mean()), mask
 
 
 def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
-    """Compute the PPO clip loss, without gradient for randomly selected units (arXiv 2505.22617).
+    """Compute the Clip-Cov loss (arXiv 2505.22617): PPO clipping, and no gradient for some random units.
 
-    A fraction `cov_share` of all units is selected, among those with a covariance in `cov_bounds`. The selection uses
+    The random units are a fraction `cov_share` of all units; their covariance is in `cov_bounds`. The selection uses
     torch's generator, which the run seeds and checkpoints. Covariances are computed in each micro-batch.
     """
     import torch
@@ -170,9 +182,10 @@ def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
 
 
 def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
-    """Compute -A r, plus log_ratio_coef |d| on the `cov_share` of units with the largest covariance (arXiv 2505.22617).
+    """Compute the KL-Cov loss (arXiv 2505.22617): -A r, plus log_ratio_coef |d| for some units.
 
-    Covariances are computed in each micro-batch.
+    The penalty applies to the fraction `cov_share` of units with the largest covariance. Covariances are computed in
+    each micro-batch.
     """
     log_ratio = _log_ratio(u)
     covariance, mask = _covariance(u)

@@ -13,7 +13,7 @@ from embodyrl.types import DoubleArray
 
 
 def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
-    """Subtract the mean of the group's other episodes: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
+    """Return the RLOO advantages (arXiv 2402.14740): R minus the mean return of the other episodes of the group."""
 
     def leave_one_out(rewards: DoubleArray) -> DoubleArray:
         n = len(rewards)
@@ -23,7 +23,7 @@ def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
-    """Subtract the minimum-variance baseline sum(len R) / sum(len) of the group, arXiv 2505.23585."""
+    """Return the OPO advantages (arXiv 2505.23585): R minus the group baseline sum(len R) / sum(len)."""
 
     def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
         return rewards - np.average(rewards, weights=lengths)
@@ -32,13 +32,16 @@ def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> D
 
 
 def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
-    """Compute alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
+    """Return the GPG advantages alpha (R - mean_g) (arXiv 2504.02546).
+
+    alpha is the number of episodes, divided by the number of episodes with a nonzero reward.
+    """
     rewarded = max(1, int(np.count_nonzero(reward)))
     return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Return R1 - R2 (best minus second best) for the best episode of a group, else 0 (arXiv 2503.19595).
+    """Return the best minus the second-best return for the best episode of a group, else 0 (arXiv 2503.19595).
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
@@ -53,7 +56,7 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
 
 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
-    """Compute sum_k w_k grpo(R_k), whitened over the batch (arXiv 2601.05242).
+    """Return the GDPO advantages sum_k w_k grpo(R_k), whitened over the batch (arXiv 2601.05242).
 
     Each reward component R_k is normalised separately, so that no component dominates.
 
@@ -79,7 +82,7 @@ class GdpoSettings(GroupSettings):
     }
 
     def problems(self) -> Iterator[str]:
-        """Yield contradictory settings, one line each."""
+        """Yield an error for each pair of contradictory settings."""
         yield from super().problems()
         if self.truncated_episodes is TruncatedEpisodes.zero_reward:
             yield (
@@ -89,7 +92,7 @@ class GdpoSettings(GroupSettings):
 
 
 def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
-    """Return `gdpo` of the reward components; without components, the return is the only component."""
+    """Return the `gdpo` advantages; without reward components, the return is the only component."""
     weights = outcomes.scores.part_weights
     if not weights:
         return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])

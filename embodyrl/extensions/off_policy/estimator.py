@@ -22,21 +22,20 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     """Polyak coefficient of the target critics, per update."""
     critics: Annotated[int, Field(ge=2, le=100)] = 2
     """Number of critics.
-    With more than two (REDQ), the target is the minimum of two sampled critics, the policy uses the mean."""
+    With more than two (REDQ), the target is the minimum of two random critics, and the policy uses the mean of all."""
     policy_interval: Count = 1
-    """Number of critic updates per update of policy and temperature."""
+    """Number of critic updates per update of the policy and the temperature."""
     critic_layer_norm: bool = False
     """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
     alpha_init: Positive = 1.0
     """Initial temperature (entropy coefficient); training adapts the temperature."""
     target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
-    """Target entropy of a chunk in nat; default: minus the number of action dimensions."""
+    """Target entropy of a chunk in nats; default: minus the number of action dimensions."""
     image_shift: Annotated[int, Field(ge=0, le=64)] = 4
-    """Policies with cameras: maximum random shift of images in an update, in pixels (random-shift augmentation); 0:
-    none."""
+    """Maximum shift of camera images in pixels, for random-shift augmentation of each update; 0: no augmentation."""
     hindsight_goals: Index = 0
-    """Goal environments: relabelled copies of each sampled transition, with goals reached later in its episode (HER,
-    `future`); 4 in the paper. 0: none."""
+    """Number of relabelled transitions per original transition in goal environments (HER, strategy `future`).
+    Goals are reached later in the same episode. The paper uses 4. 0: no relabelling."""
 
     @property
     def method(self) -> str:
@@ -45,12 +44,12 @@ class ReplaySettings(BufferSettings, DiscountSettings):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return whether the final observation of terminated episodes is also stored, as an achieved goal."""
+        """Return whether the final observation of terminated episodes is stored as an achieved goal."""
         return self.hindsight_goals > 0
 
 
 def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
-    """Return the reward of each action in place of an advantage; the replay buffer stores these rewards."""
+    """Return the rewards in place of advantages, because the replay buffer stores rewards."""
     del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 

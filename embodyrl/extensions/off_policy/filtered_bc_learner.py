@@ -1,4 +1,4 @@
-"""Learner of filtered behaviour cloning: actions of good episodes are stored in a buffer and used for SFT."""
+"""Learner of filtered behaviour cloning: SFT on a buffer with the chunks of episodes that have a high return."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
 REPLAY, TRAINED = "replay", "trained"
-"""Names of checkpoint files: the replay buffer, and the trained weights if the policy acts with their average."""
+"""Names of checkpoint files: the replay buffer, and the trained weights if rollouts use averaged weights."""
 
 
 class FilteredLearner(Learner):
@@ -45,9 +45,10 @@ class FilteredLearner(Learner):
         self._demonstrations = load_shown(rules.demonstrations, spec) if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Store the chunks of good episodes, and run `updates_per_sample` updates for each new chunk of any episode.
+        """Store the chunks of episodes with a high return, and update the policy.
 
-        Returns metrics averaged over the updates.
+        The number of updates is `updates_per_sample` times the number of new chunks of all episodes. Returns metrics
+        averaged over the updates.
         """
         seen = self._store(request)
         stored = self._replay.starts
@@ -86,7 +87,7 @@ class FilteredLearner(Learner):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the weights of the policy with the stored copy: trained weights and their moving average."""
+        """Swap the weights of the policy with the stored weights: trained weights and their moving average."""
         for name, weight in self._weights.items():
             there = weight.clone()
             weight.copy_(self._aside[name])
@@ -122,7 +123,7 @@ class FilteredLearner(Learner):
         return self._policy.imitate(part, actions[rows])
 
     def _store(self, request: UpdateRequest) -> IntArray:
-        """Add the chunks of good episodes to the buffer; return all records of the request."""
+        """Add the chunks of episodes with a high return to the buffer; return all records of the request."""
         arena = self._arena
         records = arena.read(request.tickets)
         good = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
@@ -142,7 +143,7 @@ class FilteredLearner(Learner):
         return records
 
     def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
-        """Return the H executed actions from the start of each chunk [N, H, A], padded with the last action."""
+        """Return the H actions [N, H, A] executed from the start of each chunk, padded with the last action."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
         # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.
@@ -155,7 +156,7 @@ class FilteredLearner(Learner):
         return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:
-        """Save the buffer if `save_replay` is set, and the trained weights if the policy acts with their average."""
+        """Save the buffer if `save_replay` is set, and the trained weights if rollouts use averaged weights."""
         # All ranks gather, for that is collective, and the first one writes; of the buffer all hold the same.
         trained = self._trainer.ranks.gathered(self._aside)
         if self._trainer.ranks.rank_info.rank:
@@ -166,7 +167,10 @@ class FilteredLearner(Learner):
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
-        """Restore the state written by `save`; without saved trained weights, train the weights of the policy."""
+        """Restore the state written by `save`.
+
+        Without saved trained weights, training continues from the weights of the policy.
+        """
         ranks = self._trainer.ranks
         ranks.train()
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}

@@ -1,4 +1,4 @@
-"""Goal environments (Gymnasium-Robotics GoalEnv): the reward of a step for a relabelled goal."""
+"""Rewards for relabelled goals in goal environments (GoalEnv of Gymnasium-Robotics)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
 class GymGoals:
-    """Implements `GoalSupport` with `compute_reward` and related functions of a GoalEnv.
+    """Computes rewards and terminations for relabelled goals with the methods of a GoalEnv (see `GoalSupport`).
 
-    These functions receive goals in the shape and dtype of the goal space.
+    The methods receive goals in the shape and dtype of the goal space.
     """
 
     @staticmethod
     def applies(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
-        """Return True if `compute_reward` with empty info equals the reward of the step that led to `seen`."""
+        """Return True if `compute_reward` with an empty info reproduces the reward of the step to `seen`."""
         space = env.observation_space
         if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
             return False
@@ -53,7 +53,7 @@ class GymGoals:
         self._terminated = None if ends is None else _in_batches(ends, *pair)
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
-        """See `GoalJudge`."""
+        """Return rewards [n] and terminations [n] for goals `desired` [n, G] (see `GoalJudge`)."""
         shape = (len(achieved), *(self._space.shape or ()))
         goals = [one.astype(self._space.dtype).reshape(shape) for one in (achieved, desired)]
         try:
@@ -62,14 +62,15 @@ class GymGoals:
         except Exception as error:
             raise EnvError(
                 f"env '{self._env_id}': {_REWARD} or {_TERMINATED} for a relabelled goal raised {line(error)}. "
-                "Both receive an empty info. Fix: compute the reward without info, or set algorithm.hindsight_goals=0."
+                "Both methods receive an empty info. Fix: compute the reward without info, or set "
+                "algorithm.hindsight_goals=0."
             ) from error
         if not np.isfinite(reward).all():
-            raise EnvError(f"env '{self._env_id}': {_REWARD} returned {reward!r:.80}, expected finite numbers.")
+            raise EnvError(f"env '{self._env_id}': {_REWARD} returned {reward!r:.80}, which is not finite.")
         return reward, ends
 
     def close(self) -> None:
-        """Free the environment; idempotent."""
+        """Close the environment; idempotent."""
         self._env.close()
 
 

@@ -1,4 +1,4 @@
-"""Hindsight experience replay (HER, arXiv 1707.01495): relabel transitions with goals that are achieved later."""
+"""Hindsight experience replay (HER, arXiv 1707.01495): transitions are relabelled with goals achieved later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, IntArray
 
 
 class Hindsight:
-    """Relabels sampled transitions with achieved goals; the environment computes the new rewards."""
+    """Relabels sampled transitions with achieved goals; the environment computes the rewards for these goals."""
 
     def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "checked by the run plan"
@@ -29,7 +29,7 @@ class Hindsight:
         self._achieved, self.desired = slice(*env.goal.achieved), slice(*env.goal.desired)
 
     def relabel(self, drawn: Transitions, rng: np.random.Generator) -> Transitions:
-        """Relabel transitions with a goal that is achieved later in the same episode.
+        """Relabel random transitions with goals that are achieved later in the same episode.
 
         A fraction `hindsight_goals` / (`hindsight_goals` + 1) of the transitions is relabelled. The new reward is the
         sum of gamma^j R(achieved after chunk j, goal), over n chunks or until the new goal terminates the episode.
@@ -65,18 +65,18 @@ class Hindsight:
         return buffer[Record.observed_state][places][..., self._achieved]
 
     def close(self) -> None:
-        """Free the environment; idempotent."""
+        """Close the environment; idempotent."""
         self._judge.close()
 
 
 class OpenEpisodes:
-    """Stored frames of unfinished episodes, which continue in the next training step."""
+    """Frames of unfinished episodes, which continue in the next training step."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Frames]] = {}
 
     def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
-        """Join new frames with earlier frames of their episodes; return the complete episodes.
+        """Append new frames to the stored frames of their episodes; return the complete episodes.
 
         Args:
             new: frames of some episodes.
@@ -107,7 +107,7 @@ class OpenEpisodes:
 
 
 def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Concatenate parts of one episode (`one`), or of several episodes."""
+    """Concatenate frames; with `one`, all parts are from the same episode."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

@@ -90,7 +90,7 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
 
 
 def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield the reasons why rewards and next observations of a data set are not results of the recorded actions."""
+    """Yield the reasons why rewards and next observations of a data set do not result from the recorded actions."""
     if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
         yield (
             f"algorithm.demonstrations: {folder} contains labels of the expert, not the executed actions that led "

@@ -47,13 +47,13 @@ class Transitions:
     discount: FloatArray
     """[B] discount of the next value: gamma^n, or 0 after termination. `reward` has the same shape."""
     moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[R] positions in the batch of the transitions with a relabelled goal."""
+    """[R] batch indices of the transitions with a relabelled goal."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[R, G] goals of the relabelled transitions."""
 
 
 class ReplayBuffer:
-    """Ring buffer of observations and of the n-step transitions between observations; memory grows on demand."""
+    """Ring buffer of observations and n-step transitions; memory grows on demand up to the capacity."""
 
     def __init__(self, size: int, gamma: float, n_step: int) -> None:
         self._size = size
@@ -84,11 +84,11 @@ class ReplayBuffer:
 
     @property
     def starts(self) -> IntArray:
-        """Indices of the first observation of each transition."""
+        """Buffer indices of the first observation of each transition."""
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """Return an array [n, ...] by observation: a field, or `action`, `reward` or `discount` of the transition.
+        """Return the stored array [n, ...] of a field: an observation field, or `action`, `reward` or `discount`.
 
         `ahead` is the length of a transition in chunks, `left` the number of later observations in the episode.
         """
@@ -110,7 +110,7 @@ class ReplayBuffer:
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; from a larger buffer, restore only the newest observations."""
+        """Restore a state that `state` returned; if it exceeds the capacity, keep only the newest observations."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return

@@ -1,4 +1,4 @@
-"""Learner of soft actor-critic: rollouts fill a replay buffer, updates sample from it."""
+"""Learner of soft actor-critic: rollouts fill a replay buffer, and updates sample from the buffer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEATURES = "features"
 
 
 class SacLearner(Learner):
-    """Learner that trains the critics and the policy."""
+    """Learner that trains the SAC critics, the policy and the temperature on a replay buffer."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
@@ -108,7 +108,7 @@ class SacLearner(Learner):
     def _step(
         self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
     ) -> dict[str, float]:
-        """Update temperature, critics, actor and target critics, in this order; return metrics (skipped: empty).
+        """Update temperature, critics, actor and target critics, in this order; return metrics, empty if skipped.
 
         Without `acting`, temperature and actor are not updated.
         """
@@ -191,7 +191,7 @@ class SacLearner(Learner):
         return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
 
     def _backward(self, name: str, loss: Tensor) -> float:
-        """Compute the gradients of an optimizer's weights, clip those of critics; return the norm before clipping."""
+        """Compute the gradients for one optimizer, clip critic gradients, and return the norm before clipping."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad()
         loss.backward()
@@ -202,7 +202,7 @@ class SacLearner(Learner):
         return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
 
     def _store(self, request: UpdateRequest) -> IntArray:
-        """Add the records of finished and cut episodes to the buffer; return the records."""
+        """Add the records of finished and interrupted episodes to the buffer; return the records."""
         arena, finals = self._arena, dict(request.finals)
         acted = arena.read(request.tickets)
         episode = np.asarray(request.episode, dtype=np.int64)
@@ -230,13 +230,13 @@ class SacLearner(Learner):
         return acted
 
     def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
-        """Return the observation fields that the buffer stores for some arena records."""
+        """Return the arrays that the buffer stores for the given records: observation fields or features."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
         return self._kept(self._arena, records)
 
     def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
-        """Return the features of a frozen policy for the observations of some records."""
+        """Return the features of a frozen policy for the observations of the given records."""
         with torch.no_grad():
             features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
         return {FEATURES: torch.cat(features).cpu().numpy()}

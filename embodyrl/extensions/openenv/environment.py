@@ -16,9 +16,9 @@ from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 
 class OpenEnv(DialogueEnv[Dialogue]):
-    """Implements `TextEnv`: a chunk is a reply, whose last token gets the reward of the step.
+    """`TextEnv` on an OpenEnv server: each reply is an action, and its last token gets the reward of the step.
 
-    Each slot has its own session, which begins with its first episode.
+    Each slot has a separate session, which begins with the first episode of the slot.
     """
 
     reply_bytes = 1 << 12
@@ -71,14 +71,14 @@ class OpenEnv(DialogueEnv[Dialogue]):
         self._sessions.clear()
 
     def _tell(self, observation: Mapping[str, Any]) -> str:
-        """Return the observation as text for the prompt, cut to `env.observation_bytes`."""
+        """Return the observation as text for the prompt, truncated to `env.observation_bytes`."""
         found: Any = {name: value for name, value in observation.items() if name != "metadata"}
         for part in (self._cfg.observation_key or "").split(".") if self._cfg.observation_key else ():
             if not isinstance(found, Mapping) or part not in found:
                 names = ", ".join(observation)
                 raise EnvError(
-                    f"env.observation_key={self._cfg.observation_key} does not exist in an observation of "
-                    f"{self._cfg.url}. Fields: {names}."
+                    f"env.observation_key={self._cfg.observation_key} does not exist in the observations of "
+                    f"{self._cfg.url}. Choose one of: {names}."
                 )
             found = found[part]
         text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

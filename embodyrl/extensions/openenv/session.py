@@ -30,16 +30,16 @@ _MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Result of a reset or a step."""
+    """Observation, reward and end of episode after a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float
-    """Reward of the turn; 0 if the server sends no reward."""
+    """Reward of the step; 0 if the server sends no reward."""
     done: bool
 
 
 class Session:
-    """Connection to the server; the server creates a separate environment for each connection."""
+    """Connection to an OpenEnv server, which creates a separate environment for each connection."""
 
     def __init__(self, cfg: OpenEnvSettings) -> None:
         """Connect, with retries until `env.connect_timeout_s`.
@@ -74,14 +74,14 @@ class Session:
         try:
             text = self._socket.recv(timeout=limit)
         except TimeoutError as error:
-            raise _error(self._cfg, f"no response within {limit:g} s (env.answer_timeout_s).") from error
+            raise _error(self._cfg, f"it did not respond within {limit:g} s (env.answer_timeout_s).") from error
         except Exception as error:
             raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
         try:
             said = json.loads(text)
             kind, data = said["type"], said["data"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise _error(self._cfg, f"unexpected message {text[:200]!r}; expected OpenEnv's JSON.") from error
+            raise _error(self._cfg, f"the message {text[:200]!r} is not in OpenEnv's JSON format.") from error
         if kind == "error":
             raise _error(self._cfg, _reported(data))
         return _turn(self._cfg, data)
@@ -108,8 +108,8 @@ def read_action_key(cfg: OpenEnvSettings) -> str:
     listed = ", ".join(f"{name}{'' if name in required else ' (optional)'}" for name in fields if name != "metadata")
     if cfg.action_key is None and len(texts) != 1:
         raise ConfigError(
-            f"env.url={cfg.url}: {len(texts)} required fields of an action are texts; set env.action_key to the field "
-            f"of the reply. Fields: {listed or 'none'}."
+            f"env.url={cfg.url}: actions have {len(texts)} required text fields instead of 1. Set env.action_key to "
+            f"the field of the reply. Fields: {listed or 'none'}."
         )
     key = cfg.action_key or texts[0]
     unknown = [name for name in (key, *cfg.action) if name not in fields]
@@ -121,7 +121,7 @@ def read_action_key(cfg: OpenEnvSettings) -> str:
 
 
 def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
-    """Return the JSON schema of an action."""
+    """Return the JSON schema of an action from the server."""
     address = f"{_with_scheme(cfg, 'http')}/schema"
     opener, clock = urllib.request.build_opener(urllib.request.ProxyHandler({})), RunClock()
     while True:
@@ -142,7 +142,7 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
 
 
 def _action_schema(reply: Any) -> Mapping[str, Any]:
-    """Return the schema of an action, after a check of the parts that are used.
+    """Return the action schema in a reply of the server, after type checks.
 
     Raises:
         TypeError: a part has another type.
@@ -188,7 +188,7 @@ def _turn(cfg: OpenEnvSettings, data: Any) -> Turn:
         raise _error(cfg, f"a message has no observation: {data!r:.200}.")
     reward = data.get("reward") or 0.0
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise _error(cfg, f"the reward is {reward!r}, expected a finite number.")
+        raise _error(cfg, f"the reward {reward!r} is not a finite number.")
     return Turn(observation, float(reward), bool(data.get("done")))
 
 

@@ -19,26 +19,26 @@ class OpenEnvSettings(EnvSettings):
     action_key: str | None = None
     """Field of the action that contains the reply; null: the only required text field of the server's actions."""
     action: dict[str, Any] = {}
-    """Additional fields of every action."""
+    """Values of additional fields that every action contains."""
     observation_key: str | None = None
-    """Field of the observation that the prompt shows, nested fields as a.b; null: all fields except metadata, as
-    JSON."""
+    """Field of the observation that the prompt contains, for example a.b for a nested field.
+    null: all fields except metadata, as JSON."""
     observation_bytes: Annotated[int, Field(ge=16, le=1 << 20)] = 1 << 11
-    """Maximum bytes of an observation in the prompt; longer observations are cut."""
+    """Maximum size of an observation in the prompt, in bytes; longer observations are truncated."""
     prompt: str = ""
-    """Text before every observation, such as the rules."""
+    """Text before every observation, such as the rules of a game."""
     history: Index = 0
     """Number of earlier turns in the prompt, in addition to the current observation."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Maximum replies of one episode."""
+    """Maximum number of replies per episode."""
     success_reward: Annotated[float, Field(ge=-(10**6), le=10**6)] = 1.0
-    """Minimum reward of a turn that counts as success."""
+    """Minimum reward of a step that counts as success."""
     reward_coef: RewardFactor = 1.0
-    """Factor that multiplies all rewards."""
+    """Factor by which all rewards are multiplied."""
     connect_timeout_s: Seconds = 60.0
-    """Seconds to wait until the server accepts a connection."""
+    """Maximum time until the server accepts a connection, in seconds."""
     answer_timeout_s: Seconds = 120.0
-    """Time limit of a reset or a step on the server."""
+    """Time limit of a reset or a step on the server, in seconds."""
 
     @property
     def title(self) -> str:
@@ -47,5 +47,5 @@ class OpenEnvSettings(EnvSettings):
 
     @property
     def max_chunks(self) -> int:
-        """Maximum number of replies of an episode."""
+        """Maximum number of replies per episode."""
         return self.max_turns

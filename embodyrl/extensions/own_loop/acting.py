@@ -30,7 +30,7 @@ class LoadedPolicy:
     """A policy in this process, with the spec of its training environment."""
 
     policy: Policy
-    """The policy: `module`, `score` (log-probabilities with gradients), `values`, `save`."""
+    """Policy with `module`, `score` (log-probabilities with gradients), `values` and `save`."""
     run_plan: RunPlan
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 
 class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
-    """Gymnasium environment with one slot of an environment.
+    """Gymnasium interface of an embodyrl environment with one slot.
 
     Observations: `images` [C, H, W, 3] uint8 (with cameras), `state` [S] float32 (with a state) and
     `instruction`, the task as text. Actions [A]: numbers in -1..1, or categories. `info["success"]`: goal reached.
@@ -93,7 +93,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return self._look(), {"reset_id": chosen, "task": self.layout.task_of(chosen)[0], "seed": start.seed}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute one action."""
+        """Execute one action (see `gymnasium.Env.step`)."""
         # A chunk of one action in one slot.
         row = np.asarray(action, np.float32).reshape(1, 1, -1)
         result = self.env.step_chunk([0], row)
@@ -103,7 +103,9 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     def save_state(self) -> Any:
         """Return a copy of the episode's state for `load_state`; requires `layout.simulator.saves_state`."""
         if not isinstance(self.env, SavesState) or not self.layout.simulator.saves_state:
-            raise EnvError(f"env '{self.layout.name}' cannot save its state.")
+            raise EnvError(
+                f"env '{self.layout.name}' cannot save its state. Check `layout.simulator.saves_state` first."
+            )
         return self.env.save(0)
 
     def load_state(self, state: Any) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return self.env.render(0)
 
     def close(self) -> None:
-        """Free the simulator."""
+        """Close the simulator."""
         self.env.close()
 
     def _choose(self, options: dict[str, Any]) -> tuple[int, int]:
@@ -176,8 +178,8 @@ def env_of(run_plan: RunPlan, *, takes_delay: bool = False) -> SingleEnv:
 def _single(cfg: Config, settings: EnvSettings | None = None, *, takes_delay: bool = False) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
-            f"env '{env_spec(cfg).name}' is a text task without steps. `embodyrl.GRPO` trains on text tasks, "
-            "`embodyrl view` and `report` show replies."
+            f"env '{env_spec(cfg).name}' is a text task without steps. Train on text tasks with `embodyrl.GRPO`; show "
+            "replies with `embodyrl view` or `report`."
         )
     check_components(cfg)
     return SingleEnv(cfg, settings or cfg.env, takes_delay=takes_delay)

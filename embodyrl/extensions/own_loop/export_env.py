@@ -57,7 +57,7 @@ def _other_files(folder: str, names: list[str]) -> list[str]:
 
 
 def _requirement(env_type: str) -> str:
-    """Return the pip requirement of embodyrl with the extras of an environment's simulator."""
+    """Return the pip requirement of embodyrl, with the extras that the simulator of an environment needs."""
     found = extensions().get(env_type)
     extras = ",".join(sorted(set(found.requires.values()))) if found else ""
     return f"embodyrl{f'[{extras}]' if extras else ''}=={__version__}"

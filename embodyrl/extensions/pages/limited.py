@@ -9,7 +9,7 @@ class LimitedServer(ThreadingHTTPServer):
     """HTTP server with a thread per connection; connections above the limit are closed."""
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], connections: int) -> None:
-        """Bind the address.
+        """Bind the server to an address; at most `connections` connections are open at a time.
 
         Raises:
             OSError: the address is not available.
@@ -19,7 +19,7 @@ class LimitedServer(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, unless the limit is reached."""
+        """Start a thread for a connection; close the connection if the limit is reached."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:

@@ -28,13 +28,13 @@ _REQUEST_S = 10.0
 """Maximum time for a client to send a request, in seconds."""
 _STRANGER = b"not from this page: open the address that the command printed, with its token"
 _SIGNALS_S = 0.5
-"""Maximum wait in one system call, in seconds: a signal just before the call does not interrupt it."""
+"""Maximum duration of a blocking call, in seconds; a signal just before the call is handled after this time."""
 
 
 class Loopback(LimitedServer):
-    """HTTP server: threads read the requests; the thread that calls `answer_forever` answers them in order.
+    """Local HTTP server that reads requests in threads and answers all requests in one thread.
 
-    OpenGL windows belong to one thread, and environments allow one call at a time.
+    The thread that calls `answer_forever` answers in order: OpenGL windows and environments are not thread-safe.
 
     Other users of this machine and other pages in the same browser could send requests here too. Each request needs the
     `token`, in the query of the address or in the header X-Token. Requests with another host name (DNS rebinding) or
@@ -44,7 +44,7 @@ class Loopback(LimitedServer):
     def __init__(
         self, port: int, gets: Mapping[str, Callable[[], Answer]], posts: Mapping[str, Callable[[Any], Answer]]
     ) -> None:
-        """Bind the server; port 0: any free port.
+        """Bind the server to a port; port 0: any free port.
 
         Raises:
             ConfigError: the port is taken.
@@ -63,7 +63,7 @@ class Loopback(LimitedServer):
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def show(self, *, open_page: bool, name: str = "") -> None:
-        """Print the address after `name`, open it in a browser if `open_page`, and serve until Ctrl-C."""
+        """Print `name` and the address, open the page in a browser if `open_page`, and serve until Ctrl-C."""
         print(f"{name}{self.url}   (Ctrl-C stops the server)", flush=True)
         try:
             if open_page:
@@ -115,7 +115,7 @@ class Loopback(LimitedServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Loopback
     timeout = _REQUEST_S
-    """Timeout for one packet, and for the client to receive its answer."""
+    """Timeout for receiving a packet and for sending the response, in seconds."""
 
     def setup(self) -> None:
         super().setup()
@@ -200,9 +200,9 @@ def _object_of(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except RecursionError as error:
-        raise ValueError("the body is nested too deeply") from error
+        raise ValueError("The request body is nested too deeply.") from error
     if not isinstance(found, dict):
-        raise ValueError("the body is not a JSON object")
+        raise ValueError("The request body must be a JSON object.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Rates measured by `embodyrl doctor --gpu`, stored in the user's cache and used for predictions."""
+"""Rates that `embodyrl doctor --gpu` measures and stores in the user's cache, for speed predictions."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def read_measured() -> dict[str, Measured]:
 
 
 def keep_measured(found: Mapping[str, Mapping[str, float]], report: Path, day: str) -> None:
-    """Add measurements to the cache file; older measurements of the same name are replaced.
+    """Add measurements to the cache file; replace older measurements with the same name.
 
     Raises:
         OSError: the cache cannot be written.

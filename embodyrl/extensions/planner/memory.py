@@ -41,14 +41,14 @@ class MemoryPlan:
     weights: int
     """Weights, and the moving average of the weights if the run trains one."""
     gathered: int
-    """Full weights during rollouts, if training shards the weights."""
+    """Full weights gathered for rollouts, if the training weights are sharded."""
     reference: int
     gradients: int
     optimizer: int
     activations: int
     """Activations of a micro-batch, including the log-probabilities."""
     in_use: int
-    """Weights of the layers that are gathered at a time during sharded training."""
+    """Weights of the layers that FSDP gathers at the same time during training."""
     acting_batch: int
     """Activations of the largest inference batch."""
     keeps_acting: bool
@@ -95,7 +95,7 @@ class MemoryPlan:
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
-        """Return the lines of `--dry-run`, as pairs of name and text."""
+        """Return the memory lines of `--dry-run`, as pairs of name and text."""
         parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
         sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
         named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
@@ -274,7 +274,7 @@ def _micro_batches(run_plan: RunPlan) -> int:
 
 
 def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole: bool) -> int:
-    """Return the activation bytes of a micro-batch, for the distinct prompts of a step.
+    """Return the activation bytes of a micro-batch; `prompts` limits its number of distinct prompts.
 
     `copies`: autocast keeps bfloat16 copies of the weights for the backward pass.
     `whole`: unsharded gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one layer and of the
@@ -331,7 +331,7 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
 
 
 def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
-    """Reject a run that does not fit in memory.
+    """Raise an error if a run does not fit in memory.
 
     Raises:
         ConfigError: the run does not fit; the message names needed and available memory, and keys that reduce memory.
@@ -341,8 +341,8 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
         gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
         if gpu and needed > gpu:
             raise ConfigError(
-                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU together "
-                f"{needed / GIB:.1f}; the smallest GPU has {gpu / GIB:.1f} GiB free. "
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU need "
+                f"{needed / GIB:.1f} GiB, but the smallest GPU has only {gpu / GIB:.1f} GiB free. "
                 f"Try {_smaller_on_gpu(run_plan, plan)}."
             )
     policies, workers = _fullest_host(run_plan, plan)
@@ -352,7 +352,8 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
         raise ConfigError(
             f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
             f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
-            f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
+            f"only {free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, "
+            f"{smaller}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Planner of the resources of a run: memory, memory fraction of vLLM, and predicted speed."""
+"""Resource plan of a run: memory, memory fraction of vLLM, and predicted speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodyrl.plan.run_plan import RunPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedResources(Resources):
-    """Resources of a training run, with the memory plan."""
+    """Resources of a training run, including the memory plan."""
 
     memory: MemoryPlan
 

@@ -12,7 +12,7 @@ from embodyrl.plan.run_plan import RunPlan
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates of a GPU; assumed: about 2/3 of the FLOP/s and 5/6 of the bandwidth in the data sheet."""
+    """Rates of a GPU; assumed rates are about 2/3 of the FLOP/s and 5/6 of the bandwidth in the data sheet."""
 
     name: str
     flops: float
@@ -41,8 +41,8 @@ SPEEDS = (
     Speed("A10", 83e12, 20e12, 0.5e12),
     Speed("L4", 80e12, 20e12, 0.25e12),
 )
-"""Assumed rates by a substring of the GPU name in `nvidia-smi`; the first match is used. GeForce GPUs have half the
-rate for matrix products with float32 accumulation."""
+"""Assumed rates of GPUs; the first entry whose name occurs in the name from `nvidia-smi` is used.
+GeForce GPUs have half the rate for matrix products with float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 ACTING = 1.4
 """Ratio of inference time to the time of the matrix products alone: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
@@ -60,7 +60,7 @@ class Rates:
     simulators: float
     """Chunks per second that the env workers execute."""
     acting: float
-    """Chunks per second that the policy infers."""
+    """Chunks per second that the policy generates."""
     training: float
     """Samples per second in forward and backward passes."""
     seconds: float
@@ -73,7 +73,7 @@ class Rates:
     """Path of the report with the measured time of an environment chunk; empty: assumed time."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
-        """Return the lines of `--dry-run`, as pairs of name and text."""
+        """Return the speed lines of `--dry-run`, as pairs of name and text."""
         simulators = f"{self.simulators:.0f} chunks/s" if self.simulators else "not known"
         return [
             (
@@ -92,8 +92,8 @@ class Rates:
     @property
     def _basis(self) -> str:
         if self.speed.source:
-            return f"measured of each GPU ({self.speed.name})"
-        return f"assumed of each GPU ({self.speed.name}{'' if self.known else ', for want of a known name'})"
+            return f"measured for each GPU ({self.speed.name})"
+        return f"assumed for each GPU ({self.speed.name}{'' if self.known else ', because its name is unknown'})"
 
     @property
     def _origin(self) -> str:
@@ -101,9 +101,9 @@ class Rates:
         if self.speed.source:
             return ", ".join([f"rates from {self.speed.source}", *([chunks] if chunks else [])])
         return (
-            f"of this GPU nothing was measured (embodyrl doctor --gpu), {chunks}"
+            f"this GPU was not measured (embodyrl doctor --gpu), {chunks}"
             if chunks
-            else "of this GPU nothing was measured (embodyrl doctor --gpu)"
+            else "this GPU was not measured (embodyrl doctor --gpu)"
         )
 
 

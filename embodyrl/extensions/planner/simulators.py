@@ -5,7 +5,7 @@ from embodyrl.plan.run_plan import RunPlan
 
 
 def rendering_bytes(run_plan: RunPlan) -> int:
-    """Return the planned GPU memory of an env worker: its context, and the textures of the tasks that it keeps."""
+    """Return the planned GPU memory of an env worker in bytes: rendering context, and textures of cached tasks."""
     env, count = run_plan.env_costs, len(run_plan.env_workers[0].slots)
     if env.task_bytes:
         tasks = len(run_plan.cfg.env.train.task_ids or run_plan.env.tasks)

@@ -1,4 +1,4 @@
-"""Checks of the replies of workers on other hosts, before the driver stores their content."""
+"""Checks of replies from workers on other hosts, before the driver stores the records in the replies."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest
 from embodyrl.extensions.ray_cluster.rows import DIVIDED, HEADER, Pools, Rows
 
 _FINITE = frozenset({Record.observed_state, Record.reward, Record.logprob})
-"""Fields without NaN and infinite numbers."""
+"""Record fields that must contain only finite numbers."""
 
 
 def fault_of(pools: Pools, request: Request, replies: Sequence[Reply], rows: Sequence[Rows], *, mirrored: bool) -> str:
-    """Return how the reply to a request violates the protocol; empty: it does not.
+    """Return the protocol violation in the reply to a request; empty: the reply is valid.
 
     A worker can write wrong numbers, but only into the fields and records that the request declares.
 
     Args:
-        pools: the driver's memory.
+        pools: shared memory of the driver.
         request: the request.
         replies: messages of the reply.
         rows: record fields that the worker wrote.

@@ -47,7 +47,10 @@ class _Answer:
 
 
 class RemoteWorker:
-    """Worker in a Ray actor; on the driver's host with the shared arena, on other hosts with a mirror of the arena."""
+    """Worker in a Ray actor.
+
+    On the driver's host, the worker uses the shared arena; on other hosts, a mirror of the arena.
+    """
 
     def __init__(self, spec: WorkerSpec, driver_node: str, turn: int, silence_s: float) -> None:
         os.environ.update(spec.environ)
@@ -72,7 +75,7 @@ class RemoteWorker:
             ray_nodes.exit_without_cluster(silence_s)
 
     def log(self) -> tuple[str, int]:
-        """Return the path of the worker's output on its host, and the size of the output of earlier workers."""
+        """Return the path of the worker's log on its host, and the size of the log before this worker started."""
         return self._log.name, self._told
 
     def start(self) -> _Answer:
@@ -117,7 +120,7 @@ class _Handle(Handle):
     open: deque[Any] = field(default_factory=deque)
     """Ray object references of unanswered requests, oldest first."""
     requests: deque[Request | None] = field(default_factory=lambda: deque([None]))
-    """Unanswered requests, oldest first; None: the start."""
+    """Unanswered requests, oldest first; None: the start of the worker."""
     output: Any
     """Ray object reference to the path and initial size of the worker's log file on its host."""
     received: int = 0
@@ -151,7 +154,7 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
-        """See `Launcher.preview`."""
+        """Describe the hosts of a run without starting workers (see `Launcher.preview`)."""
         if ray_nodes.starts_own():
             return "this host, with a local Ray cluster of the run (RAY_ADDRESS is not set)"
         launcher = cls(Path(), cluster)
@@ -160,12 +163,15 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """See `Launcher.nodes`; host names get the highest numbers before the cluster is connected."""
+        """Return the host numbers of each component (see `Launcher.nodes`).
+
+        The cluster is not connected yet, so host names get the highest numbers.
+        """
         cluster = cluster or ClusterSettings()
         return parse_placement(cluster.component_placement, cluster.num_nodes, separate=separate)
 
     def _choose(self, count: int) -> list[Node]:
-        """Return the hosts of the run by node number."""
+        """Return the nodes of the run, in the order of their numbers."""
         nodes = ray_nodes.in_order(self._living.values(), self._driver_node)
         if len(nodes) < count:
             raise WorkerError(
@@ -177,12 +183,12 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @property
     def host(self) -> str:
-        """Return the address of the driver for workers; loopback if all actors run on its host."""
+        """Return the address of the driver for workers; loopback if all actor ranks run on the driver's host."""
         apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
         return ray.util.get_node_ip_address() if apart else LOOPBACK
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
-        """See `Launcher.start`."""
+        """Start a worker as a Ray actor (see `Launcher.start`)."""
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
         chosen = self._placement[spec.component]
@@ -233,7 +239,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return ray_nodes.left_of(self._nodes, usable)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
-        """See `Launcher.send`."""
+        """Send a request to a worker (see `Launcher.send`)."""
         handle = self._ask(worker, timeout_s)
         handle.requests.append(request)
         rows = [] if handle.beside_driver else self._rows(handle, request)
@@ -251,7 +257,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return self._bucket[1]
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """See `Launcher.wait`."""
+        """Return new replies and deaths of workers (see `Launcher.wait`)."""
         oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
         if oldest and not self._events:
             # The first reply wakes this process; further replies are taken at once.
@@ -269,7 +275,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return self._take_events()
 
     def _look_at_nodes(self) -> None:
-        """Report the workers of lost hosts as dead; Ray does not always report lost actors to waiting calls."""
+        """Report the workers of lost hosts as dead, because Ray does not always report lost actors."""
         if self.lost:
             return
         try:
@@ -349,7 +355,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return f"; its output there: {path}"
 
     def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
-        """End a worker and report its death; `log`: text to append to the log, such as Ray's error message."""
+        """End a worker, report its death, and append `log` (such as Ray's error message) to the worker's log."""
         handle = self._handles.pop(name)
         _close(handle.pools)
         ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))
@@ -357,7 +363,7 @@ class RayLauncher(OpenRequests[_Handle]):
         _append(handle.log, log.encode())
 
     def stop(self, *, grace_s: float = 10.0) -> None:
-        """See `Launcher.stop`."""
+        """Stop all workers, and the cluster if this launcher started it (see `Launcher.stop`)."""
         actors = [handle.actor for handle in self._handles.values()]
         for handle in self._handles.values():
             _close(handle.pools)
@@ -385,7 +391,7 @@ def _append(log: Path, text: bytes) -> None:
 
 
 def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
-    """Attach the driver's pools on the driver's host; on other hosts create mirrors."""
+    """Attach the memory pools of the driver, or create mirrors of the pools on another host."""
     handles = [handle for handle in (spec.init.arena, spec.init.bucket_arena) if handle]
     return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
 

@@ -153,21 +153,24 @@ def left_of(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
 
 
 def describe(nodes: Iterable[Node]) -> str:
-    """Return a line with the cluster and the number of each node."""
+    """Return a line of text with the cluster address and the number of each node."""
     return f"Ray cluster at {head()}: " + ", ".join(f"node {number} {node}" for number, node in enumerate(nodes))
 
 
 class Messages:
-    """Standard output from which the messages of Ray's own threads go to a file: pages of text for each lost node."""
+    """Replacement of standard output that writes the messages of Ray's threads to a file.
+
+    Ray prints pages of text for each lost node.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file, self._stream = file, sys.stdout
         self.ending = False
-        """True while Ray shuts down, which repeats its messages in this thread."""
+        """True while Ray shuts down and repeats its messages in this thread."""
         sys.stdout = cast("TextIO", self)
 
     def write(self, text: str) -> int:
-        """Write to the file in a thread of Ray and while Ray shuts down, otherwise to standard output."""
+        """Write messages of Ray to the file, and other text to standard output."""
         if not self.ending and not threading.current_thread().name.startswith("ray_"):
             return self._stream.write(text)
         with open(self._file, "a", encoding="utf-8") as file:
@@ -183,7 +186,7 @@ class Messages:
 
 
 class NodeWatch:
-    """List of the nodes, refreshed every few seconds in the background."""
+    """Monitor that lists the live nodes every few seconds in the background."""
 
     def __init__(self) -> None:
         self._look: Future[Any] | None = None
@@ -209,7 +212,7 @@ class NodeWatch:
 
 
 def exit_without_cluster(silence_s: float) -> None:
-    """Exit this worker when its node is not in the cluster, or the head has not responded, for `silence_s`.
+    """Exit this process if its node is not in the cluster, or the head does not respond, for `silence_s` seconds.
 
     Ray ends the workers of a dead driver, but not those of a host that is cut off or whose head is frozen.
     """

@@ -38,7 +38,7 @@ def parse_placement(
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 raise ConfigError(
-                    f"cluster.component_placement: '{name}' is not a component; components are "
+                    f"cluster.component_placement: '{name}' is not a component. Choose from "
                     f"{', '.join(COMPONENTS)}, "
                     "for example {env: 1-3, rollout: 0, actor: 0}."
                 )
@@ -47,8 +47,8 @@ def parse_placement(
         raise ConfigError(f"cluster.component_placement has no entry for {', '.join(missing)}; add one.")
     if found["rollout"] != found["actor"] and not separate:
         raise ConfigError(
-            "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
-            "same nodes; use the same nodes for both, or rollout.mode=disaggregated."
+            "cluster.component_placement: with rollout.mode=collocated, rollout and actor share a process. "
+            "Use the same nodes for both, or set rollout.mode=disaggregated."
         )
     return found
 
@@ -79,11 +79,11 @@ def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]
             )
         else:
             raise ConfigError(
-                f"cluster.component_placement.{names}='{text}': must be all, node numbers such as 0-3,5, or host names."
+                f"cluster.component_placement.{names}='{text}': use `all`, node numbers such as 0-3,5, or host names."
             )
     if not nodes or max(nodes) >= num_nodes:
         raise ConfigError(
-            f"cluster.component_placement.{names}='{text}': nodes are numbered 0 to {num_nodes - 1} "
+            f"cluster.component_placement.{names}='{text}': node numbers must be 0 to {num_nodes - 1} "
             f"(cluster.num_nodes={num_nodes})."
         )
     # Each node once, in the given order.

@@ -12,7 +12,7 @@ from embodyrl.channels.messages import Request, ScoreRequest, Use, ValueRequest
 DIVIDED = (ValueRequest, ScoreRequest)
 """Requests whose records the ranks divide among themselves; each rank writes a part."""
 _UNWRITTEN = 0xFF
-"""Byte of fields that are not written yet: as float32, a NaN that no computation returns."""
+"""Byte that fills unwritten fields; as float32, the bytes are a NaN that no computation returns."""
 HEADER = (SEQUENCE, STATE)
 """Fields with the state of a record, which are sent with every record."""
 Pools = tuple[Arena, ...]
@@ -39,7 +39,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
     """Return the record fields that a worker wrote while executing a request.
 
     The result contains only complete records: all ranks receive the request to publish weights, but only one writes.
-    Of a request in `DIVIDED`, the result contains only the records that this rank wrote since `mark`.
+    For a request in `DIVIDED`, the result contains only the records that this rank wrote since `mark`.
     """
     rows = []
     for use in request.writes():
@@ -61,7 +61,7 @@ def mark(pools: Pools, request: Request) -> None:
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:
-    """Return the smallest byte of each record of an array [n, ...]: `_UNWRITTEN` if all its bytes are."""
+    """Return the smallest byte [n] of each record, which is `_UNWRITTEN` only if the whole record is unwritten."""
     flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
     return flat.min(axis=1, initial=_UNWRITTEN)
 

@@ -1,4 +1,4 @@
-"""Split the arguments of `recap` among the commands of its stages."""
+"""Assignment of the arguments of `recap` to the commands of its stages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OF_STAGES = {
     **{key: {"eval"} for key in ("eval", "video", "video_cfg")},
     "collect": {"collect"},
 }
-"""Stages that use the config keys under each name; keys under other names apply to all stages."""
+"""Stages that use the keys of a config section; keys of other sections apply to all stages."""
 _SPLITS = {
     **{f"runner.{key}": {"sft"} for key in ("max_steps", "max_epochs", "save_interval", "val_check_interval")},
     "env.train.": {"collect"},
     "env.eval.": {"eval"},
 }
-"""Exceptions from `_OF_STAGES`: the stages of single keys, and of all keys under a prefix that ends in a dot."""
+"""Exceptions from `_OF_STAGES`: stages of a single key, or of all keys with a prefix that ends in a dot."""
 _SET = {
     "ckpt": "each round trains from model.path=FOLDER; an exported run is such a folder",
     "collect.out": "episodes are in recap.out",
@@ -42,18 +42,18 @@ _SET = {
     "runner.on_existing": "the same command resumes an incomplete run",
     "runner.resume_dir": "the same command resumes an incomplete run",
 }
-"""Config keys that the user must not set, because `recap` sets them; each with the reason for the error message."""
+"""Config keys that the user must not set, because `recap` sets them; each with a reason for the error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Arguments of `embodyrl recap`: those that select the model, and all others by stage."""
+    """Arguments of `embodyrl recap`, divided into model arguments and arguments of each stage."""
 
     cfg: RecapSettings
     seed: int
     demos: str
     words: Mapping[str, tuple[str, ...]]
-    """Arguments of `collect`, `sft` and `eval`, without those of the model."""
+    """Arguments of each stage (`collect`, `sft`, `eval`), without the model arguments."""
     model: tuple[str, ...]
     """Arguments that select the model and its initial weights."""
 
@@ -73,7 +73,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     """Assign the arguments to the stages.
 
     Raises:
-        ConfigError: one line per problem.
+        ConfigError: a required argument is missing, or an argument is invalid; one line per problem.
     """
     given: dict[str, Any] = {}
     model: list[str] = []

@@ -32,7 +32,7 @@ _SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params"
 
 
 def recap(args: argparse.Namespace) -> int:
-    """Run `embodyrl recap`."""
+    """Run `embodyrl recap`: all rounds, with a report."""
     arguments = read_arguments(args.words)
     with (
         contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext(),
@@ -49,7 +49,7 @@ def recap(args: argparse.Namespace) -> int:
 
 
 class Rounds:
-    """Rounds of one command; stages whose output files exist are not repeated."""
+    """Runs the rounds of `embodyrl recap`; stages whose output files exist are not repeated."""
 
     def __init__(self, arguments: Arguments, config_dirs: Sequence[Path] = ()) -> None:
         self._arguments, self._cfg, self._dirs = arguments, arguments.cfg, config_dirs
@@ -109,7 +109,7 @@ class Rounds:
         return self._arguments.out / f"labels_{number}.parquet"
 
     def _learning(self, number: int) -> Config:
-        """Return the SFT config of a round: from the initial weights, on the labelled data sets of the round."""
+        """Return the SFT config of a round, with the initial weights and the labelled data sets of the round."""
         more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
         words = [more, "data.val_share=0", write_word("objective.labels", str(self._labels(number)))]
         named = self._run_words(f"round_{number}")

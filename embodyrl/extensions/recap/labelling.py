@@ -1,4 +1,4 @@
-"""Value stage of a round in a separate process, so that the driver of a run loads neither frames nor torch."""
+"""Value stage of a RECAP round, in a separate process: the driver loads neither frames nor torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from embodyrl.extensions.recap.value import ValueModel
 
 _STAGE_S = 24 * 3600.0
-"""Time limit of the process, in seconds."""
+"""Time limit of the value stage, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Stage:
     folders: tuple[str, ...]
     cfg: RecapSettings
     model: ModelSettings
-    """Policy with the initial weights, whose features are the input of the value models."""
+    """Settings of the initial policy, whose features are the input of the value models."""
     seed: int
     labels: Path
     """Output: the labels of all frames, in the order of `folders`."""
@@ -67,7 +67,7 @@ class Stage:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that determine the labels, as JSON values."""
+        """Settings that determine the labels, by name, as JSON values."""
         named = self.cfg.model_dump(mode="json", exclude={"out", "rounds", "evaluate"})
         found = {f"recap.{name}": value for name, value in named.items()}
         return found | {"seed": self.seed, "model.path": str(resolve_asset(str(self.model.weights)).resolve())}
@@ -105,7 +105,7 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
     written = found.get("settings", {})
     if differs := [f"{name}={written.get(name)}" for name, value in wanted.items() if written.get(name) != value]:
         raise ConfigError(
-            f"{stage.labels} was written with {', '.join(differs)}. Use the same settings, or choose another recap.out."
+            f"{stage.labels} was written with {', '.join(differs)}. Use these settings, or choose another recap.out."
         )
     return found
 
@@ -161,7 +161,7 @@ def label(stage: Stage) -> None:
 
 
 def cross_fitted(demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, stage: Stage) -> DoubleArray:
-    """Return values [N] of all frames, each from a model that did not train on the frame's episode (see `value_folds`).
+    """Return the value [N] of each frame, from a model that was not trained on its episode (see `value_folds`).
 
     Frames after the first success, where the return is 0, have the value 0.
     """
@@ -205,7 +205,9 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
         model = _with_statistics(stage, demos, env, Path(folder))
         policy = POLICIES.get(model.model_type).build(model, request)
     if not isinstance(policy, HasFeatures):
-        raise ConfigError(f"recap.value_from=policy: model '{policy.spec.name}' has no features; use network.")
+        raise ConfigError(
+            f"recap.value_from=policy: model '{policy.spec.name}' has no features. Set recap.value_from=network."
+        )
     features = features_of(policy, demos)
     return lambda: FeatureValue(features).to(device)
 
@@ -219,7 +221,7 @@ def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: 
 
 
 def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
-    """Return the indices of the frames up to the first success, of the episodes in the mask `chosen` [E]."""
+    """Return the frame indices of the episodes in the mask `chosen` [E], up to the first success of each."""
     parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
@@ -241,7 +243,7 @@ def measured(outcomes: Outcomes, g: DoubleArray, value: DoubleArray) -> dict[str
 
 
 def shares(outcomes: Outcomes, ranked: BoolArray, positive: BoolArray, sure: BoolArray) -> dict[str, float]:
-    """Return the numbers of episodes and frames, and the fractions of positive labels by rank and in total.
+    """Return counts of episodes and frames, and the fractions of positive labels by rank and in total.
 
     The total includes the actions of an expert or a person, which are always positive (see `forced`).
     """

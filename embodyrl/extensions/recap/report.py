@@ -19,7 +19,7 @@ class Round:
 
     number: int
     run: str
-    """Folder of the SFT run; the initial weights for round 0."""
+    """Folder of the SFT run; for round 0, path of the initial weights."""
     data: str | None = None
     """Folder of the collected episodes."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Round:
 
 
 def read_score(run: Path) -> dict[str, Any] | None:
-    """Return success rate, interval and episodes of the newest finished evaluation of a run; None: there is none."""
+    """Return success rate, interval and episodes of the newest finished evaluation; None without evaluation."""
     for folder in sorted((run / "eval").glob("step_*"), reverse=True):
         if table := read_table(folder):
             overall = table["overall"]
@@ -70,5 +70,5 @@ def _cells(one: Round) -> list[str]:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Return the content of the JSON file."""
+    """Return the content of the JSON report in a folder."""
     return read_json(folder / REPORT_JSON)

@@ -17,24 +17,25 @@ class RecapSettings(Settings):
     out: Path
     """Output folder: episodes, labels, runs and the report; the same command resumes an incomplete RECAP run."""
     rounds: Count = 2
-    """Number of rounds; each trains from the initial weights on all data so far."""
+    """Number of rounds. Each round trains the initial weights on the data of all rounds so far."""
     advantage_steps: Annotated[int, Field(ge=1, le=10**6)] | None = 50
-    """Number of env steps N of the N-step advantage: N rewards and the value after N env steps; null: all rewards of
-    the episode (Monte Carlo)."""
+    """Number N of env steps in the N-step advantage: N rewards plus the value after N env steps.
+    null: all rewards of the episode (Monte Carlo)."""
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Fraction of the frames of each task that get the label "positive" by rank."""
+    """Fraction of frames labelled "positive" in each task: the frames with the highest advantages."""
     failure_penalty: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """Penalty of a failed episode, as a multiple of the longest episode of its task.
     With values below 1, the end of a failure can have a higher return than the start of a success."""
     labels: LabelSource = LabelSource.advantage
-    """advantage: rank of the advantage. shuffled: the same labels in random order within each task, as a control."""
+    """Source of the labels. advantage: rank of the advantage. shuffled: the same labels, shuffled within each task, as
+    a control."""
     value_from: ValueInput = ValueInput.policy
     """Input of the value models. policy: features of the initial policy, computed once per round. network: a
     separate small network reads images, state and instruction; slower."""
     value_steps: Count = 400
-    """Optimizer steps of each value model."""
+    """Number of optimizer steps of each value model."""
     value_batch_size: Count = 128
-    """Frames per optimizer step of a value model."""
+    """Number of frames per optimizer step of a value model."""
     value_lr: Positive = 1e-3
     """Learning rate of the value models."""
     value_folds: Annotated[int, Field(ge=1, le=20)] = 2

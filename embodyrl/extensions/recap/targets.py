@@ -13,7 +13,7 @@ from embodyrl.types import BoolArray, DoubleArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Lengths and results of E episodes with N frames."""
+    """Frame ranges, success and tasks of E episodes with N frames in total."""
 
     start: IntArray
     """[E] index of the first frame."""
@@ -30,7 +30,7 @@ class Outcomes:
     def of(cls, demos: Demonstrations) -> Self:
         """Read the outcomes of a data set; each distinct instruction is a task.
 
-        Episodes whose actions have an unknown author count as successful: such demonstrations, recorded by other
+        Episodes whose actions have an unknown actor count as successful: such demonstrations, recorded by other
         programs, contain no success flags.
         """
         success, end = [], []
@@ -97,7 +97,7 @@ def thresholds(outcomes: Outcomes, advantage: DoubleArray, positive_share: float
 
 
 def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, float]) -> BoolArray:
-    """Return the mask [N] of positive frames: the advantage is at least the threshold of the task.
+    """Return the mask [N] of frames whose advantage is at least the threshold of their task.
 
     Frames after the first success are False.
     """
@@ -109,12 +109,12 @@ def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, 
 
 
 def forced(demos: Demonstrations) -> BoolArray:
-    """Return the mask [N] of frames with an action of an expert, a person or an unknown actor: always positive."""
+    """Return the mask [N] of frames whose action is not from the policy; their labels are always positive."""
     return demos.actor != Actor.policy
 
 
 def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
-    """Return the labels [N], with the labels of the frames in the mask `free` [N] shuffled within each task."""
+    """Return the labels [N]; labels in the mask `free` [N] are shuffled within each task."""
     found, task = labels.copy(), outcomes.task_of_frame
     rng = np.random.default_rng(seed)
     for one in np.unique(outcomes.task).tolist():

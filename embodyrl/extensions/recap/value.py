@@ -37,7 +37,7 @@ class ValueTraining:
 
 
 class ValueModel(nn.Module, ABC):
-    """Network with logits over `BINS` categories of the return, for frames of a fixed data set."""
+    """Network that predicts logits over `BINS` categories of the return, for the frames of one data set."""
 
     @abstractmethod
     def forward(self, frames: IntArray) -> Tensor:
@@ -61,7 +61,7 @@ class FeatureValue(ValueModel):
         self.layers = nn.Sequential(*layers, nn.Linear(HEAD_WIDTH, BINS))
 
     def forward(self, frames: IntArray) -> Tensor:
-        """See `ValueModel`."""
+        """Return the logits [B, BINS] of the frames (see `ValueModel.forward`)."""
         return self.layers(self._features[torch.from_numpy(frames).to(self._features.device)])
 
 
@@ -90,7 +90,7 @@ class NetworkValue(ValueModel):
         self.head = nn.Sequential(nn.Linear(WIDTH, HEAD_WIDTH), nn.GELU(), nn.Linear(HEAD_WIDTH, BINS))
 
     def forward(self, frames: IntArray) -> Tensor:
-        """See `ValueModel`."""
+        """Return the logits [B, BINS] of the frames (see `ValueModel.forward`)."""
         return self.head(self.network.encode_prefix(observations(self._demos, frames)).pooled)
 
     def trained(self) -> list[nn.Parameter]:
@@ -160,7 +160,7 @@ def train_value(
 
 @torch.no_grad()
 def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
-    """Return the predicted mean returns [n] of the frames with indices `frames` [n]."""
+    """Return the mean of the predicted return distribution [n] for the frames with the indices `frames` [n]."""
     parts = [np.zeros(0)]
     for start in range(0, len(frames), 256):
         logits = model(frames[start : start + 256])
@@ -170,6 +170,6 @@ def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
 
 
 def observations(demos: Demonstrations, frames: IntArray) -> Observation:
-    """Return a batch of the observations with the indices `frames`."""
+    """Return the observations of the frames with the indices `frames`."""
     words = tuple(str(text) for text in demos.instruction[frames])
     return Observation(images=demos.images[frames], state=demos.state[frames], instructions=words)

@@ -11,16 +11,16 @@ from embodyrl.extensions.recording.video import VideoRecorder
 
 
 class Mp4Recordings:
-    """Implements `Recordings` with one `VideoRecorder` per slot."""
+    """Records episodes of an env worker as MP4 files, with one `VideoRecorder` per slot (see `Recordings`)."""
 
     def __init__(self, env: Env, video: VideoSettings) -> None:
         self._env, self._video = env, video
         self._open: dict[int, tuple[VideoRecorder, str]] = {}
-        """Recorder and outcomes to keep, by slot."""
+        """Recorder of each slot, with the outcomes whose video is kept (`ResetRequest.keep_video`)."""
 
     @property
     def slots(self) -> Set[int]:
-        """Slots whose episode is recorded."""
+        """Slots whose current episode is recorded."""
         return self._open.keys()
 
     def begin(self, request: ResetRequest) -> Recording | None:

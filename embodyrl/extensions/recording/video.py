@@ -21,11 +21,11 @@ _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _PERSON = (242, 163, 60)
 _SHORTEST_S = 4.0
-"""Minimum duration of the video of an episode with `horizon` steps, in seconds; all videos have the same speed."""
+"""Minimum duration of the video of an episode with `horizon` steps, in seconds."""
 _STILL_S = 1.0
 """Duration of the last frame, which shows the outcome, in seconds."""
 _FAILURES = (OSError, RuntimeError, ValueError)
-"""Errors of imageio and ffmpeg for a missing binary, a full disk, or a folder that is not writable."""
+"""Errors that imageio raises if ffmpeg is missing, the disk is full, or the folder is not writable."""
 
 
 class VideoError(EmbodyError):
@@ -33,7 +33,7 @@ class VideoError(EmbodyError):
 
 
 class VideoRecorder:
-    """Encodes frames as they arrive (H.264, yuv420p) under a temporary name; `finish` renames the file.
+    """Encodes frames into a temporary MP4 file (H.264, yuv420p); `finish` renames the file.
 
     With `info`, the instruction is above the image, and the step and a success mark are below the image. The video ends
     with a still frame and the coloured outcome. If episodes of at most `horizon` steps would be too short to watch,
@@ -64,16 +64,16 @@ class VideoRecorder:
         """True if the goal was reached in some frame."""
 
     def add(self, frame: ByteArray, success: bool, *, actor: str = "", highlighted: bool = False) -> None:
-        """Append the frame [H, W, 3] uint8 of the next env step.
+        """Append the frame of the next env step, [H, W, 3] uint8.
 
-        `success`: the goal is reached. `actor`: the author of the action, below the image, on a coloured band if
+        `success`: the goal is reached. `actor`: the source of the action, shown below the image, on a coloured band if
         `highlighted`.
 
         Raises:
             VideoError: the frame and the first frame have different shapes, or the encoder failed.
         """
         if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-            self._fail(f"frame {self._frames} is {frame.dtype} {frame.shape}, expected uint8 (H, W, 3)")
+            self._fail(f"frame {self._frames} is {frame.dtype} {frame.shape}, but must be uint8 (H, W, 3)")
         if self._shape and frame.shape != self._shape:
             self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
         self._shape = frame.shape
@@ -153,8 +153,8 @@ class VideoRecorder:
     def _fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
         self.discard()
         raise VideoError(
-            f"video '{self._partial}' was not written: {reason}. Check the free space and permissions of that folder "
-            f"(video_cfg.base_dir), or set video=none."
+            f"video '{self._partial}' was not written: {reason}. Check the free space and the permissions of the "
+            f"folder (video_cfg.base_dir), or set video=none."
         ) from cause
 
     def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
