@@ -1,1 +1,1 @@
-"""Reports on runs as HTML pages, for one run or for several runs."""
+"""Reports on runs: HTML pages, result cards, a terminal dashboard and loggers."""

@@ -1,4 +1,4 @@
-"""Result card of a run as JSON and Markdown: command, machine, seeds, results and costs."""
+"""Result cards of runs, as JSON and Markdown: command, machine, seeds, results and costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CARD_JSON, CARD_TEXT = "card.json", "CARD.md"
 
 
 def write_card(folder: Path, out: Path | None = None) -> list[Path]:
-    """Write `card.json` and `CARD.md` of a run into its folder, or into `out`; return the paths of both files.
+    """Write `card.json` and `CARD.md` of a run into the run folder, or into `out`; return both paths.
 
     Raises:
         ConfigError: the folder is not a run.
@@ -35,7 +35,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
 
 
 def card_of(folder: Path) -> dict[str, Any]:
-    """Return a result card: command, machine, states and seeds, results with intervals, cost.
+    """Return the result card of a run: command, machine, states and seeds, results with intervals, costs.
 
     Raises:
         ConfigError: the folder is not a run.
@@ -68,7 +68,7 @@ def card_of(folder: Path) -> dict[str, Any]:
 
 
 def card_text(card: Mapping[str, Any]) -> str:
-    """Return the card as Markdown."""
+    """Return a result card as Markdown."""
     weights, where = card["model"]["weights"] or "random", card["environment"]
     lines = [f"# Result card: {card['run']}", "", "| | |", "|---|---|"]
     facts = {
@@ -113,7 +113,7 @@ def _machine(history: History) -> dict[str, str]:
 
 
 def _commands(history: History) -> str:
-    """Return the shell commands that started the run and that resumed the run with other arguments."""
+    """Return the shell command that started the run, and later commands with other arguments."""
     first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
     command, _, words = first.partition(" ")
     said = [f"embodyrl {first}".rstrip()]
@@ -142,7 +142,7 @@ def _seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]
 
 
 def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
-    """Return the initial states available to training, and the number of distinct states in the last evaluation."""
+    """Return the state ids of both splits, and the number of distinct states in the last evaluation."""
     found: dict[str, Any] = {}
     for name, split in (("training", "train"), ("evaluation", "eval")):
         if isinstance(_at(config, f"env.{split}"), Mapping):
@@ -173,7 +173,10 @@ def _change(one: Paired) -> dict[str, Any]:
 
 
 def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
-    """Return env steps and hours of a run: for each, the larger value from finished attempts and from the metrics."""
+    """Return the costs of a run: env steps, hours, and the peak memory of a process.
+
+    A total from finished attempts can be smaller than the total from the metrics; the larger total counts.
+    """
     kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     rows = read_rows(history.folder / COSTS_FILE)
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

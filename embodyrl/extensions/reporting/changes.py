@@ -22,7 +22,7 @@ from embodyrl.types import EpisodeSpec
 
 
 def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
-    """Return the numbers of episodes to record.
+    """Select the episodes to record; return their episode numbers.
 
     For each task, episodes that changed from failure to success alternate with episodes that still fail. Then follow
     episodes that got worse, and episodes that succeeded twice. Longer episodes are first. If success is unknown,
@@ -48,7 +48,7 @@ def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[Epis
 def record(
     run_plan: RunPlan, workers: Workers, result: EvalResult, wanted: Sequence[int], videos: Path, say: Say
 ) -> EvalResult:
-    """Repeat the recorded actions of validation episodes and record videos; return the result with its recordings.
+    """Record videos of validation episodes by repeating their actions; return the result with the recordings.
 
     Episodes with a different outcome are skipped and reported, because simulators may be nondeterministic.
     """
@@ -104,7 +104,7 @@ def record_changes(
 
 
 def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, say: Say) -> list[Path]:
-    """Join the recordings of episodes that are in both validations; report failures."""
+    """Join the two recordings of each episode that both validations recorded; report failures."""
     before = dict(first.recordings)
     joined: list[Path] = []
     for episode, path in last.recordings:

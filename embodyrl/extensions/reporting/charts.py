@@ -18,7 +18,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
 _LONG, _DECAY = 24, 0.8
 """Minimum number of points of a smoothed curve, and the decay of the moving average."""
 _VALUE = 12
-"""Height of the label at the end of a curve, in pixels."""
+"""Height of the label at the last point of a curve, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def wants_log(lines: Sequence[Line]) -> bool:
-    """Return whether positive values span more than two orders of magnitude, for a logarithmic axis."""
+    """Return True if a logarithmic axis fits: all values are positive and span two orders of magnitude."""
     ys = [y for line in lines for _, y in line.points]
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
 
@@ -91,7 +91,7 @@ def wants_log(lines: Sequence[Line]) -> bool:
 def line_chart(
     lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False, x_label: str = "step"
 ) -> str:
-    """Plot curves over the same axes; `limits` sets the range of y, `log` a logarithmic axis."""
+    """Plot curves in one chart; `limits` is the range of y, and `log` selects a logarithmic y axis."""
     if log:
         lines = [replace(line, points=[(x, math.log10(y)) for x, y in line.points], band=()) for line in lines]
     xs = [x for line in lines for x, _ in line.points]
@@ -124,7 +124,7 @@ def line_chart(
 
 
 def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
-    """Plot a curve, smoothed if long, with its last value as a label below the existing labels `taken`."""
+    """Plot one curve, smoothed if it is long, and its last value at a height that is not in `taken`."""
     long = len(line.points) > _LONG
     drawn = smoothed(line.points) if long else line.points
     x, y = frame.at(*drawn[-1])
@@ -142,7 +142,7 @@ def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[
 
 
 def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Plot one stacked bar per step, named parts from the bottom up."""
+    """Plot one stacked bar per step; the parts are stacked in the given order, from the bottom up."""
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     marks = ticks(0.0, max(totals))
     frame = _Frame((-0.5, len(steps) - 0.5), (0.0, marks[-1]))
@@ -186,7 +186,7 @@ def _svg(parts: Sequence[str]) -> str:
 
 _MAX_POINTS = 120
 _SIZES = ("effective_episodes", "episodes")
-"""Metrics with the number of episodes behind a success rate, in order of preference."""
+"""Metrics with the number of episodes of a success rate, in order of preference."""
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:
@@ -213,7 +213,7 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return keys whose values differ between configs, with the values."""
+    """Return each key whose value differs between configs, with the value of every config."""
     leaves = [flat(config) for config in configs]
     rows = [(name, [part.get(name) for part in leaves]) for name in sorted({n for part in leaves for n in part})]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

@@ -14,21 +14,21 @@ _ENTROPY_LEFT = 0.1
 _SOLVED = 0.9
 """Success rate above which a low entropy is not reported."""
 _RISE = 0.05
-"""Minimum increase of the return that counts as a rise, in addition to 10 % of the initial return."""
+"""Minimum increase of the return for warnings about reward hacking, plus 10 % of the initial return."""
 _PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
-"""Thresholds of warnings: fraction of a reward component, fraction of the reply length, share of truncated replies.
+"""Warning thresholds for a reward component, the reply length and the share of truncated replies.
 
-The first two are fractions of the initial value.
+The first two thresholds are fractions of the initial value.
 """
 _PART_AT_FIRST = 0.1
 """Minimum initial mean of a reward component for a warning about its decrease."""
 
 
 class CollapseCheck:
-    """Check that compares the last with the first training steps; each warning is issued once per run."""
+    """Compares the last training steps with the first steps; each warning is issued once per run."""
 
     def __init__(self, *, rewards: Sequence[str], text: bool) -> None:
-        """Store the compared metrics.
+        """Select the metrics to compare.
 
         Args:
             rewards: names of the reward components with a positive weight.
@@ -100,7 +100,7 @@ class CollapseCheck:
 
 
 def collapse_check(run_plan: RunPlan) -> StepCheck:
-    """Return the check of the steps of a run."""
+    """Return a function that checks each training step of a run."""
     env = run_plan.env
     paid = [n for n, w in zip(env.reward.components, env.reward.weights, strict=False) if w > 0]
     return CollapseCheck(rewards=paid, text=env.action.kind is ActionKind.text).check

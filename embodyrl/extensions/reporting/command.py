@@ -1,4 +1,4 @@
-"""The commands `report`, `card` and `view`: a run as an HTML page, as a result card, or in the terminal."""
+"""The commands `report` (HTML page), `card` (result card) and `view` (terminal dashboard)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPLIES, _REFRESH_S = 3, 15
 
 
 def report(args: argparse.Namespace) -> int:
-    """Run `embodyrl report`."""
+    """Run `embodyrl report`: write or serve an HTML page about runs."""
     from embodyrl.extensions.reporting.page import write_report
     from embodyrl.plan.keys import all_keys, state_keys
 
@@ -52,11 +52,11 @@ def report(args: argparse.Namespace) -> int:
 
 
 def card(args: argparse.Namespace) -> int:
-    """Run `embodyrl card`."""
+    """Run `embodyrl card`: write the result card of a run."""
     from embodyrl.extensions.reporting.card import card_of, card_text, write_card
 
     if len(args.words) != 1:
-        raise ConfigError("embodyrl card takes one run: embodyrl card runs/my_run.")
+        raise ConfigError("embodyrl card takes one run, for example: embodyrl card runs/my_run.")
     run = find_run(args.words[0])
     try:
         paths = write_card(run, args.out)
@@ -74,7 +74,7 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path
     from embodyrl.extensions.pages.loopback import Answer, Loopback
 
     if args.json or not args.port.isdecimal():
-        raise ConfigError("--watch serves a page; leave out --json, and give --port a number.")
+        raise ConfigError("--watch serves a page: remove --json, and set --port to a number.")
 
     def page() -> Answer:
         with tempfile.TemporaryDirectory() as folder:
@@ -90,9 +90,9 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path
 
 
 def view(args: argparse.Namespace) -> int:
-    """Run `embodyrl view`."""
+    """Run `embodyrl view`: show the dashboard of a run in the terminal."""
     if len(args.words) > 1:
-        raise ConfigError("embodyrl view takes one run: embodyrl view runs/my_run.")
+        raise ConfigError("embodyrl view takes one run, for example: embodyrl view runs/my_run.")
     run = find_run(args.words[0]) if args.words else latest_run("embodyrl view")
     from rich.console import Console
     from rich.live import Live
@@ -108,7 +108,7 @@ def view(args: argparse.Namespace) -> int:
 
 
 def picture(history: History) -> RenderableType:
-    """Return the dashboard of a training run, or the table of an evaluation, for a terminal."""
+    """Return the dashboard of a training run, or the table of an evaluation, as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 

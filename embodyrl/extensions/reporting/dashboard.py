@@ -19,7 +19,7 @@ from embodyrl.monitor.timing import step_seconds
 
 _KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
 _WIDE, _NARROW = 92, 76
-"""Minimum terminal widths in characters: for bars, and for panes in columns."""
+"""Minimum terminal widths in characters for bars, and for panes side by side."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("success (eval)", "eval/success_once", "{:.3f}"),
@@ -46,7 +46,7 @@ _PROGRESS: tuple[tuple[str, str, str], ...] = (
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the newest values as block characters, scaled between their minimum and maximum.
+    """Return the newest `width` values as block characters, scaled to their minimum and maximum.
 
     >>> sparkline([0, 1, 2, 3], 4)
     '▁▃▆█'
@@ -58,10 +58,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Dashboard:
-    """Data of the dashboard, and its rendering with rich."""
+    """Dashboard of a run, rendered with rich."""
 
     def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
-        """Create an empty dashboard; `clock` returns seconds; None: use the time of the logged steps."""
+        """Create an empty dashboard; without `clock`, the elapsed time is the sum over the logged steps."""
         self.info = info
         self._values: dict[str, deque[float]] = {}
         self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
@@ -87,7 +87,7 @@ class Dashboard:
         self._phase = ""
 
     def event(self, line: str) -> None:
-        """Add a line to the list of events."""
+        """Append a line to the list of events."""
         self._events.append(line)
 
     def progress(self, done: int, total: int, what: str) -> None:
@@ -174,7 +174,7 @@ class Dashboard:
         return table
 
     def _tasks(self) -> Table | None:
-        """Return the table of success per task of the newest validation; in a small terminal only the weakest tasks."""
+        """Return the table of success per task in the newest validation; only the weakest tasks if there are many."""
         found = []
         for number, task in enumerate(self.info.tasks):
             metric = next(
@@ -210,7 +210,7 @@ def _pairs(columns: int) -> Table:
 
 
 def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
-    """Build the dashboard of a run from its files."""
+    """Build the dashboard of a run from metric rows and event lines."""
     board = Dashboard(info, clock=None)
     for row in rows:
         board.log(int(row["step"] or 0), row)

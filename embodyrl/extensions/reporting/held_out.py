@@ -1,4 +1,4 @@
-"""Check whether an evaluation uses held-out initial states, by comparison with the states used in training."""
+"""Check of whether the initial states of an evaluation were used in training or validation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from embodyrl.types import EnvSpec
 
 
 def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return lines about whether training or validation used the initial states of an evaluation."""
+    """Return banner lines on how many initial states of an evaluation were used in training or validation."""
     cfg, env = run_plan.cfg, run_plan.env
     states = {e.reset_id for e in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
@@ -39,7 +39,7 @@ _RENDERING = ("render_profile", *(f"init_params.camera_{part}" for part in ("nam
 
 
 def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return a warning if an evaluation renders other images than the run of its checkpoint."""
+    """Return a warning if the rendering settings of an evaluation differ from those of the training run."""
     cfg = run_plan.cfg
     if run_plan.algorithm is not None or cfg.ckpt is None or (file := _record_of(resolve_run(cfg.ckpt))) is None:
         return []
@@ -51,7 +51,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield a line about used states for the run of a checkpoint, and for each parent run."""
+    """Yield a line about used initial states for the run of a checkpoint, and for each of its parent runs."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
@@ -71,14 +71,14 @@ def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator
 
 
 def _record_of(path: Path) -> Path | None:
-    """Return the path of the config of the run that wrote a weights folder; exported folders contain a copy."""
+    """Return the path of the config of the run that wrote a weights folder; an export contains a copy."""
     if (path / EXPORTED_CONFIG).is_file():
         return path / EXPORTED_CONFIG
     return run_config(path)
 
 
 def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
-    """Return the reset ids that training, validation and demonstrations of a run may have used, by part.
+    """Return the reset ids that a run may have used, by use (training, validation, demonstrations).
 
     The result is empty for a run in another environment.
     """
@@ -98,7 +98,7 @@ def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[i
 
 
 def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec | None:
-    """Return the environment spec with the training and validation split of another run; None if the rows differ."""
+    """Return the environment spec with the row split of another run; None if the rows differ."""
     if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
@@ -127,7 +127,7 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
 
 
 def _by_expert(made: Mapping[str, Any]) -> bool:
-    """Return whether the run is a round of `embodyrl dagger`, which collects states and trains on demonstrations."""
+    """Return True if the run is a round of `embodyrl dagger`, which trains on demonstrations."""
     return "dagger.rounds" in made
 
 
@@ -147,7 +147,10 @@ def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> s
 
 
 def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
-    """Return the reset ids of the split of another run, which may have more states (`env.sampled_states` of LIBERO)."""
+    """Return the reset ids that the split of another run selects in this environment.
+
+    The other run may have more states (`env.sampled_states` of LIBERO); these states are ignored.
+    """
     if split.state_ids is not None:
         first, last = split.state_ids
         if first >= (states := min(env.states_per_task)):

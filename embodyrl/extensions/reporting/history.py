@@ -33,52 +33,52 @@ from embodyrl.plan.keys import state_keys
 from embodyrl.plan.schema import Config
 
 LONGEST_TEXT = 1 << 24
-"""Maximum bytes of a text file of a run that are read, from its end."""
+"""Maximum number of bytes that are read from the end of a text file of a run."""
 _SUCCESS = {"train/success_once", "eval/success_once"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Results of one evaluation: its episodes, ordered by episode number."""
+    """Results of one evaluation."""
 
     step: int
     episodes: tuple[EpisodeRow, ...]
 
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
-        """Episodes of the environment's own suite; all episodes if no other suites were evaluated."""
+        """Episodes of the main suite; all episodes if only one suite was evaluated."""
         suite = own_suite(self.episodes)
         return tuple(e for e in self.episodes if e.suite == suite)
 
     @property
     def suites(self) -> dict[str, Score]:
-        """Score of each suite, the environment's own suite first; empty if there is only one suite."""
+        """Score of each suite, the main suite first; empty if only one suite was evaluated."""
         names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
         scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
-        """Return the success rate of the main suite, for one task or all; the mean return if success is unknown."""
+        """Return the success rate in one task or all tasks of the main suite; the mean return if success is unknown."""
         return score_of([e for e in self.own if task in (None, e.task)], known=known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Contents of a run folder."""
+    """Metrics, evaluations and config of a run, read from the run folder."""
 
     folder: Path
     config: Mapping[str, Any]
     rows: tuple[dict[str, float | None], ...]
-    """Rows of metrics.jsonl."""
+    """Rows of metrics.jsonl, by metric name."""
     evaluations: tuple[Evaluation, ...]
-    """Evaluations by step, including `embodyrl eval` runs without metrics."""
+    """Finished evaluations, in the order of their steps."""
     unfinished: Evaluation | None = None
     """Newest evaluation if it is running or was interrupted.
     `evaluations` excludes this evaluation, because the shortest episodes, often the successful ones, end first."""
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
+        """Name of the run folder."""
         return self.folder.name
 
     def text(self, name: str | Path) -> str:
@@ -95,7 +95,7 @@ class History:
         return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
 
     def find_video(self, stored: str) -> Path | None:
-        """Return the path of a video, also after all folders were moved together; None if the video is missing.
+        """Return the path of a video, even if the run folder and its video folder were moved; None if missing.
 
         The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
         """
@@ -106,7 +106,7 @@ class History:
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    """Return True for a file inside the folder. The run is untrusted: its links may point to any file."""
+    """Return True if a file is inside a folder, after resolving links; the run folder is untrusted."""
     # Untrusted run folder: a link must not expose a file of this machine.
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
@@ -122,7 +122,7 @@ _NUMBERS = {int, float, NoneType}
 
 
 def read_history(folder: Path) -> History:
-    """Read the history of a run from its folder.
+    """Read the metrics, evaluations and config of a run from the run folder.
 
     Raises:
         ConfigError: the folder is not a run.
@@ -130,7 +130,7 @@ def read_history(folder: Path) -> History:
     file = folder / "config.yaml"
     if not _is_within(file, folder):
         raise ConfigError(
-            f"{folder}: config.yaml is missing, so the folder is not a run; `embodyrl list runs` shows the runs."
+            f"{folder}: config.yaml is missing, so the folder is not a run. `embodyrl list runs` lists the runs."
         )
     evaluations, unfinished = [], None
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
@@ -164,7 +164,7 @@ def _judged(evaluation: Evaluation) -> Evaluation:
 
 
 def samples_of(history: History, count: int) -> list[Sample]:
-    """Select conversations of the newest evaluation, each with the same conversation of the first evaluation."""
+    """Select example conversations of the newest evaluation, each with its counterpart in the first evaluation."""
     if not history.evaluations:
         return []
     first, last = history.evaluations[0], history.evaluations[-1]
@@ -172,7 +172,10 @@ def samples_of(history: History, count: int) -> list[Sample]:
 
 
 def is_running(run: Path) -> bool:
-    """Return whether a run is active: the process in its lock file exists. A killed process leaves the lock file."""
+    """Return True if a run is active: the process in its lock file exists.
+
+    A killed process does not remove the lock file.
+    """
     lock = run / "lock"
     text = read_tail(lock, 4096).decode("utf-8", "replace") if lock.is_file() else ""
     found = re.match(r"process (\d+) on (.*)", text)
@@ -188,7 +191,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
     run = Path(str(cfg.eval.baseline))
     history = read_history(run)
     if not history.evaluations:
-        raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: use a run of `embodyrl eval`.")
+        raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
     if differs := other_worlds(history.config, plain(cfg), state_keys()):
         raise ConfigError(
             f"eval.baseline={run}: its initial states are different ({differs}), so episodes cannot be paired. "
@@ -198,7 +201,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
 
 
 def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
-    """Return the config differences of two runs that change the meaning of state ids, as text; None: no difference.
+    """Return the config differences that change the meaning of state ids, as text; None: no difference.
 
     `keys`: keys to compare, including all keys under them.
     """

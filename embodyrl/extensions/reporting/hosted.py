@@ -1,4 +1,4 @@
-"""Loggers for tracking services: W&B, SwanLab, MLflow, Trackio; packages are imported when a run starts."""
+"""Loggers for the tracking services W&B, SwanLab, MLflow and Trackio; packages are imported at run start."""
 
 import importlib
 import os
@@ -13,18 +13,18 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class HostedMonitor(Monitor, ABC):
-    """Base class of loggers that send scalars and settings to a tracking service; videos remain local files.
+    """Base class of loggers that send metrics and settings to a tracking service.
 
     Subclasses implement `_start`, which starts the run of the service.
     """
 
     requires: ClassVar[str]
-    """Name of the package to import; checked before a run starts."""
+    """Name of the Python package of the service."""
 
     _run: Any = None
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """See `Monitor.open`."""
+        """Start or resume the run of the tracking service (see `Monitor.open`)."""
         file = run_dir / "config.yaml"
         settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self._run = self._start(importlib.import_module(self.requires), run_dir, info, settings)
@@ -34,18 +34,18 @@ class HostedMonitor(Monitor, ABC):
         """Start a run of the service, or resume the run at `info.resume_step`; return the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Monitor.log`."""
+        """Send the metrics of a step (see `Monitor.log`)."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """See `Monitor.close`."""
+        """Finish the run of the tracking service (see `Monitor.close`)."""
         if self._run is not None:
             self._run.finish()
             self._run = None
 
 
 class WandbMonitor(HostedMonitor):
-    """Weights & Biases, with recordings; offline mode (also WANDB_MODE=offline) writes into the run folder."""
+    """Logger for Weights & Biases, with videos; offline mode (or WANDB_MODE=offline) writes to the run folder."""
 
     requires = "wandb"
 
@@ -63,12 +63,12 @@ class WandbMonitor(HostedMonitor):
         )
 
     def video(self, step: int, path: Path) -> None:
-        """See `Monitor.video`."""
+        """Upload a video (see `Monitor.video`)."""
         self._run.log({f"video/{path.stem}": self._video(str(path), format="mp4")}, step=step)
 
 
 class SwanlabMonitor(HostedMonitor):
-    """SwanLab; offline mode writes into the run folder."""
+    """Logger for SwanLab; offline mode writes to the run folder."""
 
     requires = "swanlab"
 
@@ -80,7 +80,7 @@ class SwanlabMonitor(HostedMonitor):
 
 
 class TrackioMonitor(HostedMonitor):
-    """Trackio, a local dashboard (`trackio show`); TRACKIO_DIR is its data folder."""
+    """Logger for Trackio, a local dashboard (`trackio show`); TRACKIO_DIR sets its data folder."""
 
     requires = "trackio"
 
@@ -97,7 +97,7 @@ class TrackioMonitor(HostedMonitor):
 
 
 class MlflowMonitor(HostedMonitor):
-    """MLflow, with recordings as artifacts, on the server of MLFLOW_TRACKING_URI; otherwise in the run folder."""
+    """Logger for MLflow, with videos as artifacts; without MLFLOW_TRACKING_URI, files are in the run folder."""
 
     requires = "mlflow"
 
@@ -117,16 +117,16 @@ class MlflowMonitor(HostedMonitor):
         return client
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Monitor.log`."""
+        """Send the metrics of a step (see `Monitor.log`)."""
         for name, value in metrics.items():
             self._run.log_metric(self._id, name, value, step=step, synchronous=True)
 
     def video(self, step: int, path: Path) -> None:
-        """See `Monitor.video`."""
+        """Upload a video (see `Monitor.video`)."""
         self._run.log_artifact(self._id, str(path), "videos")
 
     def close(self) -> None:
-        """See `Monitor.close`."""
+        """Finish the run of the tracking service (see `Monitor.close`)."""
         if self._run is not None:
             self._run.set_terminated(self._id)
             self._run = None

@@ -1,4 +1,4 @@
-"""Videos in a report: each video is embedded once; videos beyond a size budget are linked."""
+"""Videos of a report: each video is embedded once, or linked if the size budget is used up."""
 
 import base64
 import os
@@ -11,7 +11,7 @@ from embodyrl.extensions.reporting.history import History
 from embodyrl.monitor.history import EpisodeRow
 
 EMBED_BYTES = 48 * 2**20
-"""Maximum total size of embedded videos in bytes, so that the page opens quickly."""
+"""Maximum total size of the embedded videos, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,20 +19,20 @@ class Card:
     """One video with the outcome of its episode."""
 
     media: str
-    """Key of `Shelf.sources`."""
+    """Key of the video in `Shelf.sources`."""
     run: str
     step: int
     episode: EpisodeRow
 
     @property
     def outcome(self) -> str:
-        """See `EpisodeRow.outcome`."""
+        """Outcome of the episode as a word (see `EpisodeRow.outcome`)."""
         return self.episode.outcome
 
 
 @dataclass(slots=True)
 class Shelf:
-    """Collection of the embedded or linked videos of a page, by key."""
+    """Embedded or linked videos of a page, by key."""
 
     page: Path
     budget: int
@@ -40,7 +40,7 @@ class Shelf:
     _keys: dict[Path, str] = field(default_factory=dict)
 
     def put(self, video: Path) -> str:
-        """Add a video unless it was added before; return its key."""
+        """Add a video to the page if it is new; return its key."""
         if video not in self._keys:
             key = self._keys[video] = f"v{len(self._keys)}"
             size = video.stat().st_size
@@ -53,7 +53,7 @@ class Shelf:
 
 
 def cards_of(history: History, shelf: Shelf) -> list[Card]:
-    """Return the videos of a run's evaluations whose files exist, newest evaluation first."""
+    """Return the existing videos of the evaluations of a run, newest evaluation first."""
     cards = []
     for evaluation in reversed(history.evaluations):
         for episode in evaluation.episodes:
@@ -64,7 +64,7 @@ def cards_of(history: History, shelf: Shelf) -> list[Card]:
 
 
 def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """Return the first and last video of each episode with several videos; episodes with a changed outcome first."""
+    """Return the first and last video of each episode with several videos; changed outcomes come first."""
     by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
@@ -74,7 +74,9 @@ def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
 
 
 def animate_changes(history: History, out: Path) -> None:
-    """Write a GIF of up to three recorded episodes of different tasks before and after training, changed ones first.
+    """Write a GIF of up to three episodes before and after training, each of a different task.
+
+    Episodes with a changed outcome come first.
 
     Raises:
         ConfigError: no episode was recorded twice.

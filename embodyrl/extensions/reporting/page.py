@@ -1,4 +1,4 @@
-"""Generate an HTML report: read runs, plot curves, and fill in the template."""
+"""Generation of an HTML report: reads runs, plots curves, and renders the template."""
 
 import json
 import re
@@ -51,7 +51,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("peak memory of a policy process in GiB", ("actor/memory_gib",)),
     ("seconds per step", ("time/step",)),
 )
-"""Title and metrics of each chart; metrics without a chart are in metrics.jsonl and TensorBoard."""
+"""Title and metrics of each chart."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
@@ -65,7 +65,7 @@ def write_report(
     states: Collection[str] = (),
     embed_bytes: int = EMBED_BYTES,
 ) -> list[str]:
-    """Write the page about one or more runs; return a summary as lines of text.
+    """Write the HTML report of one or more runs; return a summary as lines of text.
 
     `states`: config keys that determine the initial state of a reset id.
 
@@ -146,7 +146,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what(history: History) -> str:
-    """Return a line of text with environment, model, algorithm, seed, date and commit, as far as known."""
+    """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
     values, machine = flat(history.config), history.text("env.txt").splitlines()
     env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
@@ -158,7 +158,7 @@ def _what(history: History) -> str:
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
-    """Return label, value and explanation of each summary tile of the page."""
+    """Return label, value and note of each summary tile of the page."""
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
@@ -184,7 +184,7 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
 
 
 def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
-    """Plot the seconds per phase of each step as stacked bars; in long runs, several steps share a bar."""
+    """Plot the seconds per phase of each step as stacked bars; in long runs, a bar is the mean of several steps."""
     if not steps:
         return ""
     per_bar = -(-len(steps) // _MAX_BARS)
@@ -198,7 +198,7 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 
 def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
-    """Return title, legend (colour and text) and plot of each non-empty chart."""
+    """Return title, legend (colour index and text) and plot of each non-empty chart."""
     several, found, groups = len(histories) > 1, [], seed_groups(histories)
     for title, names in (*_CHARTS, *_suite_charts(histories)):
         known = [name for name in names if any(history.has(name) for history in histories)]
@@ -228,7 +228,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
 
 
 def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
-    """Return the curve of the mean over runs with different seeds and its 95 % interval; for one run, its curve."""
+    """Return the mean curve over the seeds of a group with its 95 % interval, or the curve of a single run."""
     if len(group.runs) == 1:
         return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
     points = group.curve(metric, limits)
@@ -241,14 +241,14 @@ def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, floa
 
 
 def _legend(metric: str) -> str:
-    """Return the label of a curve in a chart with several curves."""
+    """Return the legend text of a metric in a chart with several metrics."""
     kind, _, name = metric.partition("/")
     end = name.rpartition("_")[2]
     return name if _SUITE_METRIC.fullmatch(metric) else f"{kind}, {end}" if end in ("min", "max") else kind
 
 
 def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return one chart with all suites of the validation, or one chart per suite for several runs."""
+    """Return one chart with all validation suites of a run, or one chart per suite for several runs."""
     names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
     if not names:
         return []
@@ -258,7 +258,7 @@ def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ..
 
 
 def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
-    """Return the scores per task: first and last evaluation of one run, or the last evaluation of several runs."""
+    """Return a table of scores per task: first and last evaluation of a run, or last evaluation of each run."""
     if not tasks:
         return []
     if len(histories) > 1:

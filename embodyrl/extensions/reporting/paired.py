@@ -17,9 +17,9 @@ SIGNIFICANT = 0.05
 def mcnemar(differences: Sequence[int]) -> float:
     """Return the two-sided p-value of an exact McNemar test, clustered by initial state.
 
-    `differences` contains a number for each initial state: pairs in which only the second policy succeeded, minus pairs
-    in which only the first succeeded. Under the null hypothesis both signs are equally probable, so the test randomises
-    the sign of each state. With one pair per state, this is the binomial test with probability 1/2.
+    `differences` contains one number per initial state: the pairs in which only the second policy succeeded, minus the
+    pairs in which only the first policy succeeded. Under the null hypothesis both signs are equally probable, so the
+    test randomises the sign of each state. With one pair per state, this is the binomial test with probability 1/2.
 
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
     (0.021484375, 0.5)
@@ -40,7 +40,7 @@ def rate_difference(changes: Outcomes) -> tuple[float, float]:
     Wald interval with one added success of each policy (Bonett and Price 2012), clustered by initial state.
 
     Args:
-        changes: initial state of each pair, and success of the second policy minus that of the first.
+        changes: initial state of each pair, and success of the second policy minus success of the first policy.
 
     >>> [round(x, 3) for x in rate_difference([(k, 1) for k in range(6)] + [(k, 0) for k in range(6, 50)])]
     [0.013, 0.217]
@@ -56,10 +56,10 @@ def rate_difference(changes: Outcomes) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """Result of a paired comparison."""
+    """Result of a paired comparison of two policies."""
 
     suite: str
-    """Name of the suite; empty: the environment has only one suite."""
+    """Name of the suite; empty if only one suite was evaluated."""
     pairs: int
     states: int
     """Number of distinct initial states of the pairs."""
@@ -75,13 +75,13 @@ class Paired:
 
     @property
     def differ(self) -> bool:
-        """True if the difference is significant at 5 %."""
+        """True if the difference is significant at the 5 % level."""
         if self.gain is not None:
             return not self.gain.interval[0] <= 0.0 <= self.gain.interval[1]
         return self.p_value is not None and self.p_value < SIGNIFICANT
 
     def line(self, names: tuple[str, str]) -> str:
-        """Return the result as a line of text, preceded by the name of the suite if there are several suites."""
+        """Return the result as a line of text, with the name of the suite if there are several suites."""
         return f"{self.suite}: " * bool(self.suite) + self.sentence(names)
 
     def sentence(self, names: tuple[str, str]) -> str:
@@ -129,7 +129,7 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
 def _by_start(
     episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
 ) -> dict[tuple[object, ...], EpisodeRow]:
-    """Return episodes by task, initial state, seed, and the count of earlier episodes with the same values."""
+    """Return episodes by task, initial state, seed and sample number (count of earlier equal episodes)."""
     found: dict[tuple[object, ...], EpisodeRow] = {}
     seen: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):

@@ -10,12 +10,12 @@ from embodyrl.monitor.history import EpisodeRow
 from embodyrl.plan.schema import Config
 
 _LINE = 160
-"""Maximum number of characters of a turn in a terminal."""
+"""Maximum number of characters printed per turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation of the last evaluation and, if present, the same row in the first evaluation."""
+    """Conversation of the last evaluation and, if present, the same episode of the first evaluation."""
 
     before: EpisodeRow | None
     after: EpisodeRow
@@ -27,7 +27,7 @@ class Sample:
 
 
 def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
-    """Return up to `count` conversations: newly solved, failed and other episodes in alternation."""
+    """Select up to `count` conversations, alternating between newly solved, failed and other episodes."""
     earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
     kinds: list[list[Sample]] = [[], [], []]
     for row in after:
@@ -39,12 +39,12 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
 
 
 def show_replies(cfg: Config, rows: Sequence[EpisodeRow]) -> Iterator[str]:
-    """Yield `eval.show_replies` example replies of an evaluation as lines of text."""
+    """Yield up to `eval.show_replies` example conversations of an evaluation, as lines of text."""
     yield from sample_lines(pick_samples((), rows, cfg.eval.show_replies))
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield the samples as lines for a terminal."""
+    """Yield conversations as lines of text for a terminal."""
     for sample in samples:
         for role, text in sample.asked:
             yield f"  {role:<10} {_one_line(text)}"

@@ -24,11 +24,11 @@ from embodyrl.extensions.reporting.paired import SIGNIFICANT
 from embodyrl.monitor.intervals import Rate, student_t
 
 Matrix = npt.NDArray[np.float64]
-"""Scores [runs, tasks]."""
+"""Array [runs, tasks] of scores."""
 
 _DRAWS = 2000
 _SEED = 20211015
-"""Seed of the bootstrap, so that intervals are reproducible."""
+"""Random seed of the bootstrap and the permutation test, for reproducible intervals."""
 FEWEST_RUNS = 10
 """Minimum number of runs for a bootstrap interval."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
@@ -36,7 +36,7 @@ _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_
 
 
 def interquartile_mean(scores: npt.ArrayLike) -> Any:
-    """Return the mean of the middle half of the scores [..., runs, tasks]: a quarter is removed at each end.
+    """Return the mean of scores [..., runs, tasks] without the lowest and the highest quarter.
 
     >>> float(interquartile_mean([[0.0, 1.0], [2.0, 9.0]]))
     1.5
@@ -81,11 +81,11 @@ def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
 
 
 def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., Any]) -> tuple[float, float]:
-    """Return the expanded percentile interval (Hesterberg 2015, section 5.3) of a statistic of one or more matrices.
+    """Return a 95 % bootstrap interval of a statistic of one or more matrices of scores.
 
-    Plain percentile intervals are too narrow for few runs. The percentiles are therefore expanded to the normal
-    probability of sqrt(n / (n - 1)) times Student's t with n - 1 degrees of freedom. n is the number of runs, minus 1
-    for each matrix after the first.
+    The interval is the expanded percentile interval (Hesterberg 2015, section 5.3). Plain percentile intervals are too
+    narrow for few runs. The percentiles are therefore expanded to the normal probability of sqrt(n / (n - 1)) times
+    Student's t with n - 1 degrees of freedom. n is the number of runs, minus 1 for each matrix after the first.
 
     Args:
         matrices: scores [runs, tasks].
@@ -130,7 +130,7 @@ class SeedGroup:
 
     @property
     def name(self) -> str:
-        """Name of the first run, without the number added by a sweep."""
+        """Name of the first run; with several runs, without the sweep number and with the number of seeds."""
         name = self.runs[0].name
         return name if len(self.runs) == 1 else f"{name.removesuffix('-0')} ({len(self.runs)} seeds)"
 
@@ -146,12 +146,12 @@ class SeedGroup:
         return any(isinstance(run.evaluations[-1].score(), Rate) for run in self.runs)
 
     def matrix(self, tasks: Sequence[str], *, rates: bool) -> Matrix:
-        """Return the scores of the last evaluations in these tasks, as success rates or returns."""
+        """Return the scores [runs, tasks] of the last evaluations, as success rates or returns."""
         ends = [run.evaluations[-1] for run in self.runs]
         return np.array([[end.score(task, known=rates).value for task in tasks] for end in ends])
 
     def summary(self) -> list[str]:
-        """Return the aggregate results as lines of text; empty without common tasks or with a single run."""
+        """Return the results over all seeds as lines of text; empty for a single run or without common tasks."""
         if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
         rate = self.rates
@@ -195,7 +195,7 @@ def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
 
 
 def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
-    """Return the probability that a run of the second group beats a run of the first; None without shared tasks."""
+    """Return the probability that the second group improves on the first, as text; None without common tasks."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
     # By name: as many other tasks, or the same ones in another order, would be compared without a word.

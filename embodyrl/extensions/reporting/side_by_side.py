@@ -1,4 +1,4 @@
-"""Joint video of two recordings: the same episode before and after training, side by side."""
+"""Side-by-side video of two recordings of an episode, before and after training."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -20,7 +20,7 @@ _INK, _PAPER = (235, 235, 235), (24, 24, 28)
 
 
 def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
-    """Write both videos side by side to `out` (MP4), with labels; the shorter video repeats its last frame.
+    """Write two videos side by side to an MP4 file, with labels; the shorter video repeats its last frame.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.
@@ -38,7 +38,7 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
 
 
 def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str, str]) -> None:
-    """Write pairs of videos in sequence to `out` (GIF), small enough for a README.
+    """Write an animated GIF of pairs of videos, one pair after the other.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.
@@ -66,7 +66,7 @@ def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterato
     for next_a, next_b in zip_longest(left, right):
         a, b = a if next_a is None else next_a, b if next_b is None else next_b
         if a is None or b is None:
-            raise OSError("a recording contains no frames")
+            raise OSError("A recording contains no frames.")
         yield a, b
 
 

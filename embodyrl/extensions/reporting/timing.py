@@ -8,7 +8,7 @@ from embodyrl.monitor.timing import PHASES, step_seconds
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One row of the tree: a phase of a training step."""
+    """Phase of a training step, with its depth in the tree of phases."""
 
     name: str
     depth: int
@@ -18,7 +18,7 @@ class Phase:
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
-    """Return the duration of a run in seconds; a row of metrics for several steps contains the time of one step."""
+    """Return the duration of a run in seconds; metrics rows may skip steps and contain the time of one step."""
     seconds, before = 0.0, 0.0
     for row in rows:
         step = row.get("step") or 0.0

@@ -1,1 +1,1 @@
-"""The table of results: training recipes, result cards, reruns, detection of drift, and a sequential test."""
+"""Table of results: training recipes, result cards, reruns, drift detection, and a sequential test."""

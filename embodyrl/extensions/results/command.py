@@ -1,4 +1,4 @@
-"""The command `results`: show the table, rerun recipes, compare, accept, import and export results, write the page."""
+"""The command `results`, which shows, reruns, compares, imports and exports results."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ from embodyrl.registry import closest
 
 
 def results(args: argparse.Namespace) -> int:
-    """Run `embodyrl results`."""
+    """Run `embodyrl results ACTION`; the default action shows the table."""
     action, *names = args.words or ["show"]
     if action not in _ACTIONS:
-        raise ConfigError(f"unknown action '{action}'.{closest(action, _ACTIONS)} Actions: {', '.join(_ACTIONS)}.")
+        raise ConfigError(
+            f"embodyrl results: unknown action '{action}'.{closest(action, _ACTIONS)} Use {', '.join(_ACTIONS)}."
+        )
     args.out = Path(args.out)
     try:
         return _ACTIONS[action](args, names)
@@ -69,7 +71,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace, names: list[str]) -> int:
-    """Compare all new cards with the stored cards; return 3 if a recipe drifted."""
+    """Compare new result cards with stored cards; return exit code 3 if a recipe drifted."""
     table = open_table(args.table)
     found, lines = [], []
     for recipe in table.select(names, all_of_them=not names):
@@ -84,7 +86,7 @@ def _check(args: argparse.Namespace, names: list[str]) -> int:
         lines += [*map(str, compared), *differences(stored, new)]
     if not lines:
         raise ConfigError(
-            f"{args.out}: no new result card for these recipes. Run the recipes: embodyrl results run NAME."
+            f"{args.out}: there is no new result card for these recipes. Run `embodyrl results run NAME` first."
         )
     drifted = list(dict.fromkeys(one.name for one in found if one.drifted))
     lines.append(f"drift: {', '.join(drifted)}" if drifted else "no drift")
@@ -97,7 +99,7 @@ def _new_cards(recipe: Recipe, out: Path) -> list[Card]:
 
 
 def _accept(args: argparse.Namespace, names: list[str]) -> int:
-    """Copy the new cards into the table, and write the Markdown page."""
+    """Store new result cards in the table, and write the Markdown page."""
     table = open_table(args.table)
     jobs: list[Job] = [job for job in jobs_of(table.select(names, all_of_them=args.all), args.out) if job.done]
     place = table.folder / CARDS

@@ -1,4 +1,4 @@
-"""Compare new result cards with stored cards."""
+"""Comparison of new result cards with stored cards, to detect drift."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embodyrl.monitor.intervals import student_t
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """New scores of a recipe in one evaluation (before or after training), compared with the stored cards."""
+    """Comparison of new and stored scores of a recipe, before or after training."""
 
     name: str
     end: str
@@ -28,7 +28,7 @@ class Comparison:
 
     @property
     def drifted(self) -> bool:
-        """True if the new mean is outside the interval."""
+        """True if the new mean is outside the prediction interval."""
         return not self.low <= self.new <= self.high
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comparison]:
-    """Compare new with stored cards, for each evaluation (before, after training) that both contain."""
+    """Compare new with stored cards, before and after training; evaluations that some cards lack are skipped."""
     ends = [("after", AFTER)]
     if all(len(card["figures"]) > 1 for card in (*stored, *new)):
         ends.insert(0, ("before", BEFORE))

@@ -16,18 +16,18 @@ from embodyrl.files import read_json
 from embodyrl.monitor.intervals import Rate
 
 Outcomes = dict[str, list[bool]]
-"""Success of each episode, by task name."""
+"""Success flags of the episodes, by task name."""
 
 
 def read_foreign(path: Path, protocol: str | None) -> Card:
-    """Return the result card of a file of vla-eval or lerobot-eval.
+    """Convert a result file of vla-eval or lerobot-eval to a result card.
 
     Args:
         path: the JSON file.
         protocol: name of the evaluation protocol; None: from the file.
 
     Raises:
-        ConfigError: the file has another format, no episodes, or contains no name of a protocol.
+        ConfigError: the file has another format, contains no episodes, or names no protocol.
     """
     try:
         raw = read_json(path)
@@ -38,15 +38,15 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
             source, dropped = "lerobot-eval", 0
             outcomes = _lerobot(raw)
         else:
-            raise ValueError("not a result file of vla-eval or lerobot-eval")
+            raise ValueError("the file is in neither the format of vla-eval nor of lerobot-eval")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}. Pass a result file.") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Pass a result file.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: cannot be imported ({error}). Pass a result file of vla-eval or lerobot-eval."
+            f"{path} cannot be imported: {error}. Pass a result file of vla-eval or lerobot-eval."
         ) from error
     if not any(outcomes.values()):
-        raise ConfigError(f"{path}: contains no episode with an outcome. Pass a finished evaluation.")
+        raise ConfigError(f"{path} contains no episode with an outcome. Pass a finished evaluation.")
     if not protocol:
         raise ConfigError(
             f"{path}: {source} files contain no evaluation protocol. Add --protocol 'benchmark, version, episodes'."
@@ -72,12 +72,12 @@ def _row(name: str, rate: Rate) -> dict[str, Any]:
 def _outcome(value: object) -> bool:
     """Convert a success flag to bool; some tools store 0.0 or 1.0."""
     if value not in (0, 1):
-        raise ValueError(f"success must be true or false, found {value!r}")
+        raise ValueError(f"success must be true or false, but is {value!r}")
     return bool(value)
 
 
 def _vla_eval(raw: Mapping[str, Any]) -> tuple[str, Outcomes, int]:
-    """Return the name of the source, the successes by task, and the number of excluded episodes.
+    """Return the source, the success flags by task, and the number of excluded episodes of a vla-eval file.
 
     Episodes with an infrastructure error are excluded.
     """
@@ -99,7 +99,7 @@ def _vla_eval_protocol(raw: Mapping[str, Any]) -> str:
 
 
 def _lerobot(raw: Mapping[str, Any]) -> Outcomes:
-    """Return the successes by task of an eval_info.json."""
+    """Return the success flags by task of an eval_info.json (lerobot-eval)."""
     return {
         f"{task['task_group']} {task['task_id']}": [_outcome(one) for one in task["metrics"]["successes"]]
         for task in raw["per_task"]

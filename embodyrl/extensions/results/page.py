@@ -1,4 +1,4 @@
-"""Render the table of results as Markdown or as text; all values come from the result cards."""
+"""Rendering of the table of results as Markdown or text; all values are from result cards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IMPORTED = ("result", "score", "episodes", "protocol", "source")
 
 
 def page_text(table: Table) -> str:
-    """Return the table as a Markdown page."""
+    """Return the table of results as a Markdown page."""
     rows = table.rows()
     measured = [row for row in rows if row.recipe and row.cards]
     lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured))]
@@ -51,7 +51,7 @@ def page_text(table: Table) -> str:
 
 
 def summary(table: Table) -> list[str]:
-    """Return the table as lines of text for a terminal."""
+    """Return the table of results as lines of text for a terminal."""
     found = [("recipe", "before", "after", "cards")]
     for row in table.rows():
         wanted = len(row.recipe.seeds) if row.recipe else 1

@@ -1,4 +1,4 @@
-"""Run recipes and their preparations one by one; a later call resumes after an interruption."""
+"""Queue that runs recipes and their preparations one by one, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from embodyrl.leftovers import signal_at_parents_end
 from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
 
 QUEUE_FILE = "queue.jsonl"
-"""File with one row per attempt to run a recipe: run, arguments, exit code, wall-clock seconds."""
+"""Log with one row per executed command: run, arguments, exit code, wall-clock seconds."""
 _POLL_S, _STOP_S = 1.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A training run: one recipe with one seed."""
+    """Training run of one recipe with one seed."""
 
     recipe: Recipe
     seed: int
@@ -46,7 +46,7 @@ class Job:
         return (self.run / CARD_JSON).is_file()
 
     def steps(self) -> list[tuple[Path, list[str]]]:
-        """Return the log's path (without suffix) and the arguments of each preparation and of the training.
+        """Return the path without suffix, and the arguments, of each preparation and of the training.
 
         The arguments start a run, or resume an interrupted run from its newest checkpoint.
         """
@@ -89,7 +89,7 @@ def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
 
 
 def _run(job: Job) -> Iterator[tuple[Path, int | None]]:
-    """Run a job, and yield the run folder and the current training step about once a second; then write the card.
+    """Run a job and write its result card; yield the run folder and training step about once a second.
 
     Preparations that the queue lists as finished with the same arguments are skipped.
     """
@@ -107,7 +107,7 @@ def _run(job: Job) -> Iterator[tuple[Path, int | None]]:
 
 
 def _attempt(run: Path, words: Sequence[str]) -> Generator[tuple[Path, int | None], None, int]:
-    """Run one command, add a row to the queue, and return the exit code."""
+    """Run one command, append a row to the log, and return the exit code."""
     yield run, None
     began = time.time()
     with open(f"{run}.log", "ab") as log, _process(words, log.fileno()) as process:
@@ -125,7 +125,7 @@ def _attempt(run: Path, words: Sequence[str]) -> Generator[tuple[Path, int | Non
 
 @contextmanager
 def _process(words: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process of a run; at the end of the block, stop the process, which first saves a checkpoint."""
+    """Start the process of a run; if it still runs at the end of the block, it saves a checkpoint and stops."""
     # Without a terminal signal of its own: this process forwards the interruption once.
     process = subprocess.Popen(
         [sys.executable, "-m", "embodyrl.cli.main", *words],

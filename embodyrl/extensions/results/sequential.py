@@ -1,7 +1,7 @@
-"""Compare two policies on the same episodes and stop as soon as the difference is significant.
+"""Sequential test of two policies on the same episodes, which stops once the difference is significant.
 
-The test is anytime-valid: the probability that it ever reports a difference between equal policies is at most 5 %, for
-any number of interim tests.
+The test is anytime-valid: the probability that the test ever reports a difference between equal policies is at most 5
+%, for any number of interim tests.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def log_e_value(wins: int, losses: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """State of the test after some pairs."""
+    """Result of the sequential test so far."""
 
     pairs: int
-    """Number of pairs after which the test decided; without a decision, the number of all pairs."""
+    """Number of pairs until the decision; without a decision, the number of all pairs."""
     only_first: int
     only_second: int
     p_value: float
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def run_test(differences: Iterable[int]) -> Verdict:
-    """Process pairs in order until the policies differ significantly.
+    """Test pairs in order until the policies differ significantly.
 
     Args:
         differences: success of the second minus success of the first policy (-1, 0 or 1), one pair per initial state.
@@ -86,7 +86,7 @@ def run_test(differences: Iterable[int]) -> Verdict:
 
 
 def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
-    """Run `embodyrl eval --until-significant RUN_A RUN_B`.
+    """Run `embodyrl eval --until-significant RUN_A RUN_B`; return the exit code.
 
     Raises:
         ConfigError: the runs have different initial states, or an initial state occurs several times.
@@ -94,7 +94,7 @@ def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Se
     sides = [_Side(run, words, config_dirs) for run in runs]
     first, second = (side.compose() for side in sides)
     if differs := other_worlds(plain(first), plain(second), state_keys()):
-        raise ConfigError(f"--until-significant: initial states of the runs differ ({differs}); use equal settings.")
+        raise ConfigError(f"--until-significant: initial states of the runs differ ({differs}). Use equal settings.")
     most = min(map(_most_pairs, (first, second)))
     say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     say(f"at most {most} episodes of each policy; level 5 % at every number of episodes")
@@ -132,7 +132,7 @@ def _looks(most: int) -> Iterator[int]:
 
 
 def _most_pairs(cfg: Config) -> int:
-    """Return the number of episodes, after a check that no initial state repeats: pairs must be independent.
+    """Return the maximum number of pairs; raise an error if an initial state repeats.
 
     Raises:
         ConfigError: an initial state occurs several times.
@@ -157,7 +157,7 @@ def covering(plan: EpisodeList) -> int:
 
 
 class _Side:
-    """Evaluation of one of the two policies; each interim test adds episodes."""
+    """Evaluation of one policy of the test; each interim test adds episodes."""
 
     def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
         self.run = run
@@ -167,12 +167,12 @@ class _Side:
         self._config_dirs = config_dirs
 
     def compose(self, *more: str) -> Config:
-        """Compose the config of the evaluation."""
+        """Return the config of the evaluation, with further overrides `more`."""
         words = [*self._words, *more]
         return compose_with_ckpt(argparse.Namespace(command="eval", words=words, config_dir=self._config_dirs))
 
     def play(self, count: int) -> None:
-        """Evaluate until the first `count` episodes of the plan are finished."""
+        """Evaluate the policy until the first `count` episodes are finished."""
         more = (f"eval.episodes={count}",)
         result: EvalResult = evaluate(self.compose(*more), overrides=[*self._words, *more], resume=self.folder)
         self.folder = result.folder.parents[1]
@@ -185,7 +185,7 @@ class _Side:
 
 
 def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[int]:
-    """Return the success of the second minus the success of the first policy, for each episode.
+    """Return the success of the second policy minus the success of the first policy, for each episode.
 
     Raises:
         ConfigError: the environment does not report success.

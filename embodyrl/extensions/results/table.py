@@ -1,4 +1,4 @@
-"""The table of results: recipes (recipes.toml), stored result cards (cards/), and one row for each recipe."""
+"""Table of results: recipes (recipes.toml), and stored result cards (cards/)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class Recipe:
     name: str
     title: str
     command: str
-    """Command and overrides, without `embodyrl`, seed and output folder. The last evaluation uses the test states.
+    """Command and overrides, without `embodyrl`, seed and output folder.
 
-    `{out}` is the folder of the runs, `{seed}` the seed."""
+    `{out}` is replaced by the folder of the runs, and `{seed}` by the seed. The last evaluation uses the test
+    states."""
     prepare: tuple[str, ...] = ()
-    """Commands that make data sets and initial checkpoints; a command with `{seed}` runs for each seed."""
+    """Commands that create data sets and initial checkpoints; a command with `{seed}` runs once per seed."""
     seeds: tuple[int, ...] = (0,)
     page: str = ""
     """Path of a page with details, relative to the folder of the table."""
     video: str = ""
     claimed: str = ""
-    """Text of an earlier result whose run folders are not stored."""
+    """Text of an earlier result without a result card."""
 
     def words(self, seed: int, out: Path) -> list[str]:
-        """Return the arguments of `embodyrl` for one seed, with runs in the folder `out`."""
+        """Return the arguments of `embodyrl` for one seed; `{out}` is replaced by `out`."""
         return [*_filled(self.command, seed, out), f"seed={seed}"]
 
     def preparations(self, seed: int, out: Path) -> list[tuple[str, list[str]]]:
-        """Return the name and the arguments of `embodyrl` for each preparation of one seed."""
+        """Return the run name and the arguments of `embodyrl` for each preparation of one seed."""
         found: list[tuple[str, list[str]]] = []
         for number, command in enumerate(self.prepare, 1):
             own = f"_seed{seed}" if "{seed}" in command else ""
@@ -58,7 +59,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: a recipe, an imported result, or a control, with its cards in the order of their seeds."""
+    """Row of the table: a recipe, an imported result or a control, with one card per seed."""
 
     name: str
     cards: tuple[Card, ...]
@@ -73,21 +74,23 @@ class Table:
     recipes: dict[str, Recipe]
 
     def select(self, names: Sequence[str], *, all_of_them: bool) -> list[Recipe]:
-        """Return the recipes with the given names, or all recipes.
+        """Return the recipes with the given names; without names, all recipes.
 
         Raises:
-            ConfigError: a name is unknown, or there is neither a name nor `all_of_them`.
+            ConfigError: a name is unknown, or there are no names and `all_of_them` is false.
         """
         for name in names:
             if name not in self.recipes:
                 hint = closest(name, self.recipes)
-                raise ConfigError(f"no recipe '{name}'.{hint} {self.folder / RECIPES} has: {', '.join(self.recipes)}.")
+                raise ConfigError(
+                    f"Unknown recipe '{name}'.{hint} {self.folder / RECIPES} has {', '.join(self.recipes)}."
+                )
         if not names and not all_of_them:
-            raise ConfigError(f"name a recipe, or use --all. Recipes: {', '.join(self.recipes)}.")
+            raise ConfigError(f"Pass the name of a recipe, or --all. Recipes: {', '.join(self.recipes)}.")
         return [self.recipes[name] for name in names] or [*self.recipes.values()]
 
     def stored(self, recipe: Recipe) -> tuple[Card, ...]:
-        """Return the stored cards of a recipe."""
+        """Return the stored result cards of a recipe, one per seed."""
         paths = [self.folder / CARDS / f"{recipe.run_name(seed)}.json" for seed in recipe.seeds]
         return tuple(read_card(path) for path in paths if path.is_file())
 
@@ -100,7 +103,7 @@ class Table:
 
 
 def open_table(folder: Path | None) -> Table:
-    """Read a table; None: the table of the source checkout.
+    """Read the table in a folder; None: the table of the source checkout.
 
     Raises:
         ConfigError: there is no table, or its recipes are malformed.
@@ -116,7 +119,7 @@ def open_table(folder: Path | None) -> Table:
         recipes = {name: _recipe(name, entry) for name, entry in raw.items()}
     except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}: {error}. A recipe has title, command, prepare, seeds, page, video, claimed."
+            f"{path}: {error}. The keys of a recipe are title, command, prepare, seeds, page, video, claimed."
         ) from error
     return Table(folder, recipes)
 
@@ -129,7 +132,7 @@ def _recipe(name: str, entry: dict[str, Any]) -> Recipe:
     lists = {key: tuple(entry.get(key, default)) for key, default in (("seeds", (0,)), ("prepare", ()))}
     recipe = Recipe(**{**entry, **lists, "name": name})
     if not recipe.command.startswith("train ") or not recipe.seeds:
-        raise ValueError(f"{name}: the command must begin with 'train', and seeds must not be empty")
+        raise ValueError(f"recipe {name}: `command` must begin with 'train', and `seeds` must not be empty")
     return recipe
 
 
@@ -146,7 +149,7 @@ def read_card(path: Path) -> Card:
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         good = False
     if not good:
-        raise ConfigError(f"{path}: not a result card with an evaluation. Write one: embodyrl card RUN.")
+        raise ConfigError(f"{path} is not a result card with an evaluation. Create a card with `embodyrl card RUN`.")
     return card
 
 

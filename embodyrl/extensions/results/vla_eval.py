@@ -1,4 +1,4 @@
-"""Result files in the layout of vla-eval 0.8 (src/vla_eval/results/collector.py) from evaluations of embodyrl."""
+"""Export of evaluations as result files of vla-eval 0.8 (layout: src/vla_eval/results/collector.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Episode = dict[str, Any]
 
 
 def vla_eval_result(runs: Sequence[Path]) -> dict[str, Any]:
-    """Join the newest evaluation of each run into one result.
+    """Combine the newest evaluations of runs into one result in the layout of vla-eval.
 
     Raises:
         ConfigError: a run has no evaluation with known success, two runs evaluate different policies or environments,
@@ -33,7 +33,7 @@ def vla_eval_result(runs: Sequence[Path]) -> dict[str, Any]:
         if different := [name for name in facts if facts[name] != found[name]]:
             raise ConfigError(f"{run}: {', '.join(different)} differ from {runs[0]}. Export these runs separately.")
         if not history.evaluations:
-            raise ConfigError(f"{run}: contains no finished evaluation. Run: embodyrl eval {run}")
+            raise ConfigError(f"{run} contains no finished evaluation. Run `embodyrl eval {run}` first.")
         for row in history.evaluations[-1].episodes:
             key = (row.task_id, row.reset_id, row.seed)
             if (other := seen.setdefault(key, number)) != number:

@@ -1,1 +1,1 @@
-"""Policy server for robot policies."""
+"""Server for robot policies over WebSocket."""

@@ -1,4 +1,4 @@
-"""Request fields for real-time chunking: the delay, and the actions that the client executes during inference."""
+"""Request fields for real-time chunking: the delay, and the actions executed during inference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from embodyrl.policies.remote.dialects import MessageError
 from embodyrl.types import EnvSpec, FloatArray
 
 PREFIX, DELAY = "rtc/prefix", "rtc/delay"
-"""Keys of a request: the remaining actions [n, A] of the previous chunk, in the environment's units, and the delay: the
-number of these actions that are executed before the reply arrives."""
+"""Request keys: the remaining actions [n, A] of the previous chunk in the environment's units, and the delay.
+
+The delay is the number of remaining actions that are executed before the reply arrives."""
 
 
 def read_committed(message: object, env: EnvSpec) -> FloatArray:
-    """Return the state columns with the committed actions (`EnvSpec.committed`); zeros if the request has none.
+    """Return the state entries for the committed actions (`EnvSpec.committed`); zeros if the request has none.
 
     Raises:
         MessageError: a field has another shape, or the policy observes no committed actions.
@@ -27,7 +28,7 @@ def read_committed(message: object, env: EnvSpec) -> FloatArray:
     spec, dim = env.committed, env.action.dim
     if spec is None:
         raise MessageError(
-            f"This policy does not use '{PREFIX}' and '{DELAY}'. Fix: leave the fields out, or serve the policy with "
+            f"This policy does not use '{PREFIX}' and '{DELAY}'. Fix: omit the fields, or serve the policy with "
             "model.rtc and env.control.latency_steps."
         )
     try:
@@ -35,11 +36,11 @@ def read_committed(message: object, env: EnvSpec) -> FloatArray:
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"'{PREFIX}' must be an array [n, {dim}] and '{DELAY}' an integer; send both.") from error
     if rows.ndim != 2 or rows.shape[1] != dim or not np.isfinite(rows).all():
-        raise MessageError(f"'{PREFIX}' has shape {list(rows.shape)}, expected finite numbers [n, {dim}].")
+        raise MessageError(f"'{PREFIX}' has shape {list(rows.shape)}, but must contain finite numbers [n, {dim}].")
     if not 0 <= delay <= min(spec.delay, len(rows)):
         raise MessageError(
-            f"'{DELAY}' is {delay}, expected 0 to {min(spec.delay, len(rows))}: at most the length of '{PREFIX}' and "
-            f"env.control.latency_steps={spec.delay}."
+            f"'{DELAY}' is {delay}, but must be 0 to {min(spec.delay, len(rows))}: at most the length of '{PREFIX}' "
+            f"and env.control.latency_steps={spec.delay}."
         )
     rows = rows[: spec.rows]
     columns = np.zeros(spec.width(dim), np.float32)

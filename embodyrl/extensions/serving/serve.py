@@ -1,4 +1,4 @@
-"""Command `serve`: a WebSocket server for a robot policy, or the server of another kind of policy."""
+"""Startup of `embodyrl serve`: a WebSocket server for a robot policy, or the server of another policy type."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Server for policies other than robot policies, with another wire format."""
+    """Server for a policy type other than robot policies, for example language models."""
 
     protocol: str
     facts: Sequence[tuple[str, str]]
@@ -38,7 +38,7 @@ class Serving:
 SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
     "server", group="embodyrl.servers", wants="a function of a config", fits=takes(1)
 )
-"""Servers of policies other than robot policies: functions that return the server of a config, or None."""
+"""Functions that return the server of a config for other policy types, or None."""
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
@@ -83,7 +83,7 @@ def _own_server(cfg: Config) -> Serving | None:
 
 
 def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
-    """Return the specifications of environment and policy without loading simulator or weights.
+    """Return the specs of environment and policy, without loading the simulator or weights.
 
     Raises:
         ConfigError: incompatible components, or a policy that cannot be served.
@@ -91,7 +91,7 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     if cfg.reads_rows:
         raise ConfigError(
             f"env.env_type={cfg.env.env_type} needs a language model, but model '{cfg.model.model_type}' generates no "
-            "text. Choose another env or a text model, for example model=causal_lm."
+            "text. Choose another env, or a text model such as model=causal_lm."
         )
     chunk, observed = cfg.model.num_action_chunks, cfg.model.reads_committed
     # The client decides how much of its previous chunk is left.
@@ -141,7 +141,7 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
 
 
 def exposure(cfg: ServeSettings) -> list[tuple[str, str]]:
-    """Return a warning if other hosts can connect to the server, as a pair of name and text; else nothing."""
+    """Return a warning line if other hosts can connect to the server; otherwise an empty list."""
     if cfg.host in _HERE:
         return []
     return [("warning", f"serve.host={cfg.host}: all hosts that reach this port can use the policy")]

@@ -27,13 +27,13 @@ from embodyrl.version import __version__
 
 
 class Answering:
-    """Greedy policy that replies to the observations of one environment; clients send upright images."""
+    """Computes greedy actions for the observations of clients, which send upright images."""
 
     def __init__(self, policy: Policy, env: EnvSpec, names: Names) -> None:
         self._policy, self._env, self._names = policy, env, names
 
     def __call__(self, message: object) -> FloatArray:
-        """Return the chunk [K, A] for one observation, in the environment's units and gripper convention.
+        """Return the action chunk [K, A] for one observation, in the environment's units and gripper convention.
 
         Raises:
             MessageError: the observation lacks a field or has another shape than the policy's inputs.
@@ -59,7 +59,7 @@ class Answering:
         return actions
 
     def describe(self) -> dict[str, Any]:
-        """Return the metadata message that the server sends first to a client."""
+        """Return the metadata that the server sends to a new client."""
         spec, env = self._policy.spec, self._env
         return {
             "policy": spec.name,
@@ -72,14 +72,14 @@ class Answering:
 
 
 class PolicyThread:
-    """Thread that runs calls in order; a call that never returns does not keep the process from exiting."""
+    """Thread that runs calls in order; a blocked call does not prevent the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         threading.Thread(target=self._work, name="policy", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Add a call to the queue."""
+        """Queue a call; return a future with its result."""
         future: Future[Any] = Future()
         self._calls.put((future, call))
         return future
@@ -96,7 +96,7 @@ class PolicyThread:
 
 
 _CLOSING_S = 5.0
-"""Maximum time for clients to disconnect when the server stops, in seconds."""
+"""Maximum wait for clients to disconnect when the server stops, in seconds."""
 _FIRST_S = 300.0
 """Time limit in seconds for the first message of a client, unless `serve.idle_timeout_s` is shorter."""
 _UNFIT = "does not match the inputs of the policy"
@@ -111,7 +111,7 @@ class PolicyServer:
         self._clients = self._open = 0
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        """Listen until SIGINT, SIGTERM or SIGHUP.
+        """Serve clients until SIGINT, SIGTERM or SIGHUP.
 
         Args:
             ready: called with the address once clients can connect.
@@ -146,8 +146,8 @@ class PolicyServer:
             )
         except OSError as error:
             raise EmbodyError(
-                f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: another serve.port (0: "
-                "any free port), or an address of this machine as serve.host."
+                f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: use another serve.port "
+                "(0: any free port), or an address of this machine as serve.host."
             ) from error
         ready(f"ws://{cfg.host}:{next(iter(server.sockets)).getsockname()[1]}")
         signum = await ended
@@ -193,7 +193,7 @@ class PolicyServer:
         self._say(f"client {number} {ending} after {answered} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Send the metadata, then a chunk for each observation; errors are sent as text."""
+        """Serve the openpi protocol: send the metadata, then a chunk or an error text for each observation."""
         await client.send(pack(self._answering.describe(), bytes_keyed))
         while True:
             data = await client.receive()
@@ -209,7 +209,7 @@ class PolicyServer:
             yield None
 
     async def _vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Serve episode messages; reply to each observation with the next action of the chunk, or of a new chunk."""
+        """Serve the vla-eval protocol; reply to each observation with the next action of the current chunk."""
         chunk: list[FloatArray] = []
         while True:
             kind, payload, sequence, problem = "error", {}, 0, None
@@ -223,7 +223,7 @@ class PolicyServer:
                 elif kind == "hello":
                     await client.send(_message("hello", self._hello(), sequence))
                 elif kind != "error":
-                    raise MessageError(f"'{kind}' is not a message of this protocol.")
+                    raise MessageError(f"'{kind}' is not a message type of the vla-eval protocol.")
             except EmbodyError as error:
                 problem = error
                 await client.send(_message("error", {"error": str(error)}, sequence))
@@ -245,7 +245,7 @@ class PolicyServer:
         return own | {"capabilities": {}, "observation_params": wanted, "embodyrl": described}
 
     async def _ask(self, message: object) -> FloatArray:
-        """Return the chunk [K, A] for one observation.
+        """Return the action chunk [K, A] for one observation.
 
         Raises:
             EmbodyError: the observation does not fit, or the policy takes too long.
@@ -257,7 +257,7 @@ class PolicyServer:
         except EmbodyError:
             raise
         except TimeoutError as error:
-            raise EmbodyError(f"The policy did not respond for {limit:g} s (serve.answer_timeout_s).") from error
+            raise EmbodyError(f"The policy did not respond within {limit:g} s (serve.answer_timeout_s).") from error
         except Exception as error:  # any error of a network on an unsuitable image
             raise MessageError(f"The observation {_UNFIT}: {type(error).__name__}: {error}") from error
 
@@ -289,7 +289,9 @@ async def _unpacked(data: bytes | str) -> Any:
 def _envelope(said: Any) -> dict[str, Any]:
     wanted = {"type": str, "payload": dict, "seq": int}
     if not isinstance(said, dict) or any(not isinstance(said.get(key), kind) for key, kind in wanted.items()):
-        raise MessageError("A message must be a mapping with type, payload and seq. Fix: serve.protocol=openpi.")
+        raise MessageError(
+            "A message must be a mapping with type, payload and seq. For openpi clients, set serve.protocol=openpi."
+        )
     return said
 
 
@@ -298,7 +300,7 @@ def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
 
 
 def _silent() -> logging.Logger:
-    """Return a logger without output: websockets logs a traceback for every client that is not a WebSocket client."""
+    """Return a logger without output, because websockets logs a traceback for every invalid client."""
     logger = logging.Logger("embodyrl.serve")
     logger.addHandler(logging.NullHandler())
     return logger

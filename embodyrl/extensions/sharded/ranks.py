@@ -1,4 +1,4 @@
-"""Ranks that share one policy with FSDP2 (`fully_shard`).
+"""Training ranks that shard one policy with FSDP2 (`fully_shard`).
 
 During inference, every rank has the full parameters: a rollout runs no collectives, so ranks may run a different
 number of inferences. During training the parameters are sharded.
@@ -53,7 +53,7 @@ class _Root(nn.Module):
 
 
 class ShardedRanks:
-    """Implements `Ranks` with FSDP: each process has a shard of the fp32 weights, gradients and optimizer state."""
+    """`Ranks` with FSDP: each process has a shard of the fp32 weights, gradients and optimizer state."""
 
     shards = True
 
@@ -67,7 +67,7 @@ class ShardedRanks:
         half: bool,
         acts: bool,
     ) -> None:
-        """Shard a module that has the same weights on every rank; collective.
+        """Shard a module that has equal weights on all ranks; collective.
 
         Args:
             module: the policy's module.
@@ -112,7 +112,7 @@ class ShardedRanks:
         self.train()  # the optimizer needs the shards
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """See `Ranks.score`."""
+        """Run a forward pass through the FSDP root (see `Ranks.score`)."""
         adds_up = last or self._each
         self._root.set_requires_gradient_sync(adds_up)
         # FSDP reduces gradients in the last backward pass only; until then every rank accumulates full gradients.
@@ -121,7 +121,7 @@ class ShardedRanks:
         return kind(**tensors)
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """See `Ranks.exchange`."""
+        """Gather the metrics of all ranks as JSON (see `Ranks.exchange`)."""
         # As JSON: torch's exchange of objects unpickles received data.
         device = next(self._module.parameters()).device
         mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
@@ -135,24 +135,24 @@ class ShardedRanks:
         return [part for text in texts for part in json.loads(text)]
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """See `Ranks.total`."""
+        """Sum a tensor over all ranks (see `Ranks.total`)."""
         dist.all_reduce(own)
         return own
 
     def train(self) -> None:
-        """See `Ranks.train`."""
+        """Prepare the shards for an update (see `Ranks.train`)."""
         # Ranks that acted a different number of times would prefetch in different orders. This also frees full weights.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 
     def act(self) -> None:
-        """See `Ranks.act`."""
+        """Gather the full weights on every rank (see `Ranks.act`)."""
         self._root.set_reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()
 
     def reshard(self) -> None:
-        """See `Ranks.reshard`."""
+        """Prepare for the next request: `act` if the process acts, else `train` (see `Ranks.reshard`)."""
         if self._acts:
             self.act()
         else:
@@ -160,7 +160,7 @@ class ShardedRanks:
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
-        """Gather the full weights on rank 0; with `write`, scatter them again as shards afterwards."""
+        """Gather the full weights on rank 0 inside the block; with `write`, scatter the changed weights afterwards."""
         self.train()
         first = self.rank_info.rank == 0
         # Tied weights occur under each of their names and are gathered once (`whole` is by identity).
@@ -191,7 +191,7 @@ class ShardedRanks:
         self.reshard()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """See `Ranks.gathered`."""
+        """Replace shards in a tree of lists and dicts with full CPU tensors (see `Ranks.gathered`)."""
         if isinstance(state, DTensor):
             return _whole(state, keep=everywhere or self.rank_info.rank == 0)
         if isinstance(state, dict):
@@ -201,7 +201,7 @@ class ShardedRanks:
         return state
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `Ranks.shard`."""
+        """Return this rank's shard of a full optimizer state (see `Ranks.shard`)."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def part(value: Tensor, parameter: DTensor) -> Tensor:
@@ -211,7 +211,7 @@ class ShardedRanks:
         return state | {"state": mine}
 
     def close(self) -> None:
-        """See `Ranks.close`."""
+        """Leave the process group (see `Ranks.close`)."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -232,7 +232,7 @@ def _join(rank_info: RankInfo, device: str) -> None:
 
 
 def interface_to(host: str) -> str:
-    """Return the name of the network interface that this host uses to connect to `host`."""
+    """Return the name of the network interface that this host uses for connections to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends no packet
         address = probe.getsockname()[0]

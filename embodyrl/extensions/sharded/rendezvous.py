@@ -1,4 +1,4 @@
-"""Rendezvous of the actor ranks: a torch store of the driver, and an authenticated proxy to it for other hosts.
+"""Rendezvous of the actor ranks: a torch store in the driver, and an authenticated proxy for other hosts.
 
 The store has no authentication, so it listens on the loopback interface. A client of the proxy must answer a challenge
 (HMAC-SHA256 of random bytes) before any of its data is forwarded.
@@ -32,14 +32,14 @@ class StoreRendezvous(Rendezvous):
     proxy: socket.socket | None = None
 
     def close(self) -> None:
-        """See `Rendezvous.close`."""
+        """Close the proxy (see `Rendezvous.close`)."""
         if self.proxy is not None and self.proxy.fileno() != -1:
             self.proxy.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
             self.proxy.close()
 
 
 def open_store(host: str, timeout_s: float) -> StoreRendezvous:
-    """Open a store on the loopback interface and, for ranks on other hosts, an authenticated proxy to it at `host`."""
+    """Open a store on the loopback interface; unless `host` is loopback, also open an authenticated proxy at `host`."""
     listener = socket.create_server((LOOPBACK, 0))  # a store's own socket would listen on all interfaces
     port = listener.getsockname()[1]
     # Do not wait for the ranks: they start later.
@@ -54,12 +54,12 @@ def open_store(host: str, timeout_s: float) -> StoreRendezvous:
 
 _HANDSHAKE_S = 30.0
 _MOST_PENDING = 128
-"""Maximum number of connections in the handshake; after that, a new connection closes the oldest one."""
+"""Maximum number of connections in the handshake; beyond it, a new connection closes the oldest connection."""
 _NONCE = 32
 
 
 def open_proxy(host: str, port: int, secret: bytes) -> socket.socket:
-    """Start a proxy at `host` that connects authenticated clients to a loopback port of this host."""
+    """Start a proxy at `host` that forwards authenticated clients to a loopback port of this host."""
     return _serve(socket.create_server((host, 0)), partial(_authenticate, port, secret))
 
 
@@ -73,7 +73,7 @@ def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.soc
     nonce = secrets.token_bytes(_NONCE)
     client.sendall(nonce)
     if not hmac.compare_digest(_receive(client), hmac.digest(secret, nonce, "sha256")):
-        raise ConnectionError("wrong secret")
+        raise ConnectionError("A client of the rendezvous proxy sent a wrong secret.")
     return socket.create_connection((LOOPBACK, port), _HANDSHAKE_S)
 
 
@@ -88,7 +88,7 @@ def _receive(peer: socket.socket) -> bytes:
     while len(received) < _NONCE:
         peer.settimeout(max(0.001, deadline - time.monotonic()))
         if not (part := peer.recv(_NONCE - len(received))):
-            raise ConnectionError("the other side closed the connection")
+            raise ConnectionError("The other side closed the connection during the handshake.")
         received += part
     return received
 
@@ -128,7 +128,7 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copy data until one end closes; there is no idle timeout."""
+    """Copy data from `source` to `sink` until one side closes; there is no idle timeout."""
     try:
         source.settimeout(None)
         while part := source.recv(1 << 16):

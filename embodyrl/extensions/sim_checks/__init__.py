@@ -7,7 +7,7 @@ from embodyrl.registry import closest
 
 
 def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
-    """Yield errors about cameras that do not exist (if `known` is given) or occur twice."""
+    """Yield errors about selected cameras that occur twice or are not in `known`."""
     names = cfg.init_params.camera_names
     for name in names:
         if known is not None and name not in known:
@@ -16,12 +16,12 @@ def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -
                 f"{closest(name, known)} Known: {', '.join(known)}."
             )
     if len(set(names)) < len(names):
-        yield f"env.init_params.camera_names={list(names)} names a camera twice."
+        yield f"env.init_params.camera_names={list(names)} contains a camera twice. Remove the duplicate."
 
 
 def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
-    """Yield an error about task ids outside 0..count-1; `meaning` describes the ids in the message."""
+    """Yield an error for each split with task ids outside 0..count-1; `meaning` explains the ids in the message."""
     for split, values in cfg.splits.items():
         wrong = [task for task in values.task_ids or () if not 0 <= task < count]
         if wrong:
-            yield f"env.{split}.task_ids: {wrong} not in 0..{count - 1} ({meaning})."
+            yield f"env.{split}.task_ids: {wrong} must be in 0..{count - 1} ({meaning})."

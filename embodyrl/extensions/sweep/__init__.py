@@ -1,1 +1,1 @@
-"""The flag `-m` (multirun): one run for each combination of values."""
+"""Sweeps with the flag `-m` (multirun): one run for each combination of values."""

@@ -1,4 +1,4 @@
-"""The flag `-m` (multirun): several runs from one command line, one at a time, each in a separate process."""
+"""Sweeps with the flag `-m` (multirun): runs one after the other, each in a separate process."""
 
 import itertools
 import shlex
@@ -24,11 +24,11 @@ from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
 _SIGNALS_S = 1.0
-"""Maximum wait in one system call, in seconds."""
+"""Maximum duration of a blocking wait, in seconds; a signal just before the wait is handled after this time."""
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
-    """Return the command line of each run: every combination of `key=a,b`, `key=range(0,3)`, `key=choice(a,b)`.
+    """Return the arguments of each run: all combinations of `key=a,b`, `key=range(0,3)`, `key=choice(a,b)`.
 
     >>> expand(["seed=0,1", "env=tabletop"])
     [['seed=0', 'env=tabletop'], ['seed=1', 'env=tabletop']]
@@ -55,7 +55,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
-    """Check every combination, then run all combinations; return 1 if a run failed, 128 + n on signal n.
+    """Check all combinations, then run them; return 1 if a run failed, and 128 + n after signal n.
 
     A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
 
@@ -89,7 +89,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 
 
 def _check_parts(configs: Sequence[Config]) -> None:
-    """Raise an error if the components of a config are incompatible."""
+    """Raise an error if a config has incompatible components."""
     # Imported late: a wrong key is rejected without the imports of the run plan.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import build_run_plan
@@ -100,12 +100,12 @@ def _check_parts(configs: Sequence[Config]) -> None:
 
 
 def _written(place: Path) -> dict[Path, int]:
-    """Return the time of the last start of each run in a folder, by run folder."""
+    """Return the modification time of the config of each run in a folder, by run folder."""
     return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
 
 
 class _Running:
-    """The current run, and the signal that stopped it, if any."""
+    """Process of the current run, and the signal that stopped the sweep, if any."""
 
     def __init__(self) -> None:
         self.stopped = 0
@@ -131,7 +131,7 @@ class _Running:
         self.stopped = self.stopped or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command to its end and return its exit code."""
+        """Run a command until it exits; return its exit code."""
         from embodyrl.leftovers import signal_at_parents_end
 
         self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
@@ -145,7 +145,7 @@ class _Running:
 
 
 def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:
-    """Print the settings that differ between the runs, and the result of each."""
+    """Print a table with the differing settings and the result of each run."""
     same = set(jobs[0]).intersection(*jobs)
     table = [("run", "settings", "step", "success", "return", "")]
     for job, code, run in zip(jobs, codes, runs, strict=True):

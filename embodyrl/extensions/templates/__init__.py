@@ -1,1 +1,1 @@
-"""The command `new`, which generates packages from templates."""
+"""The command `new`, which generates packages and experiment files from templates."""

@@ -1,4 +1,4 @@
-"""The command `new`: generates a small working package, or an experiment file, from a template."""
+"""The command `new`, which generates a small working package or an experiment file from a template."""
 
 import argparse
 import importlib.util
@@ -21,16 +21,16 @@ _TRY = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Properties of a kind of template, such as `env` or `policy`."""
+    """Kind of template, such as `env` or `policy`."""
 
     group: str = ""
     """Config group of the new option; empty: the option is selected by its path."""
     entries: str = ""
-    """Entry-point group of the package; empty: the template is a file in ./conf without a package."""
+    """Entry-point group of the package; empty: the template is a file in ./conf, not a package."""
     target: str = ""
     """Attribute of the package to which the entry point refers."""
     then: Sequence[str] = (_TRY,)
-    """Commands that are suggested to the user afterwards."""
+    """Commands that are suggested to the user after the generation."""
 
 
 _RAW = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))
@@ -43,15 +43,17 @@ def new(args: argparse.Namespace) -> int:
         raise ConfigError(f"embodyrl new takes a kind ({', '.join(KINDS)}) and a name, for example: new env my_env.")
     kind, name = args.words
     if kind not in KINDS:
-        raise ConfigError(f"unknown kind '{kind}'.{closest(kind, KINDS)} One of: {', '.join(KINDS)}.")
+        raise ConfigError(
+            f"embodyrl new: unknown kind '{kind}'.{closest(kind, KINDS)} Choose one of {', '.join(KINDS)}."
+        )
     chosen, files = KINDS[kind], render(kind, name)
     taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:
-        raise ConfigError(f"{', '.join(taken)} already exists; choose another name or remove it.")
+        raise ConfigError(f"{', '.join(taken)} already exists. Choose another name, or remove it.")
     if chosen.group and name in tree.options(chosen.group):
-        raise ConfigError(f"{chosen.group}={name} is already part of embodyrl; choose another name.")
+        raise ConfigError(f"{chosen.group}={name} is already an option of embodyrl. Choose another name.")
     if chosen.entries and importlib.util.find_spec(name) is not None:
-        raise ConfigError(f"a Python module '{name}' is already installed and would be shadowed; choose another name.")
+        raise ConfigError(f"The installed Python module '{name}' would be shadowed. Choose another name.")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
