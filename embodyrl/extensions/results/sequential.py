@@ -1,7 +1,7 @@
 """Sequential test of two policies on the same episodes, which stops once the difference is significant.
 
-The test is anytime-valid: the probability that the test ever reports a difference between equal policies is at most 5
-%, for any number of interim tests.
+The test is anytime-valid: the probability that the test ever reports a difference between equal policies is at most
+5 %, for any number of interim tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates of model folders: render prompts without a model, to check roles and to count tokens."""
+"""Chat templates of model folders, for role checks and token counts without loading the model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class RefusedMessages(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Chat template of a model folder; the file is selected as in transformers."""
+    """Chat template of a model folder; the template file is selected as in transformers."""
 
     source: str
     tokens: Mapping[str, str]
     """Text of each special token by name, such as bos_token."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template, such as enable_thinking."""
+    """Additional variables of the template, such as enable_thinking."""
 
     @classmethod
     def of(cls, model: Any, folder: Path) -> ChatTemplate | None:
-        """Return the template of a section `model` whose tokenizer is in `folder`, or None.
+        """Return the chat template for the config section `model` and the tokenizer in `folder`, or None.
 
         Policies without the key `chat` use the folder's template.
 
@@ -48,13 +48,13 @@ class ChatTemplate:
             found = cls(template_text(named), cls._tokens(folder))
         if found is None and arguments:
             raise ConfigError(
-                f"model.chat_template_kwargs: the tokenizer in {folder} has no chat template; set model.chat_template."
+                f"model.chat_template_kwargs: the tokenizer in {folder} has no chat template. Set model.chat_template."
             )
         return found and replace(found, arguments=arguments)
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
-        """Read the template of a tokenizer, or of the processor in the same folder; None if both are missing."""
+        """Read the chat template of the tokenizer or processor in a folder; None if there is no template."""
         config = _json(folder / "tokenizer_config.json")
         found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
@@ -78,10 +78,10 @@ class ChatTemplate:
         return _environment().from_string(self.source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
-        """Render a conversation; `reply`: append the generation prompt (the start of the model's reply).
+        """Render a conversation as text; with `reply`, append the generation prompt (start of the model's reply).
 
         Raises:
-            RefusedMessages: the template rejects the conversation; contains the message of the template.
+            RefusedMessages: the template rejects the conversation; the exception contains the message of the template.
         """
         import jinja2
 
@@ -93,7 +93,7 @@ class ChatTemplate:
 
 
 def template_text(named: str) -> str:
-    """Return the content of the file `model.chat_template`.
+    """Return the content of the template file that `model.chat_template` names.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -103,7 +103,7 @@ def template_text(named: str) -> str:
         return read_small(file).decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.chat_template={named} cannot be read ({error}); name a file with a template."
+            f"model.chat_template={named} cannot be read ({error}). Set the path of a template file."
         ) from error
 
 
@@ -113,7 +113,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Jinja extension for {% generation %} tags (which mark trained tokens): render the content unchanged."""
+        """Jinja extension that accepts {% generation %} tags (marks of trained tokens) and renders their content."""
 
         tags = {"generation"}
 
@@ -159,17 +159,17 @@ def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) 
         fix = "set env.tool_role=user"
     elif refusal("user" if role == "tool" else role for role in without) is None:
         fix = "set env.tool_role=user, and data.prompt_template instead of data.system_prompt"
-    return f"the chat template refuses messages of {', '.join(roles)} ({why}). Fix: {fix}."
+    return f"the chat template rejects the roles {', '.join(roles)} ({why}). Fix: {fix}."
 
 
 def control_tokens(folder: Path) -> dict[str, int]:
-    """Return the id of each special token of a folder, by text."""
+    """Return the ids of the special tokens of a tokenizer folder, by token text."""
     entries = _json(folder / "tokenizer.json").get("added_tokens") or ()
     return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
 
 def without_controls(text: str, controls: Iterable[str]) -> str:
-    """Remove all control tokens from a string, including control tokens that a removal creates."""
+    """Remove control tokens from a string until no control token is left."""
     before = None
     while before != text:
         before = text
@@ -179,7 +179,7 @@ def without_controls(text: str, controls: Iterable[str]) -> str:
 
 
 def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
-    """Return the id of each control token that the template can add after a reply, by text."""
+    """Return the ids of the control tokens that the template can add after a reply, by token text."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
@@ -191,7 +191,7 @@ def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> d
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
-    """Return an error if the end-of-turn token of the template is not an end token of the folder, else None."""
+    """Return an error if the end-of-turn token of the template is not an EOS token of the model, else None."""
     found = turn_ends(template, folder, parts=parts)
     settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
     named = settings.get("eos_token_id")
@@ -200,8 +200,8 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
         return None
     text, token = next(iter(found.items()))
     return (
-        f"the chat template ends a turn with {text} ({token}), which eos_token_id of generation_config.json does not "
-        f"name: replies do not stop there and SFT trains another end token; add {token} to it"
+        f"the chat template ends a turn with {text} ({token}), but generation_config.json does not list it in "
+        f"eos_token_id: replies do not stop at this token, and SFT trains another end token; add {token} to eos_token_id"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of text tasks, and placeholders of images in messages."""
+"""Rows of text tasks, and image placeholders in messages."""
 
 import re
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ class TextRow:
     messages: tuple[Message, ...]
     reference: str
     rejected: str | None = None
-    """The rejected answer of a preference pair; `reference` is the chosen answer."""
+    """Rejected answer of a preference pair; `reference` is the chosen answer."""
     pictures: tuple[Any, ...] = ()
-    """One image for each <image> in the messages; without <image>, the images precede the user's first message. Each
-    image is a file, its bytes or pixels [H, W, 3]; after reading, each image is a `Picture`."""
+    """Images, one for each <image> in the messages; without <image>, the images precede the first user message.
+
+    An image is a file, the bytes of a file, or pixels [H, W, 3]. After reading, each image is a `Picture`."""
     group: str | None = None
-    """Name of a group; consecutive rows of one group are all training rows or all validation rows."""
+    """Name of a group; consecutive rows of a group are not divided between training and validation."""
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
@@ -37,7 +38,7 @@ def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]
         front = replace(first, content=PICTURE * len(sizes) + first.content)
         messages, named = [front if m is first else m for m in messages], len(sizes)
     if named != len(sizes):
-        raise ValueError(f"{len(sizes)} images, but the messages contain {PICTURE} {named} times")
+        raise ValueError(f"there are {len(sizes)} images, but the messages contain {PICTURE} {named} times")
     left = iter(sizes)
     marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(MARK, *next(left)), m.content) for m in messages)
     return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))

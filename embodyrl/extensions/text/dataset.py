@@ -1,4 +1,4 @@
-"""Rows of text tasks from JSON lines, Parquet, a folder of such files, or a function of the user, with images."""
+"""Rows of text tasks, with optional images, from JSON Lines or Parquet files, folders, or user functions."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from embodyrl.types import IntArray
 SOURCES: Registry[Any] = Registry(
     "data.path", group="embodyrl.text_tasks", wants="a function that returns rows", fits=takes(0)
 )
-"""Functions that return rows: package.module:function, or the entry point of an installed package."""
+"""Registry of functions that return rows, by package.module:function or entry point."""
 SUFFIXES = (".jsonl", ".parquet")
 _VALUE_BYTES = 32
 """Assumed minimum size of a Python object for one value of a column, in bytes."""
@@ -33,22 +33,25 @@ _VALUE_BYTES = 32
 
 @dataclass(frozen=True)
 class TextRows:
-    """Rows of one or two sources. Picklable: after unpickling, another process reads the sources again."""
+    """Rows of a training source and an optional validation source.
+
+    Picklable: an unpickled copy reads the sources again.
+    """
 
     cfg: RowSettings
     name: str
     held_out: int
-    """Number of rows at the end that are held out for evaluation."""
+    """Number of validation rows; these rows are the last rows."""
     repeated: int = 0
     """Number of validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
-    """Number of UTF-8 bytes of the longest conversation of a row."""
+    """Length of the longest conversation, in UTF-8 bytes."""
     prompt_tokens: int = 0
-    """Number of tokens of the longest prompt, with the chat template; 0: not counted, because there is no limit."""
+    """Length of the longest prompt in tokens, with the chat template; 0: not counted, because there is no limit."""
     keep: IntArray | None = field(default=None, compare=False)
-    """Indices of rows below the length limit; None: all rows."""
+    """Indices of the rows within the length limit; None: all rows."""
     pictures: int = 0
-    """Maximum number of images in a row."""
+    """Maximum number of images per row."""
     image_size: tuple[int, int] = (0, 0)
     """Maximum height and maximum width of the images, in pixels."""
     roles: tuple[tuple[str, ...], ...] = ()
@@ -65,7 +68,7 @@ class TextRows:
 
     @property
     def total(self) -> int:
-        """Number of rows before the filters."""
+        """Number of rows of all sources, before filters."""
         return sum(len(rows) for _, rows in self._raw)
 
     def __len__(self) -> int:
@@ -75,7 +78,7 @@ class TextRows:
         return self.row(int(index if self.keep is None else self.keep[index]))
 
     def row(self, index: int) -> TextRow:
-        """Return the row at an index over all sources.
+        """Return the row at an index into the concatenated sources.
 
         Raises:
             ConfigError: a column is missing or has a wrong type; the message names the source and the row.
@@ -149,7 +152,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
 
 
 def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
-    """Return the number of held-out rows, reduced so that no group has rows in both training and validation."""
+    """Return the number of validation rows, reduced so that no group has rows in training and validation."""
     border = len(keep) - held_out
     while 0 < border < len(keep):
         before, after = (rows[i].group for i in keep[border - 1 : border + 1])
@@ -172,7 +175,7 @@ def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, cont
 
 
 def holds_text(path: str) -> bool:
-    """Return whether data.path refers to text rows instead of demonstrations."""
+    """Return True if data.path refers to text rows, False for demonstrations."""
     found = resolve_asset(path)
     if found.is_dir():
         return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
@@ -190,22 +193,22 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     found = resolve_asset(path) / (cfg.subset or "")
     files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
     if not files or not files[0].is_file():
-        raise ConfigError(
-            f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files: {found}."
-        )
+        raise ConfigError(f"data.path={path}: {found} does not exist, or contains no {' or '.join(SUFFIXES)} files.")
     if split is not None:
         names = {f: (f.name, *f.relative_to(found).parent.parts) for f in files}
         parts = {f: {re.split(r"[-._]", name)[0] for name in some} for f, some in names.items()}
         files = [f for f in files if split in parts[f]]
         if not files:
             known = ", ".join(sorted(set().union(*parts.values())))
-            raise ConfigError(f"data.path={path} has no split '{split}'; its files and folders begin with {known}.")
+            raise ConfigError(
+                f"data.path={path} has no split '{split}'. Names of its files and folders begin with {known}."
+            )
     return [row for file in files for row in _read_file(file)]
 
 
 def _read_file(file: Path) -> list[Any]:
     if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{file}: rows are read from {' and '.join(SUFFIXES)} files, not '{file.suffix}'.")
+        raise ConfigError(f"{file} has the unsupported suffix '{file.suffix}'. Use a {' or '.join(SUFFIXES)} file.")
     if file.suffix == ".parquet":
         from pyarrow import ArrowInvalid, parquet
 
@@ -221,21 +224,21 @@ def _read_file(file: Path) -> list[Any]:
             continue
         if len(line) == LONGEST_LINE:
             raise ConfigError(
-                f"{file}, line {number}: longer than {LONGEST_LINE >> 20} MiB. Shorten or remove the row."
+                f"{file}, line {number} is longer than {LONGEST_LINE >> 20} MiB. Shorten or remove the row."
             )
         try:
             rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
         except (ValueError, RecursionError) as error:
             start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
-            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {start!r}. Correct the line.") from error
+            raise ConfigError(f"{file}, line {number} is not JSON ({error}): {start!r}. Correct the line.") from error
     return rows
 
 
 def _read_packed(source: Any, file: Path) -> list[Any]:
-    """Read the rows of a Parquet file in parts, and limit their memory: small files can decompress to any size.
+    """Read the rows of a Parquet file with a memory limit, because small files can decompress to any size.
 
     Raises:
-        ConfigError: the rows need more than a quarter of the free memory (as Python objects, they need more).
+        ConfigError: the rows need more than a quarter of the free memory.
     """
     limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
     values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
@@ -255,11 +258,11 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
             rows += batch.to_pylist() if size <= limit else []
     except MemoryError:
         pass  # reported below
-    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
+    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory. Split the file.")
 
 
 def _repeated(column: Any) -> int:
-    """Return the additional bytes of a dictionary-encoded column when each row has its own copy of the text."""
+    """Return the additional bytes of a dictionary-encoded column after each row has a copy of its text."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 
@@ -275,19 +278,19 @@ def _repeated(column: Any) -> int:
 def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
     if isinstance(raw, TextRow):
         if isinstance(cfg, PairSettings) and raw.rejected is None:
-            raise ConfigError(f"{where}: the rejected answer is missing; set TextRow(..., rejected=...).")
+            raise ConfigError(f"{where}: the rejected answer is missing. Set TextRow(..., rejected=...).")
         return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
+        raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")
     columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
     columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
     columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
     for key, option in columns:
         if _column(raw, key) is None:
             if key in raw:
-                raise ConfigError(f"{where}: column '{key}' is empty (null); fill it or leave the row out.")
+                raise ConfigError(f"{where}: column '{key}' is empty (null). Fill in a value, or remove the row.")
             raise ConfigError(
-                f"{where}: no column '{key}'. Columns: {', '.join(map(str, raw))}; set data.{option} to one of them."
+                f"{where}: there is no column '{key}'. Set data.{option} to one of {', '.join(map(str, raw))}."
             )
     reference = _answer(_column(raw, cfg.answer_key))
     if cfg.answer_pattern is not None:
@@ -309,11 +312,13 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
 
 
 def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
-    """Return the row with `pictures` as images, and the image sizes in its messages."""
+    """Return the row with `pictures` as images, and with the image sizes in its messages."""
     try:
         messages = place_pictures(row.messages, [picture.size for picture in pictures])
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}; use one per image, or none to place the images first.") from error
+        raise ConfigError(
+            f"{where}: {error}. Use one {PICTURE} per image, or none to place the images first."
+        ) from error
     return replace(row, messages=messages, pictures=pictures)
 
 

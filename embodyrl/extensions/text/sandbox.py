@@ -37,7 +37,7 @@ _REACHES = {
     "processors of other processes": "os.sched_setaffinity(parent, {0})",
     "scheduling": "os.sched_setscheduler(parent, os.SCHED_BATCH, os.sched_param(0))",
 }
-"""Statements that test the sandbox at run time, by the resource that a kernel without Landlock or seccomp exposes."""
+"""Statements that try to reach a resource outside the sandbox, by resource."""
 _ATTEMPTS = """
 import ctypes, fcntl, os, platform, resource, socket
 libc, machine, parent = ctypes.CDLL(None, use_errno=True), platform.machine(), os.getppid()
@@ -55,7 +55,7 @@ _OPERATIONS: dict[type, Callable[[float, float], float]] = {
 
 
 def evaluate(expression: str) -> float:
-    """Evaluate an expression of numbers and + - * /.
+    """Return the value of an expression of numbers and + - * /.
 
     Raises:
         ValueError: the text contains anything else, or its value is undefined.
@@ -78,11 +78,11 @@ def _value(node: ast.AST) -> float:
         return -_value(node.operand)
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
-    raise ValueError(f"'{ast.unparse(node)[:60]}' is not arithmetic: use numbers and operators")
+    raise ValueError(f"'{ast.unparse(node)[:60]}' is not allowed; use numbers and + - * /")
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression (see `evaluate`) as text; integers without a decimal point."""
+    """Return the value of an expression (see `evaluate`) as text; integers have no decimal point."""
     value = evaluate(expression)
     return str(int(value)) if value.is_integer() else f"{value:.6g}"
 
@@ -100,7 +100,7 @@ def python_tool(source: str) -> str:
 
 
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
-    """Run a program; return its success and the last part of its output, or the last line of its error.
+    """Run a program; return True and the end of its output, or False and the last line of its error.
 
     See `confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
     temporary folder, for at most 64 files of at most 1 MiB. The program has no environment variables, input,
@@ -113,10 +113,10 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
 
 
 def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
-    """Run a program once for each test, all within `seconds`; return whether each test passes.
+    """Run a program once for each test, all within `seconds`; return the outcome of each test.
 
-    A test is a list of Python statements that use names of the program, in a separate process, or an `input` with the
-    expected `output` of the program; trailing blanks are ignored.
+    A test is Python code that uses names of the program and runs in a separate process, or an `input` with the expected
+    `output` of the program. Trailing blanks of the output are ignored.
     """
     each = max(1.0, seconds / len(tests))
     return [passed for passed, _, _ in _carry_out(program, tests, seconds=seconds, each=each)]
@@ -155,7 +155,7 @@ def _carry_out(
 
 
 def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
-    """Write the source of a test to a file; return the part of the request that the trusted process may read."""
+    """Write a test to a file; return the request entry with its position, without the test itself."""
     if not test:
         return {}
     text = json.dumps(test if isinstance(test, str) else dict(test)).encode()
@@ -166,13 +166,13 @@ def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
 
 
 def attempts() -> str:
-    """Return a program that tries to leave the sandbox, and prints each resource that it reaches."""
+    """Return a program that tries to leave the sandbox, and prints each resource that it can reach."""
     each = (f"try:\n    {do}\n    print({what!r})\nexcept OSError:\n    pass\n" for what, do in _REACHES.items())
     return _ATTEMPTS + "".join(each)
 
 
 def confinement() -> tuple[bool, str]:
-    """Return whether programs run in separate namespaces, and a description of the confinement."""
+    """Return True if programs run in separate namespaces, and a description of the confinement."""
     who = "as a separate user" if os.getuid() == 0 else "as you"
     ended, said = run_python(attempts(), seconds=SECONDS)
     reached = said.splitlines() if ended else [f"an unknown part of the system: the check failed with {said!r}"]

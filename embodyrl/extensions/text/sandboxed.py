@@ -1,4 +1,4 @@
-"""Run programs of a language model; `sandbox.py` starts this source with `python -I -c`, outside the package.
+"""Sandbox process for programs of a language model; `sandbox.py` runs this source with `python -I -c`.
 
 This process is trusted. For each test it forks a restricted child for the program and, if functions of the program
 are tested, another child for the test (`sandboxed_calls.py`). Changes of a program to its own process affect no
@@ -64,7 +64,7 @@ _DENIED = {
         *(434, 438, 440, 448, 238, 239),
     ),
 }
-"""By machine: AUDIT_ARCH (linux/audit.h), and the numbers of the blocked system calls."""
+"""AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine."""
 _BY_ARGUMENT = (
     # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
     *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
@@ -72,7 +72,7 @@ _BY_ARGUMENT = (
     *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
     ("prlimit64", (0, "not", 0)),
 )
-"""System calls that are blocked for certain arguments, for example to set signals or limits of other processes."""
+"""System calls that are blocked only with certain arguments, for example to signal other processes."""
 _NUMBERS = {
     "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
     "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
@@ -167,8 +167,9 @@ def _start_test(request: dict[str, Any], where: list[int], place: str, files: li
 
 
 def _compare(said: str, where: list[int], tests: int) -> bool:
-    """Return whether a program printed the expected output; compare in a separate process, invisible to later
-    programs.
+    """Return True if a program printed the expected output.
+
+    The comparison runs in a separate process, so that later programs cannot read the expected output.
     """
     pid = os.fork()
     if pid == 0:
@@ -193,18 +194,18 @@ def _start(request: dict[str, Any], place: str, files: list[int], action: Callab
 
 
 def _own_user(place: str) -> int:
-    """Return an unused user id, and make that user the owner of a folder."""
+    """Make an unused user id the owner of a folder; return the user id."""
     # In a container the kernel may have only 65536 user ids.
     for user in (2**20 + secrets.randbelow(2**30), 20_000 + secrets.randbelow(40_000), NOBODY):
         with contextlib.suppress(OSError):
             os.chown(place, user, user)
             os.chmod(place, 0o700)
             return user
-    raise SystemExit("no unused user id is available for a program")
+    raise SystemExit("The sandbox found no unused user id for a program.")
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """Return the message of a child, whether the child exited, and if not, the reason to stop the child."""
+    """Wait for a child; return its message, whether the child exited, and otherwise the reason to stop it."""
     heard = b""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
@@ -226,12 +227,15 @@ def _tail(file: Any, *, whole: bool = False) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without trailing blanks, and without empty lines at the end."""
+    """Return the lines of a text without trailing blanks, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _sweep(pid: int) -> int:
-    """Kill the child and all its descendants: orphans become children of this process. Return the child's exit code."""
+    """Kill the child and all its descendants, and return the exit code of the child.
+
+    Orphans become children of this process.
+    """
     code = -signal.SIGKILL
     while True:
         # Repeatedly: a killed process may have started others in between.
@@ -297,7 +301,7 @@ def _bar_files() -> None:
 
 
 def _bar_calls() -> None:
-    """Install a seccomp filter of system calls (linux/seccomp.h, linux/filter.h).
+    """Install a seccomp filter that blocks system calls (linux/seccomp.h, linux/filter.h).
 
     Blocked calls fail with EPERM; calls of another architecture kill the process.
     """

@@ -57,7 +57,7 @@ _SHOWN = (
 
 
 class Link:
-    """One end of the pipes: writes and reads messages, and stores the objects that messages refer to by number."""
+    """Connection to the other process; stores the objects to which messages refer by number."""
 
     def __init__(self, incoming, outgoing):
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
@@ -73,7 +73,7 @@ class Link:
         """Read the next message; raise EOFError if the other end is closed or the line is too long."""
         line = self._in.readline(LONGEST)
         if not line.endswith(b"\n"):
-            raise EOFError("the other process exited or sent too much data")
+            raise EOFError("The other process exited, or sent a message that is too long.")
         return json.loads(line)
 
     def _keep(self, value):
@@ -83,7 +83,7 @@ class Link:
         return number
 
     def pack(self, value):
-        """Return a value as JSON: plain data and subclasses of plain types by value, other objects by number."""
+        """Return a value as JSON data: plain data by value, other objects by number."""
         if value is None or type(value) in _PLAIN:
             return value
         if isinstance(value, Remote):
@@ -182,7 +182,7 @@ _DEEDS = {
     "text": lambda value, form: str(value) if form == "s" else repr(value),
     "truth": bool,
 }
-"""Operations of a test on objects of the program, in addition to calls; a program can only call functions."""
+"""Operations that a test can apply to objects of the program, in addition to calls."""
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict")
 
 
@@ -261,7 +261,7 @@ class Remote:
 
 
 def serve_program(program, incoming, outgoing):
-    """Load a program, then handle the requests of a test until it ends."""
+    """Load a program, then handle the requests of a test until the test process exits."""
     link = Link(incoming, outgoing)
     module = sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -308,14 +308,14 @@ class Names(dict):
 
 
 def _in_place(function, *args, **named):
-    """Call a function and copy back changed arguments: a test that ignores the result can check the arguments."""
+    """Call a function and copy changed arguments back, because a test may check the arguments."""
     if isinstance(function, Remote):
         return function._link.ask("call", function, *args, in_place=True, **named)
     return function(*args, **named)
 
 
 class _Statements(ast.NodeTransformer):
-    """AST transformer that replaces call statements by calls of `_in_place`."""
+    """AST transformer that replaces call statements with calls of `_in_place`."""
 
     def visit_Expr(self, node):
         if isinstance(node.value, ast.Call):
@@ -334,12 +334,13 @@ _FUNCTIONS = {
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
     **{"isclose": "math", "allclose": "numpy", "array_equal": "numpy", "Fraction": "fractions", "Decimal": "decimal"},
 }
-"""Modules and functions that tests apply to results, and that a program can only import: the program's own objects of
-these names would decide about their own results."""
+"""Modules of the functions that tests apply to results, by function name.
+
+Tests use the real functions: a program could redefine a function to accept any result."""
 
 
 def _results(tree):
-    """Return the variables of a test that may contain results: those of statements with a call or such a variable."""
+    """Return the names of the test variables that may contain results, directly or through other variables."""
     found, size = set(), -1
     while len(found) != size:
         size = len(found)
@@ -358,7 +359,7 @@ def _takes_results(call, results):
 
 
 def _mark_tested_calls(tree, results):
-    """Mark calls of the tested function, as in `assert sum(1, 2) == 3`: the program may redefine a built-in.
+    """Mark calls of the tested function, as in `assert sum(1, 2) == 3`, because it can have the name of a built-in.
 
     In `assert sorted(f(x)) == [1]` or `assert len(y) == 2`, the built-in is applied to a result.
     """
@@ -371,7 +372,7 @@ def _mark_tested_calls(tree, results):
 
 
 def _trusted_names(tree, results, kinds):
-    """Return the modules and functions, by name, that a test applies to results and takes from the program."""
+    """Return the real modules and functions, by name, that a test applies to results."""
     found, attributes = {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:

@@ -1,4 +1,4 @@
-"""Config keys in the section `data`: common keys, rows of text, pairs of answers."""
+"""Config keys of the section `data`, for demonstrations, text rows and preference pairs."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _is_pattern(text: str) -> bool:
 
 
 class DataSettings(Settings):
-    """Config keys for the data source."""
+    """Common config keys of all data sources."""
 
     needs = {"val_path=null": "val_share"}
 
@@ -35,16 +35,16 @@ class DataSettings(Settings):
     val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
     """Fraction of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
-    """Sample rows in random order."""
+    """If true, rows are sampled in random order."""
 
 
 class RowSettings(DataSettings):
     """Config keys for text rows."""
 
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
-    """Keyword arguments of the function of data.path=package.module:function."""
+    """Keyword arguments for the function in data.path=package.module:function."""
     subset: Annotated[str | None, NumbersStates] = None
-    """Configuration of a Hugging Face data set: the subfolder that contains the rows."""
+    """Subset of a Hugging Face data set: the subfolder that contains the rows."""
     split: Annotated[str | None, NumbersStates] = None
     """Training split of a folder or repository: file name prefix (train-00000-of-00002.parquet) or subfolder; default:
     all files."""
@@ -55,14 +55,14 @@ class RowSettings(DataSettings):
     answer_key: str = "answer"
     """Column of the reference answer, also the target of `embodyrl sft`; a.b is field b of column a."""
     answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
-    """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
+    """Regular expression whose first group matches the reference in the answer column, for example '#### (.+)'."""
     prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
-    """Template for each prompt."""
+    """Template of each prompt; {prompt} is replaced by the text of the prompt column."""
     system_prompt: str | None = None
-    """System message before each prompt."""
+    """System message that precedes each prompt."""
     image_key: str | None = None
-    """Column of images for model=vision_lm: one image or a list, as files in the data folder or as bytes. `<image>`
-    marks the position of an image in the prompt; without a mark, images come first."""
+    """Column of images for model=vision_lm: one image or a list, as files in the data folder or as bytes.
+    `<image>` marks the position of an image in the prompt; without marks, the images come first."""
     max_image_edge: Count | None = None
     """Maximum length of the longer image edge in pixels; larger images are scaled down. Memory for the largest image is
     reserved in each sample."""
@@ -72,12 +72,12 @@ class RowSettings(DataSettings):
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:
-        """Path and split of the training rows, and of separate validation rows."""
+        """Path and split of the training rows and, if separate, of the validation rows."""
         val = self.val_path or (self.path if self.val_split else None)
         return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
 
     def problems(self) -> Iterator[str]:
-        """Yield settings problems, including a `val_split` of rows that come from a function."""
+        """Yield an error for each invalid key, such as `val_split` with rows from a function."""
         yield from super().problems()
         if self.val_split is not None and is_function(self.val_path or self.path or ""):
             yield f"data.val_split={self.val_split}: only files have splits; use data.val_path or data.val_share."

@@ -10,8 +10,9 @@ from embodyrl.extensions.text.conversation import TextRow
 ROWS, HELD_OUT_ROWS = 2000, 500
 _ASKS = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
-"""Largest number n, divisor and remainder: numbers with n mod 5 = 3 occur only in validation, all others only in
-training."""
+"""Exclusive upper bound of numbers n, divisor and remainder.
+
+Numbers with n mod 5 = 3 occur only in validation, and all other numbers only in training."""
 _TRIES = 100
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
@@ -22,7 +23,7 @@ _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "p
 class _Story:
     text: str
     steps: str
-    """Steps of the solution, separated by `; `. Results are named x, y, z, w; the last one is the answer."""
+    """Steps of the solution, separated by `; `. The results are named x, y, z, w; the last result is the answer."""
 
 
 _STORIES = (
@@ -78,12 +79,12 @@ _STORIES = (
 
 
 def stories(*, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """Return training rows; the reference is the solution and `#### ` with the answer, as in GSM8K."""
+    """Return training rows; the reference is the solution, followed by `#### ` and the answer, as in GSM8K."""
     return _rows(rows, seed, held_out=False)
 
 
 def held_out_stories(*, rows: int = HELD_OUT_ROWS, seed: int = 0) -> list[TextRow]:
-    """Return validation rows; the numbers in the questions do not occur in training questions."""
+    """Return validation rows; the numbers in their questions do not occur in training questions."""
     return _rows(rows, seed, held_out=True)
 
 
@@ -105,7 +106,7 @@ def _rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
 
 
 def _solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int]:
-    """Return the lines of a solution, such as `3 + 4 = 7`, and its result."""
+    """Return the lines of a solution, such as `3 + 4 = 7`, and the answer."""
     known, lines, result = dict(numbers), list[str](), 0
     for name, step in zip("xyzw", steps.split("; "), strict=False):
         left, sign, right = step.split()

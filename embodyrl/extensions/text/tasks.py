@@ -1,4 +1,4 @@
-"""Synthetic text tasks: rows are a deterministic function of the seed, and each question occurs once."""
+"""Synthetic text tasks; rows depend only on the arguments and the seed."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from embodyrl.extensions.text.conversation import TextRow
 
 ROWS = 20_000
 _SPARE = 1000
-"""Number of consecutive repeated questions after which sampling stops."""
+"""Number of additional samples, to replace repeated questions."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Function that samples a (prompt, answer) pair."""
@@ -58,7 +58,7 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
-    """Return rows such as `What is 3 + 4?` with the answer 7; both orders of a pair are one group."""
+    """Return rows such as `What is 3 + 4?` with the answer 7; 3 + 4 and 4 + 3 are in one group."""
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
     random.Random(seed).shuffle(pairs)
     ordered = [pair for a, b in pairs for pair in dict.fromkeys([(a, b), (b, a)])]
@@ -73,7 +73,7 @@ def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
 
 
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """Return rows such as `3,7,2:23=`: the answer is an expression of these numbers, each once, with the value 23."""
+    """Return rows such as `3,7,2:23=`; the answer is an expression with each number once and the value 23."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
         numbers = [rng.randint(1, largest) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Rows with worked examples: earlier turns show the form of the reply, or a call of the calculator."""
+"""Text tasks with worked examples in earlier turns: replies in a required format, or calculator calls."""
 
 import random
 import re
@@ -10,11 +10,11 @@ from embodyrl.extensions.text.conversation import TextRow
 
 _SUMS = ((2, 5), (14, 9), (6, 11), (17, 3))
 _PRODUCTS = ((12, 34), (56, 71), (90, 18), (43, 25))
-"""Numbers of the examples; rows do not contain these pairs."""
+"""Operands of the examples; questions do not contain these pairs."""
 
 
 def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[TextRow]:
-    """Return sums whose `shown` (at most 4) earlier replies have the form that the reward `format` requires."""
+    """Return rows with sums, each after `shown` (at most 4) example replies in the format of the reward `format`."""
     examples: list[Message] = []
     for a, b in _shown(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
@@ -24,7 +24,7 @@ def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[Tex
 
 
 def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
-    """Return products of two numbers from 10 to 99 whose `shown` (at most 4) earlier turns call the calculator."""
+    """Return rows with products of numbers in 10..99, each after `shown` (at most 4) example calculator calls."""
     examples: list[Message] = []
     for a, b in _shown(_PRODUCTS, shown):
         examples += [_user(f"What is {a} * {b}?"), *_call(a, b), Message(role="assistant", content=_conclusion(a, b))]
@@ -33,9 +33,10 @@ def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
 
 
 def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
-    """Return two SFT rows for each row of `calculator_products` without examples, in the same order.
+    """Return two SFT rows for each row of `calculator_products(shown=0)`, in the same order.
 
-    The answer of the first row is the call of the calculator; the second row contains the call and the tool's answer.
+    The target of the first row is the call of the calculator. The second row contains the call and its result, and the
+    target is the answer.
     """
     rows: list[TextRow] = []
     for row in calculator_products(shown=0, seed=seed):
@@ -54,13 +55,13 @@ def _shown(examples: Sequence[tuple[int, int]], shown: int) -> Sequence[tuple[in
     """
     if not 0 <= shown <= len(examples):
         raise ConfigError(
-            f"data.kwargs.shown={shown}: there are {len(examples)} worked examples; set 0 to {len(examples)}."
+            f"data.kwargs.shown={shown}: only {len(examples)} worked examples exist. Set a number from 0 to {len(examples)}."
         )
     return examples[:shown]
 
 
 def _call(a: int, b: int) -> tuple[Message, Message]:
-    """Return the call of the calculator and its answer."""
+    """Return the messages of a calculator call and its result."""
     return Message(role="assistant", content=f"?{a}*{b}"), Message(role="tool", content=str(a * b))
 
 
@@ -79,7 +80,7 @@ def _rows(
     sign: str,
     seed: int,
 ) -> list[TextRow]:
-    """Return rows `What is a + b?` in random order; both orders of a pair are one group."""
+    """Return rows such as `What is 3 + 4?` in random order; 3 + 4 and 4 + 3 are in one group."""
     left_out = {tuple(sorted(pair)) for pair in excluded}
     pairs = [pair for pair in pairs if pair not in left_out]
     random.Random(seed).shuffle(pairs)

@@ -1,4 +1,4 @@
-"""Busy time of workers, measured by the driver: utilisation metrics, and a trace for Perfetto or chrome://tracing."""
+"""Busy time of workers, measured in the driver: utilisation metrics, and a trace for Perfetto."""
 
 import json
 import time
@@ -31,12 +31,12 @@ class Span(NamedTuple):
     start: float
     end: float
     size: int
-    """Number of slots, observations or records of the request."""
+    """Number of slots, observations or records in the request."""
     detail: dict[str, float]
 
 
 class Timeline:
-    """Implements `RequestObserver` with the spans of all requests.
+    """Records a span for each request, for utilisation metrics and a trace (see `RequestObserver`).
 
     A worker runs one request at a time, so a span starts when the previous span ends.
     """
@@ -66,7 +66,7 @@ class Timeline:
         self._trace: list[Span] = []
 
     def begin(self) -> None:
-        """Start a new training step."""
+        """Clear the spans of the previous step at the start of a training step."""
         self._begun = self._now()
         self._step.clear()
         self._staleness.clear()
@@ -80,7 +80,7 @@ class Timeline:
             self._staleness.update((request.step - versions).tolist())
 
     def answered(self, worker: str, message: Message) -> None:
-        """Record the reply of a worker to its oldest request, or a message without a request."""
+        """Record the reply of a worker to its oldest request; other messages are ignored."""
         if isinstance(message, EnvReport):
             detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
         elif isinstance(message, Done):
@@ -96,7 +96,7 @@ class Timeline:
         self._free_since[worker] = now
 
     def died(self, worker: str) -> None:
-        """Record the death of a worker and drop its requests."""
+        """Record the death of a worker, and end the spans of its open requests."""
         for name, asked, size in self._open.pop(worker, ()):
             self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
 
@@ -136,7 +136,7 @@ class Timeline:
         }
 
     def close(self) -> None:
-        """Write the trace file in the Chrome trace format, with a track per worker; without spans, write no file."""
+        """Write the trace in the Chrome trace format, with a track per worker, unless there are no spans."""
         if self._file is None or not self._trace:
             return
         tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}, key=by_number), start=1)}

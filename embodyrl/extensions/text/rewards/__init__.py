@@ -1,1 +1,1 @@
-"""Rewards of text replies: a registry of reward functions, and processes that run them with a time limit."""
+"""Rewards of text replies: registry of reward functions, and processes that run the functions with a time limit."""

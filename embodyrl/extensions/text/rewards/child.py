@@ -1,4 +1,4 @@
-"""Process that runs reward functions: reads batches as JSON lines and writes one line per answer."""
+"""Child process that runs reward functions on batches of answers, with JSON lines as messages."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from embodyrl.extensions.text.rewards.services import find
 
 
 def main() -> None:
-    """Compute rewards until the input ends. SIGALRM ends the process at the time limit of a reply."""
+    """Compute rewards until the input ends; SIGALRM ends the process at the time limit of an answer."""
     names, timeout_s = json.loads(sys.argv[1])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -36,7 +36,7 @@ def main() -> None:
                     parts = [value[n] for n in function.components] if isinstance(value, Mapping) else [value]  # type: ignore[attr-defined]
                     reply += [float(part) for part in parts]
                 if not all(map(math.isfinite, reply)):
-                    raise ValueError(f"the reward is {reply}, not a finite number")
+                    raise ValueError(f"the rewards {reply} must be finite numbers")
             except Exception as error:  # any error of a user's function is a reply too
                 reply = f"{type(error).__name__}: {error}"[:300]
             signal.setitimer(signal.ITIMER_REAL, 0.0)

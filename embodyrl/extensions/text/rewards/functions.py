@@ -16,7 +16,7 @@ def exact(prompt: str, response: str, reference: str) -> float:
 
 
 def overlap(prompt: str, response: str, reference: str) -> float:
-    """Return the fraction of positions with equal characters in response and reference: a dense version of `exact`.
+    """Return the fraction of positions at which response and reference are equal: a dense version of `exact`.
 
     The end of the text counts as one more position.
     """
@@ -40,19 +40,19 @@ def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
 
 
 def number(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the response is only a number, correct or not: a format reward."""
+    """Return 1 if the response is only a number, whether correct or not (format reward)."""
     return float(re.fullmatch(r"\s*[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?\s*", response) is not None)
 
 
 class _Math:
-    r"""Return 1 if the answer (the last `\boxed{}`, `####` or plain number) has the value of the reference.
+    r"""Reward 1 if the answer (the last `\boxed{}`, `####` or plain number) has the value of the reference, else 0.
 
     Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
     expression, a box is compared by the math-verify package, unless it only repeats a part of the prompt.
     """
 
     def prepare(self) -> None:
-        """Import the math-verify package in advance, so that the import does not count towards a time limit."""
+        """Import the math-verify package in advance, so that the import does not count towards the time limit."""
         import math_verify  # noqa: F401
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
@@ -83,7 +83,7 @@ def _squeezed(text: str) -> str:
 
 
 def choice(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the selected letter is the reference: in a box, after 'answer', or the last single letter."""
+    """Return 1 if the chosen letter (in a box, after 'answer', or the last single letter) is the reference."""
     for pattern in (r"\\boxed\{\(?([A-Z])\)?\}", r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\b", r"\b([A-Z])\b"):
         if found := re.findall(pattern, response):
             return float(found[-1] == reference.strip().strip("()").upper())
@@ -118,7 +118,7 @@ def code(prompt: str, response: str, reference: str) -> float:
     """Return the fraction of tests that the last code block of the response passes.
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
-    programs that read and print. Each test runs separately, in another process than the program. A test has a second,
+    programs that read and print. Each test runs in a separate process. A test has a second,
     or its share of the total time if that is longer; the total is most of `reward.timeout_s`.
     """
     blocks = re.findall(r"```(?:python)?\n(.*?)```", response, re.DOTALL)

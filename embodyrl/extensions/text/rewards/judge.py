@@ -1,4 +1,4 @@
-"""Run reward functions in separate processes: in parallel, with a timeout per reply and a count of failures."""
+"""Parallel execution of reward functions in child processes, with a timeout per reply and a failure count."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _CHILD = "from embodyrl.extensions.text.rewards.child import main; main()"
 
 
 def chosen(cfg: JudgeSettings) -> list[str]:
-    """Return the names of the selected rewards; the first reward defines success."""
+    """Return the names of the configured reward functions; the first function defines success."""
     first = [n for n in (cfg.name, cfg.path) if n]
     own = {*first, *(part for n in first for part in _components(n))}
     return [*first, *(n for n in cfg.weights if n not in own)]
 
 
 def problems(cfg: JudgeSettings) -> list[str]:
-    """Return config errors of `reward`, one line each."""
+    """Return errors of the config section `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [
-            f"reward.name and reward.path: set one of them, a registered reward ({', '.join(REWARDS.names())}), or "
+            f"reward.name and reward.path are not set. Set a registered reward ({', '.join(REWARDS.names())}), or "
             "package.module:function, an http address, or the folder of a reward model."
         ]
     found = [line for name in (cfg.name, cfg.path) if name for line in _unknown(name)]
@@ -51,7 +51,7 @@ def _unknown(name: str) -> list[str]:
 
 
 def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
-    """Build the reward functions; replies are cut off at `max_tokens` tokens."""
+    """Build the reward computation of a run; replies have at most `max_tokens` tokens."""
     names = tuple(chosen(cfg))
     # A weight of a function, by its whole name, is the weight of each of its components.
     parts = [(name, part) for name in names for part in _components(name)]
@@ -63,18 +63,21 @@ def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
 
 
 def _components(name: str) -> tuple[str, ...]:
-    """Return the component names of a function: its attribute `components` if it returns several numbers."""
+    """Return the component names of a reward function: its attribute `components`, or its name."""
     return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
 
 
 def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
-    """Return 0 up to limit - buffer tokens, decreasing linearly to -factor at `limit` (arXiv 2503.14476, eq. 13)."""
+    """Return 0 up to limit - buffer tokens, then a linear penalty down to -factor at `limit` (arXiv 2503.14476, eq. 13)."""
     return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
 
 
 @dataclass
 class RewardJudge:
-    """Computes rewards of replies in child processes, which start with the first batch; picklable for env workers."""
+    """Computes the rewards of replies in child processes, which start with the first batch.
+
+    Picklable, because env workers receive a copy.
+    """
 
     cfg: JudgeSettings
     names: tuple[str, ...]
@@ -85,7 +88,7 @@ class RewardJudge:
     _children: list[_Child] = field(default_factory=list, repr=False)
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """Return the rewards of a batch; a function that fails or times out returns 0, and the failure is counted."""
+        """Return the rewards of a batch; after a failure or timeout the reward is 0, and the failure is counted."""
         while len(self._children) < self.cfg.workers:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)
@@ -120,7 +123,7 @@ class RewardJudge:
 
 
 class _Child:
-    """A reward process; a process that exceeds the time limit for a reply exits and is replaced."""
+    """Child process that computes rewards; after a timeout, the process is replaced."""
 
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
         self._names, self._timeout_s = names, timeout_s
@@ -129,7 +132,7 @@ class _Child:
         self._buffer = b""
 
     def send(self, answers: list[list[str]]) -> None:
-        """Send a batch; `receive` must follow."""
+        """Send a batch of answers; call `receive` afterwards."""
         self._left = answers
         for _ in range(_ATTEMPTS if answers else 0):
             try:
@@ -141,7 +144,9 @@ class _Child:
             except BrokenPipeError:  # it exited while idle
                 self.stop()
         if answers:
-            raise EmbodyError(f"The process of the reward functions {', '.join(self._names)} exits repeatedly.")
+            raise EmbodyError(
+                f"The process of the reward functions {', '.join(self._names)} exits repeatedly. See the worker log."
+            )
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The child looks for a user's function where this process would find it.
@@ -158,7 +163,7 @@ class _Child:
         return self._process
 
     def receive(self) -> list[list[float] | str]:
-        """Return the rewards, or an error, of each answer."""
+        """Return the rewards of each answer, or an error text."""
         replies: list[list[float] | str] = []
         freezes = 0
         while self._left:
@@ -196,7 +201,7 @@ class _Child:
         return line
 
     def stop(self) -> int | None:
-        """Stop the process, if it runs; return its exit code."""
+        """Kill the process; return its exit code, or None if no process was running."""
         process, self._process, self._buffer = self._process, None, b""
         if process is not None:
             process.kill()

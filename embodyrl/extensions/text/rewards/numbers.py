@@ -1,4 +1,4 @@
-r"""Plain numbers in replies: 1,234, 1e3, 1.2 \times 10^3, $5, 50 %, reduced fractions; never values of expressions."""
+r"""Parser of numbers in replies: 1,234, 1e3, 1.2 \times 10^3, $5, 50 %, reduced fractions; no expressions."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _BESIDE = re.compile(
     re.VERBOSE,
 )
 _LONGEST = 100
-"""Maximum length of a number in characters: conversion of longer numbers is slow, and Python limits the digits."""
+"""Maximum length of a number in characters, because conversion of longer numbers is slow or fails."""
 _ASCII = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u2212": "-", "\ufe63": "-"}
 )
@@ -39,7 +39,7 @@ Values = frozenset[Fraction]
 
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
-    """Yield the possible values of each number in a string; fractions that are not reduced are skipped."""
+    """Yield the match and the possible values of each number in a string; unreduced fractions have no value."""
     for match in _NUMBER.finditer(text.translate(_ASCII)):
         yield match, _values(match)
 
@@ -72,7 +72,7 @@ def first_number(text: str) -> Values:
 
 
 def only_number(text: str) -> Values:
-    """Return the possible values of a string that is a number, with optional `x =` and unit; empty for other text."""
+    """Return the possible values of a string with one number, optional `x =` and unit; empty for other text."""
     text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), _UNIT_POWER.sub("", text))
     found = list(numbers(text))
@@ -84,5 +84,5 @@ def only_number(text: str) -> Values:
 
 
 def equal(one: Values, other: Values) -> bool:
-    """Return whether two numbers share a possible value, compared to six digits."""
+    """Return True if two numbers share a possible value, compared to six digits."""
     return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)

@@ -1,4 +1,4 @@
-"""The config section `reward` of text tasks; simulators have another settings class."""
+"""Config section `reward` of text tasks; simulators have another settings class."""
 
 from embodyrl.config.sections import Section
 from embodyrl.extensions.text.rewards.settings import JudgeSettings

@@ -1,4 +1,4 @@
-"""Find a reward function by registered name or import path, as an HTTP service, or as a reward model."""
+"""Lookup of reward functions: registered names, import paths, HTTP services and reward models."""
 
 import json
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from embodyrl.registry import Registry, takes
 
 
 class Reward(Protocol):
-    """A reward function; an exception counts as reward 0 and is reported."""
+    """Interface of reward functions; an exception counts as reward 0 and is reported."""
 
     def __call__(self, prompt: str, response: str, reference: str) -> float | Mapping[str, float]:
-        """Return the reward of a response: one number, ideally within 0..1, or named components, which are added."""
+        """Return the reward of a response: one number, ideally in 0..1, or numbers by component name."""
         ...
 
 
@@ -31,7 +31,7 @@ for _name in _BUILT_IN:
 
 
 def find(name: str) -> Reward:
-    """Return the reward function for a registered name, package.module:function, http(s) address, or model folder.
+    """Return the reward function of a registered name, package.module:function, http(s) address or model folder.
 
     Raises:
         UnknownNameError: there is no reward with this name.
@@ -48,7 +48,7 @@ _LONGEST = 1 << 16
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """Reward from an HTTP service: POST {prompt, response, reference}; the reply is a number or {"reward": number}."""
+    """HTTP reward service: POST {prompt, response, reference}; the reply is a number or {"reward": number}."""
 
     url: str
     components = ("remote",)
@@ -64,21 +64,21 @@ class RemoteReward:
 
 
 VALUE_FILE = "value_head/model.safetensors"
-"""Value head in the folder of a language model trained by `embodyrl sft objective.name=preference`."""
+"""Path of the value head in a model folder written by `embodyrl sft objective.name=preference`."""
 
 
 @dataclass
 class RewardModel:
-    """Reward model: a sequence classifier with one output, for the conversation in the model's chat template.
+    """Reward model: a sequence classifier with one output, or a language model with a value head.
 
-    Alternatively a language model with a value head, evaluated at the end of the reply.
+    The input is the conversation in the model's chat template. A value head is evaluated at the end of the reply.
     """
 
     folder: Path
     components = ("model",)
 
     def prepare(self) -> None:
-        """Load the model in advance, so that loading does not count towards a time limit.
+        """Load the model in advance, so that loading does not count towards the time limit.
 
         Raises:
             CheckpointError: the folder contains no reward model.

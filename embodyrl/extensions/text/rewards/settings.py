@@ -13,19 +13,19 @@ class JudgeSettings(Settings):
     needs = {"overlong_buffer": "overlong_penalty"}
 
     name: str | None = None
-    """Reward function that also defines success (a value of at least 1); docs/reference/text.md lists them."""
+    """Name of a reward function (listed in docs/reference/text.md); a value of at least 1 is a success."""
     path: Path | None = None
-    """Custom reward: package.module:function of (prompt, response, reference), or of a RewardStep for a simulator, that
-    returns a number or named numbers; the http address of a reward service; or the folder of a reward model.
+    """Custom reward: package.module:function, the http address of a reward service, or the folder of a reward model.
+    A function of (prompt, response, reference), or of a RewardStep for a simulator, returns a number or named numbers.
     """
     weights: dict[str, float] = {}
-    """Weight of each reward by name (default 1); names other than reward.name add a further reward."""
+    """Weight of each reward function by name (default 1); functions other than reward.name are added to the reward."""
     overlong_buffer: Index = 0
-    """Number of tokens before max_new_tokens over which the penalty grows from 0 to overlong_penalty (DAPO); 0: no
-    penalty."""
+    """Number of tokens before max_new_tokens over which the penalty of long replies grows to overlong_penalty (DAPO).
+    0: no penalty."""
     overlong_penalty: Weight = 1.0
     """Penalty of a reply that is truncated at max_new_tokens."""
     timeout_s: Seconds = 5.0
-    """Time limit per reply; after a timeout the reward is 0 and train/reward_errors increases."""
+    """Time limit per reply in seconds; after a timeout, the reward is 0 and train/reward_errors increases."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of reward processes per env worker."""
