@@ -200,8 +200,8 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
         return None
     text, token = next(iter(found.items()))
     return (
-        f"the chat template ends a turn with {text} ({token}), but generation_config.json does not list it in "
-        f"eos_token_id: replies do not stop at this token, and SFT trains another end token; add {token} to eos_token_id"
+        f"the chat template ends a turn with {text} ({token}), but eos_token_id of generation_config.json lacks "
+        f"this token: replies do not stop at it, and SFT trains another end token; add {token} to eos_token_id"
     )
 
 

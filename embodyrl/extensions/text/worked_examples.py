@@ -55,7 +55,7 @@ def _shown(examples: Sequence[tuple[int, int]], shown: int) -> Sequence[tuple[in
     """
     if not 0 <= shown <= len(examples):
         raise ConfigError(
-            f"data.kwargs.shown={shown}: only {len(examples)} worked examples exist. Set a number from 0 to {len(examples)}."
+            f"data.kwargs.shown={shown}: there are {len(examples)} worked examples. Set 0 to {len(examples)}."
         )
     return examples[:shown]
 

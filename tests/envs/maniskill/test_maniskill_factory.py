@@ -37,7 +37,7 @@ def test_preset_is_valid_and_separates_train_and_eval_seeds():
         ({"kwargs": {"control_mode": "pd_joint_pos"}}, "is reserved. Set it with env.control_mode"),
         ({"kwargs": {"sensor_configs": {"width": 64}}}, "env.kwargs.sensor_configs.width: set env.init_params"),
         ({"kwargs": {"sensor_configs": {"base_camera": {"height": 64}}}}, "sensor_configs.base_camera.height: set"),
-        ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
+        ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "contains a camera twice"),
     ],
 )
 def test_config_problems_are_reported_without_importing_the_simulator(changes, words):

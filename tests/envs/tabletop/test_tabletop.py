@@ -270,7 +270,7 @@ def test_render_shows_both_views():
             {"init_params": InitParams(camera_names=["frnt"])},
             "'frnt' is not a camera of this environment. Did you mean 'front'?",
         ),
-        ({"init_params": InitParams(camera_names=["front", "front"])}, "names a camera twice"),
+        ({"init_params": InitParams(camera_names=["front", "front"])}, "contains a camera twice"),
         ({"init_params": InitParams(camera_heights=64, camera_widths=96, camera_names=["front"])}, "differ"),
         ({"init_params": InitParams(camera_heights=16, camera_widths=16, camera_names=["front"])}, "32..1024"),
     ],

@@ -68,4 +68,4 @@ def test_a_run_without_an_evaluation_is_refused(tmp_path, capsys):
     assert main(["latency", str(tmp_path)]) != 0
     assert "no complete evaluation" in capsys.readouterr().err
     assert main(["latency"]) != 0
-    assert "takes evaluations" in capsys.readouterr().err
+    assert "needs runs of `embodyrl eval`" in capsys.readouterr().err

@@ -215,7 +215,7 @@ def test_measured_rates_replace_assumed_rates(tmp_path, monkeypatch):
     chunk = chunk_name(RenderProfile.full, fast=True, on_gpu=True)
     keep_measured({H100[-1]: half, chunk: {"chunk_s": 10.0}}, report, "2026-01-02")
     measured = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
-    assert f"measured of each GPU ({H100[-1]}): 325 TFLOP/s in bfloat16, 1.4 TB/s" in measured
+    assert f"measured for each GPU ({H100[-1]}): 325 TFLOP/s in bfloat16, 1.4 TB/s" in measured
     assert "rates from FOLDER/report.json (2026-01-02), time of simulators from FOLDER/report.json" in measured
     assert "bound by simulators" in measured
 

@@ -293,7 +293,7 @@ def test_memory_plan_includes_simulators_on_a_shared_gpu(tmp_path, monkeypatch):
         return drawn, replace(needed, gradients=3 * GIB)
 
     require_memory(*plan("0,1"))
-    with pytest.raises(ConfigError, match=r"all processes on its GPU together 11\.\d.*launcher.env_workers"):
+    with pytest.raises(ConfigError, match=r"all processes on its GPU need 11\.\d.*launcher.env_workers"):
         require_memory(*plan("0"))
     assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]
 

@@ -47,7 +47,7 @@ def test_neighbouring_ranks_share_a_node(world, nodes, placed):
     ("placement", "fragment"),
     [
         ({"env": "__import__('os')", "rollout,actor": "0"}, "node numbers such as"),
-        ({"env": "0-9", "rollout,actor": "0"}, "numbered 0 to 1"),
+        ({"env": "0-9", "rollout,actor": "0"}, "node numbers must be 0 to 1"),
         ({"env": "0"}, "has no entry for rollout, actor"),
         ({"envs": "0", "rollout,actor": "0"}, "'envs' is not a component"),
         ({"env,rollout": "0", "actor": "1"}, "share a process"),

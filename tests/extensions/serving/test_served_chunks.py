@@ -65,8 +65,8 @@ def test_requests_without_rtc_fields_get_independent_chunks():
         ({"rtc/delay": 1}, "send both"),
         ({"rtc/prefix": np.zeros((3, 4)), "rtc/delay": 1}, r"shape \[3, 4\]"),
         ({"rtc/prefix": np.full((3, 2), np.nan), "rtc/delay": 1}, "finite numbers"),
-        ({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": 3}, "expected 0 to 2"),
-        ({"rtc/prefix": np.zeros((1, 2)), "rtc/delay": 2}, "expected 0 to 1"),
+        ({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": 3}, "must be 0 to 2"),
+        ({"rtc/prefix": np.zeros((1, 2)), "rtc/delay": 2}, "must be 0 to 1"),
         *(({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": odd}, "an integer") for odd in ("soon", "2", 1.5, np.inf)),
     ],
 )

@@ -168,7 +168,7 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
     changed = next(iter(before))
     changed.write_text("my own work")
     assert main(["new", kind, "mine"]) == 2
-    assert "already exists; choose another name" in capsys.readouterr().err
+    assert "already exists. Choose another name" in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before.keys()
     assert changed.read_text() == "my own work"
 
@@ -182,9 +182,9 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
         (["env", "My-Env"], "use lower-case letters, digits and _, for example my_env"),
         (["env", "../x"], "use lower-case letters"),
         (["policy", "class"], "use lower-case letters"),
-        (["env", "tabletop"], "env=tabletop is already part of embodyrl"),
-        (["experiment", "libero_laptop"], "experiment=libero_laptop is already part of embodyrl"),
-        (["env", "numpy"], "a Python module 'numpy' is already installed"),
+        (["env", "tabletop"], "env=tabletop is already an option of embodyrl"),
+        (["experiment", "libero_laptop"], "experiment=libero_laptop is already an option of embodyrl"),
+        (["env", "numpy"], "The installed Python module 'numpy' would be shadowed"),
     ],
 )
 def test_invalid_new_arguments_write_no_files(words, said, tmp_path, monkeypatch, capsys):

@@ -111,11 +111,11 @@ def test_roles_are_rendered_before_the_run_starts(tmp_path: Path):
     for command in ("train", "sft", "eval"):
         chosen = system if command != "sft" else system[1:]
         with pytest.raises(
-            ConfigError, match=r"refuses messages of system, user \(Only user and .*data.prompt_template"
+            ConfigError, match=r"rejects the roles system, user \(Only user and .*data.prompt_template"
         ):
             describe(load_config(command, [*words, *chosen, f"runner.output_dir={tmp_path}/runs"]))
     tools = ["env=text/calculator", *words]
-    with pytest.raises(ConfigError, match=r"refuses messages of user, assistant, tool .*env.tool_role=user"):
+    with pytest.raises(ConfigError, match=r"rejects the roles user, assistant, tool .*env.tool_role=user"):
         describe(load_config("train", [*tools, f"runner.output_dir={tmp_path}/runs"]))
     assert not (tmp_path / "runs").exists()
     describe(load_config("train", [*tools, "env.tool_role=user"]))
@@ -167,7 +167,7 @@ def test_chat_template_of_a_run_is_checked_before_the_start_and_saved(tmp_path: 
     for wrong, reason in (
         (("model.chat_template_kwargs={tools: 1}",), "tools cannot be set"),
         (("model.chat=false", f"model.chat_template={file}"), "have no effect"),
-        (("model.chat_template_kwargs={think: false}",), "has no chat template; set model.chat_template"),
+        (("model.chat_template_kwargs={think: false}",), "has no chat template. Set model.chat_template"),
         ((f"model.chat_template={tmp_path}/none",), "none cannot be read"),
     ):
         with pytest.raises(ConfigError, match=reason):

@@ -146,11 +146,11 @@ def test_unreadable_data_sources_are_errors(tmp_path: Path):
     os.truncate(tmp_path / "sparse.jsonl", 40 << 30)
     for path, message in (
         ("broken.jsonl", "line 2: not JSON"),
-        ("bytes.jsonl", "line 1: not JSON"),
-        ("nested.jsonl", "line 1: not JSON"),
-        ("sparse.jsonl", "line 2: longer than 16 MiB"),
-        ("missing.jsonl", "no such file"),
-        ("notes.txt", r"are read from \.jsonl and \.parquet"),
+        ("bytes.jsonl", "line 1 is not JSON"),
+        ("nested.jsonl", "line 1 is not JSON"),
+        ("sparse.jsonl", "line 2 is longer than 16 MiB"),
+        ("missing.jsonl", "does not exist, or contains no"),
+        ("notes.txt", r"Use a \.jsonl or \.parquet file"),
     ):
         (tmp_path / "notes.txt").touch()
         with pytest.raises(ConfigError, match=message):
@@ -286,7 +286,7 @@ def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
     rows = open_rows(cfg, tokenizer=None)
     assert ([rows[i].reference for i in range(len(rows))], rows.held_out) == (["a", "b", "c", "d"], 1)
     assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
-    with pytest.raises(ConfigError, match=r"no split 'dev'; its files and folders begin with .*test, train, training"):
+    with pytest.raises(ConfigError, match=r"no split 'dev'\. Names of its files and folders begin with .*test, train, training"):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
 
 

@@ -68,7 +68,7 @@ def _components(name: str) -> tuple[str, ...]:
 
 
 def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
-    """Return 0 up to limit - buffer tokens, then a linear penalty down to -factor at `limit` (arXiv 2503.14476, eq. 13)."""
+    """Return the penalty of DAPO (eq. 13): 0 up to limit - buffer tokens, then linear to -factor at `limit`."""
     return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
 
 
