@@ -238,7 +238,7 @@ def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
 
 
 def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
-    """Append the episodes `indices` of a data set to `writer`, whose data set has the environment `env`."""
+    """Append the episodes at the row indices `indices` to `writer`; `env` is the spec of the new data set."""
     demos = load_demonstrations(source.root, only=[source.rows[index]["episode_index"] for index in indices])
     for place, index in enumerate(indices):
         row = source.rows[index]

@@ -43,7 +43,7 @@ class GpuResult:
     text: str
     fix: str = ""
     values: dict[str, Any] = field(default_factory=dict)
-    """All measured values, for the JSON file."""
+    """Measured values by name, for the JSON report."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     """Measured rates for the planner, by GPU name or `EnvCosts.chunk_name`."""
 
@@ -62,7 +62,7 @@ class GpuParts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of the check; an exception marks the part as failed and stores the traceback."""
+        """Run the block as a part of the check; after an exception, the part has failed and its traceback is stored."""
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             yield

@@ -138,7 +138,7 @@ def _pick(batch: Any, slot: int) -> Any:
 
 
 def autoreset_mode(env: Any) -> AutoresetMode | None:
-    """Return when a vector environment resets environments whose episode ended; None: unknown.
+    """Return the autoreset mode of a vector environment; None: unknown.
 
     Raises:
         ConfigError: the environment declares a mode that Gymnasium does not have.

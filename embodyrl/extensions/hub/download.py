@@ -42,7 +42,9 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
 
 @contextmanager
 def hub_errors(before: str, after: str) -> Iterator[None]:
-    """Convert an error of `huggingface_hub` to a ConfigError: `before`, the reason, `after`.
+    """Convert errors of `huggingface_hub` in the block to a ConfigError.
+
+    The message consists of `before`, the reason and `after`.
 
     Raises:
         ConfigError: the block raised an error of the hub or of the network.

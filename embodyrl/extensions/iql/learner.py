@@ -110,7 +110,7 @@ class IqlLearner(Learner):
         return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))
 
     def _deal(self) -> list[tuple[IntArray, bool]]:
-        """Split the positions of a batch into the micro-batches of this process (see `deal`)."""
+        """Return the batch indices of each micro-batch of this process (see `deal`)."""
         costs = np.ones(self._batch_size, np.int64)
         return deal(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
 

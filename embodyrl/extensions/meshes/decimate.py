@@ -1,4 +1,4 @@
-"""`env.render_profile=lean`: visual meshes with fewer triangles; the reduced copies are cached on disk."""
+"""Visual meshes with fewer triangles for `env.render_profile=lean`, cached on disk."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ with mujoco.Renderer(model, 64, 64) as renderer:
     print("one colour" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
 """
 EGL_TABLE, _EGL_ID = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
-"""Environment variables: the EGL device index of each CUDA device (0:2,1:0), and MuJoCo's EGL device index."""
+"""Names of environment variables: the EGL device index of each CUDA device (0:2,1:0), and MuJoCo's EGL device index."""
 _EGL_CUDA_DEVICE = 0x323A
 """Value of the EGL constant EGL_CUDA_DEVICE_NV."""
 _LIST_EGL = f"""

@@ -163,9 +163,9 @@ def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
-    """Compute the Clip-Cov loss (arXiv 2505.22617): PPO clipping, and no gradient for some random units.
+    """Compute the Clip-Cov loss (arXiv 2505.22617): PPO clipping, without gradient for some units of high covariance.
 
-    The random units are a fraction `cov_share` of all units; their covariance is in `cov_bounds`. The selection uses
+    These units are a random fraction `cov_share` of all units; their covariance is in `cov_bounds`. The selection uses
     torch's generator, which the run seeds and checkpoints. Covariances are computed in each micro-batch.
     """
     import torch
@@ -182,7 +182,7 @@ def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
 
 
 def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
-    """Compute the KL-Cov loss (arXiv 2505.22617): -A r, plus log_ratio_coef |d| for some units.
+    """Compute the KL-Cov loss (arXiv 2505.22617): -A r, plus log_ratio_coef |d| for units of high covariance.
 
     The penalty applies to the fraction `cov_share` of units with the largest covariance. Covariances are computed in
     each micro-batch.

@@ -21,7 +21,7 @@ class FilteredSettings(BufferSettings):
 
     imitates = True
     imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
-    """Return above which an episode is used for training, after algorithm.reward_scale.
+    """Episodes with a return above this value (after algorithm.reward_scale) are used for training.
     With success rewards of 0 and 1, the default 0 selects successful episodes."""
     average: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of the exponential moving average (EMA) of the weights; rollouts and checkpoints use the averaged weights.

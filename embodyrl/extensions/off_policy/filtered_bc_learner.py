@@ -96,7 +96,7 @@ class FilteredLearner(Learner):
             weights_changed(self._policy.module)
 
     def _deal(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
-        """Split the positions of a batch into the micro-batches of this process (see `deal`)."""
+        """Return the batch indices of each micro-batch of this process (see `deal`)."""
         cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
         if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
             costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)

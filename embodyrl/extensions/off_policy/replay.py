@@ -134,7 +134,7 @@ class ReplayBuffer:
             self._arrays[name] = larger
 
     def _steps(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
-        """Return rewards [N], discounts [N] and lengths [N] of transitions; length 0: no transition."""
+        """Return reward, discount and length, each [N], of the n-step transition at each frame; length 0: none."""
         count = len(frames.acted)
         reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
         ahead = np.zeros(count, np.int64)

@@ -52,7 +52,7 @@ class OpenEnvFactory:
         )
 
     def make(self, cfg: OpenEnvSettings, context: EnvContext) -> OpenEnv:
-        """Build `context.num_slots` slots; each opens a session at its first reset."""
+        """Build an environment with `context.num_slots` slots; a slot opens its session at the first reset."""
         return OpenEnv(self._spec(cfg), cfg, read_action_key(cfg), context.num_slots)
 
 

@@ -42,7 +42,7 @@ class Session:
     """Connection to an OpenEnv server, which creates a separate environment for each connection."""
 
     def __init__(self, cfg: OpenEnvSettings) -> None:
-        """Connect, with retries until `env.connect_timeout_s`.
+        """Connect to the server; retry for up to `env.connect_timeout_s`.
 
         Raises:
             EnvError: no server answers at the address.
@@ -52,7 +52,7 @@ class Session:
         self._socket = self._open.enter_context(_connect(cfg))
 
     def send(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Send a reset or a step; `receive` returns its result.
+        """Send a reset or step request; `receive` returns the result.
 
         Raises:
             EnvError: the connection was closed.

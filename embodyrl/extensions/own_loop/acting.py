@@ -70,7 +70,7 @@ class LoadedPolicy:
         return out.actions if batched else out.actions[0]
 
     def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
-        """Return a batch for the policy from the observations of several environments."""
+        """Combine observations of several environments into a batch for the policy."""
         env, reads = self.run_plan.env, self.policy.spec
         shape = (len(env.cameras.names), *env.cameras.size, 3)
         images = [self._part(one, "images", shape, reads.inputs.num_images > 0)[: shape[0]] for one in seen]
@@ -118,7 +118,7 @@ class LoadedPolicy:
 def load_policy(
     run_or_folder: str | Path, *words: str, trainable: bool = False, device: str | None = None
 ) -> LoadedPolicy:
-    """Load a policy into this process.
+    """Load the policy of a run, checkpoint or model folder into this process.
 
     Args:
         run_or_folder: a run, its name in ./runs, one of its checkpoints, or a model in its published layout: a folder,

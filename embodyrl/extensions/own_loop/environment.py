@@ -71,7 +71,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start an episode.
+        """Start an episode (see `gymnasium.Env.reset`).
 
         Args:
             seed: seed of the choice of the initial state, and of the simulator.

@@ -107,7 +107,7 @@ class Loopback(LimitedServer):
         return future.result()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore browsers that disconnect before the response."""
+        """Ignore errors of browsers that disconnect before the response."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -29,7 +29,7 @@ _ENV_PROCESS = 160 * MIB
 _ENGINE = 2 * GIB
 """GPU memory of vLLM's workspaces and of a minimal KV cache."""
 _UNKNOWN_SHARE = 0.4
-"""Fraction of the memory for vLLM on a GPU of unknown size."""
+"""Fraction of GPU memory for vLLM if the size of the GPU is unknown."""
 _RESERVE = 0.05
 """Fraction of a GPU reserved for fragmentation and uncounted memory."""
 
@@ -61,9 +61,9 @@ class MemoryPlan:
     """True if vLLM frees its memory during updates."""
     process: int
     saving: int
-    """With GPUs: host memory of rank 0, which gathers full weights or optimizer state, and has the replay buffer."""
+    """Host memory of rank 0 in runs with GPUs, for gathered weights or optimizer state, and the replay buffer."""
     offloaded: int
-    """With actor.fsdp.cpu_offload: host memory per rank for shards of weights, gradients and optimizer state."""
+    """Host memory per rank for offloaded weights, gradients and optimizer state (actor.fsdp.cpu_offload)."""
     acting: int
     """Memory of each rollout process, if rollouts run in separate processes."""
     env_worker: int
@@ -111,7 +111,9 @@ class MemoryPlan:
 
 
 def plan_memory(run_plan: RunPlan) -> MemoryPlan:
-    """Estimate the memory of a training run; `tests/fakegpu` compares the estimates with measurements.
+    """Estimate the memory of a training run.
+
+    `tests/fakegpu` compares the estimates with measurements.
 
     Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
     does not sleep if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
@@ -358,7 +360,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
 
 
 def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
-    """Return the settings that would reduce GPU memory and are not in use yet, as text."""
+    """Return a list of unused settings that would reduce GPU memory, as text."""
     cfg, workers = run_plan.cfg, len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
     if drawn and not run_plan.env.simulator.lockstep:

@@ -32,7 +32,10 @@ class PlannedResources(Resources):
 
 
 def plan_resources(run_plan: RunPlan) -> Resources:
-    """Estimate the memory of a run, and derive the settings that depend on it; call `nvidia-smi` only if needed."""
+    """Estimate the memory of a run, and derive the settings that depend on memory.
+
+    `nvidia-smi` is called only if necessary.
+    """
     learns = run_plan.cfg.trains and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
     share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0

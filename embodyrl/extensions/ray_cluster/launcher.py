@@ -183,7 +183,7 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @property
     def host(self) -> str:
-        """Return the address of the driver for workers; loopback if all actor ranks run on the driver's host."""
+        """Return the address at which workers reach the driver; loopback if all actor ranks run on its host."""
         apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
         return ray.util.get_node_ip_address() if apart else LOOPBACK
 
@@ -246,7 +246,7 @@ class RayLauncher(OpenRequests[_Handle]):
         handle.open.append(handle.actor.handle.remote(request, rows))
 
     def _rows(self, handle: _Handle, request: Request) -> Any:
-        """Return the record fields that a request reads, or a Ray object reference for weights, which all workers read.
+        """Return the record fields that a request reads; for weights, return a Ray object reference.
 
         Ray transfers the object of a reference only once to each host.
         """
@@ -343,7 +343,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._events.append(Event(worker=name, message=reply))
 
     def _last_output(self, handle: _Handle) -> str:
-        """Append the remaining output of a dead worker on this host to its log; return its path for the error text."""
+        """Append the remaining output of a dead worker to its log; return the path of the output for the error."""
         try:
             path, size = ray.get(handle.output, timeout=1.0)
         except ray.exceptions.RayError:

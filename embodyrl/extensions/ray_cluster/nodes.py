@@ -1,4 +1,4 @@
-"""Ray cluster of a run: join the cluster at RAY_ADDRESS or start a local cluster; list and monitor its nodes."""
+"""Ray cluster of a run (cluster at RAY_ADDRESS, or a local cluster), and a monitor of the cluster nodes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
 
 
 def mark(pools: Pools, request: Request) -> None:
-    """Fill the fields that a request in `DIVIDED` writes, so that `copy_out` finds the records that this rank wrote."""
+    """Mark fields as unwritten before a request in `DIVIDED`, so that `copy_out` can find the written records."""
     if isinstance(request, DIVIDED):
         for use in request.writes():
             for name in use.fields or ():

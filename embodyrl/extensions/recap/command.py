@@ -82,7 +82,7 @@ class Rounds:
         return self.finished, lines
 
     def _pool(self, number: int) -> list[str]:
-        """Return the data sets of round `number`: the demonstrations and the episodes of all rounds up to this one."""
+        """Return the data sets of round `number`: the demonstrations and the episodes of rounds 1 to `number`."""
         return [self._arguments.demos, *(str(self._arguments.out / f"episodes_{n}") for n in range(1, number + 1))]
 
     def _collect(self, number: int, data: Path, acting: list[str]) -> None:

@@ -61,9 +61,9 @@ class Stage:
     """Settings of the initial policy, whose features are the input of the value models."""
     seed: int
     labels: Path
-    """Output: the labels of all frames, in the order of `folders`."""
+    """Path of the output file with the labels of all frames, in the order of `folders`."""
     summary: Path
-    """Output: metrics as JSON, written last."""
+    """Path of the output file with the metrics as JSON, which is written last."""
 
     @property
     def settings(self) -> dict[str, Any]:

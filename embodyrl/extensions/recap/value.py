@@ -128,7 +128,7 @@ def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
 def train_value(
     make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
 ) -> ValueModel:
-    """Train a value model on the frames with indices `frames` [n], by cross-entropy to two-hot targets of g [N].
+    """Train a value model on the frames with indices `frames` [n], with cross-entropy to two-hot targets of g [N].
 
     Raises:
         NonFiniteError: the gradient is not finite.

@@ -1,4 +1,4 @@
-"""Videos of the same episodes before and after training: select episodes, record them, and join the videos."""
+"""Selection, recording and joining of videos of the same episodes before and after training."""
 
 import json
 from collections.abc import Sequence

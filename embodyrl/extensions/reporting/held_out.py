@@ -1,4 +1,4 @@
-"""Check of whether the initial states of an evaluation were used in training or validation."""
+"""Checks on whether the initial states of an evaluation were used in training or validation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -78,7 +78,7 @@ def _record_of(path: Path) -> Path | None:
 
 
 def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
-    """Return the reset ids that a run may have used, by use (training, validation, demonstrations).
+    """Return the reset ids that a run may have used, by purpose (training, validation, demonstrations).
 
     The result is empty for a run in another environment.
     """

@@ -73,7 +73,7 @@ class History:
     evaluations: tuple[Evaluation, ...]
     """Finished evaluations, in the order of their steps."""
     unfinished: Evaluation | None = None
-    """Newest evaluation if it is running or was interrupted.
+    """Newest evaluation if the evaluation is running or was interrupted, else None.
     `evaluations` excludes this evaluation, because the shortest episodes, often the successful ones, end first."""
 
     @property

@@ -18,7 +18,7 @@ class Phase:
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
-    """Return the duration of a run in seconds; metrics rows may skip steps and contain the time of one step."""
+    """Return the duration of a run in seconds, including steps without a row of metrics."""
     seconds, before = 0.0, 0.0
     for row in rows:
         step = row.get("step") or 0.0

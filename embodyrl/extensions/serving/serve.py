@@ -38,7 +38,7 @@ class Serving:
 SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
     "server", group="embodyrl.servers", wants="a function of a config", fits=takes(1)
 )
-"""Functions that return the server of a config for other policy types, or None."""
+"""Registry of functions that return the server of a config for other policy types, or None."""
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:

@@ -55,7 +55,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
-    """Check all combinations, then run them; return 1 if a run failed, and 128 + n after signal n.
+    """Check and run all combinations; return 1 if a run failed, and 128 + n after signal n.
 
     A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
 

@@ -86,7 +86,9 @@ def converted(file: Path) -> Path:
         ) from error
     if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
         reason = (done.stderr or "see above").strip().splitlines()[-1:]
-        raise CheckpointError(f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}")
+        raise CheckpointError(
+            f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}. Use a Hugging Face folder."
+        )
     return folder
 
 
@@ -130,7 +132,7 @@ def _add_end_of_turn(folder: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Return a short hash of the size, modification time and first MiB of a file, which contains all settings."""
+    """Return a short hash of size, modification time and first MiB of a file; the first MiB contains all settings."""
     with file.open("rb") as f:
         head = f.read(1 << 20)
     return hashlib.sha256(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode() + head).hexdigest()[:12]

@@ -265,7 +265,7 @@ def test_render_shows_both_views():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": TrainSplit(task_ids=[3, 21])}, r"env.train.task_ids: [21] not in 0..20"),
+        ({"train": TrainSplit(task_ids=[3, 21])}, r"env.train.task_ids: [21] must be in 0..20"),
         (
             {"init_params": InitParams(camera_names=["frnt"])},
             "'frnt' is not a camera of this environment. Did you mean 'front'?",

@@ -110,9 +110,7 @@ def test_roles_are_rendered_before_the_run_starts(tmp_path: Path):
     system += ["data.answer_pattern=null"]
     for command in ("train", "sft", "eval"):
         chosen = system if command != "sft" else system[1:]
-        with pytest.raises(
-            ConfigError, match=r"rejects the roles system, user \(Only user and .*data.prompt_template"
-        ):
+        with pytest.raises(ConfigError, match=r"rejects the roles system, user \(Only user and .*data.prompt_template"):
             describe(load_config(command, [*words, *chosen, f"runner.output_dir={tmp_path}/runs"]))
     tools = ["env=text/calculator", *words]
     with pytest.raises(ConfigError, match=r"rejects the roles user, assistant, tool .*env.tool_role=user"):

@@ -286,7 +286,9 @@ def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
     rows = open_rows(cfg, tokenizer=None)
     assert ([rows[i].reference for i in range(len(rows))], rows.held_out) == (["a", "b", "c", "d"], 1)
     assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
-    with pytest.raises(ConfigError, match=r"no split 'dev'\. Names of its files and folders begin with .*test, train, training"):
+    with pytest.raises(
+        ConfigError, match=r"no split 'dev'\. Names of its files and folders begin with .*test, train, training"
+    ):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
 
 
