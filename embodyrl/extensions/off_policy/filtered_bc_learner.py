@@ -40,7 +40,7 @@ class FilteredLearner(Learner):
         self._replay = ReplayBuffer(rules.replay_size, 1.0, 1)
         trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
         self._weights = trained if rules.average else {}
-        # While an update runs the average, else the trained weights: the module holds the other weights.
+        # The weights that the module does not hold: the average during an update, else the trained weights.
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self._demonstrations = load_shown(rules.demonstrations, spec) if rules.demonstrations else None
 
@@ -56,7 +56,7 @@ class FilteredLearner(Learner):
         self._trainer.take_statistics(self._arena, seen)
         if len(stored) < max(self._rules.learning_starts, 1):
             return result
-        # The same choices on all ranks: each takes its own part of them.
+        # All ranks sample the same batches; each rank trains on its own part.
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0xF1]))
         count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
         share = 0 if self._demonstrations is None else round(self._rules.demonstration_share * self._batch_size)
@@ -78,7 +78,7 @@ class FilteredLearner(Learner):
                     for name, weight in self._weights.items():
                         self._aside[name].lerp_(weight, 1 - self._rules.average)
         self._swap()
-        # Acting and scoring must be one function: no dropout.
+        # No dropout: inference and training must compute the same log-probabilities.
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         self._trainer.ranks.reshard()
@@ -146,7 +146,7 @@ class FilteredLearner(Learner):
         """Return the H actions [N, H, A] executed from the start of each chunk, padded with the last action."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
-        # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.
+        # Concatenated executed actions of all episodes, and the start index of each chunk.
         done, counts = actions[valid], valid.sum(1)
         begin = np.cumsum(counts) - counts
         last = np.append(np.flatnonzero(np.diff(episode)), len(episode) - 1)
@@ -157,7 +157,7 @@ class FilteredLearner(Learner):
 
     def save(self, folder: Path) -> None:
         """Save the buffer if `save_replay` is set, and the trained weights if rollouts use averaged weights."""
-        # All ranks gather, for that is collective, and the first one writes; of the buffer all hold the same.
+        # Gathering is collective; only rank 0 writes. The buffer is equal on all ranks.
         trained = self._trainer.ranks.gathered(self._aside)
         if self._trainer.ranks.rank_info.rank:
             return
@@ -176,7 +176,7 @@ class FilteredLearner(Learner):
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
         if self._weights and (folder / f"{TRAINED}.json").is_file():
             trained = load_state(folder, TRAINED)
-            # By way of the module, of which each rank gets its shards; the average waits aside meanwhile.
+            # Load the trained weights through the module, which shards them; `_swap` restores the average afterwards.
             with ranks.full_weights(write=True), torch.no_grad():
                 for name, weight in self._policy.module.named_parameters():
                     if name in trained:

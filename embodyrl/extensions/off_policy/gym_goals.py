@@ -46,7 +46,7 @@ class GymGoals:
         assert isinstance(env.observation_space, spaces.Dict)
         self._env_id, self._env, self._space = env_id, env, env.observation_space[DESIRED]
         seen, _ = env.reset(seed=0)
-        # The environment's goal and a reached one, to detect functions that support batches.
+        # The goal of the environment and an achieved goal, to detect functions that support batches.
         pair = np.stack([seen[ACHIEVED], seen[ACHIEVED]]), np.stack([seen[DESIRED], seen[ACHIEVED]])
         self._reward = _in_batches(env.get_wrapper_attr(_REWARD), *pair)
         ends = env.get_wrapper_attr(_TERMINATED) if env.has_wrapper_attr(_TERMINATED) else None

@@ -48,7 +48,7 @@ class Hindsight:
         earned, over = self._judge(self._reached(buffer, ends).reshape(wanted.shape), wanted)
         before = buffer.later(begin, np.minimum(steps, left) - 1)
         if over is None:
-            # Unchanged: of one chunk, without a next chunk.
+            # Terminations do not depend on the goal: use those of single-chunk transitions.
             over = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
         over = over.reshape(ends.shape)
         counts = (steps <= left) & (np.cumsum(over, axis=1) - over == 0)

@@ -96,7 +96,7 @@ class ReplayBuffer:
 
     def later(self, places: IntArray, steps: IntArray) -> IntArray:
         """Return the buffer indices of the observations `steps` chunks after `places`, in the same episode."""
-        # The second modulo: until the ring is full, frames behind the last one are unwritten.
+        # The second modulo: until the ring is full, indices after the last frame are unwritten.
         return (places + steps) % self._size % self._count
 
     def transitions(self, places: IntArray) -> Transitions:
@@ -115,7 +115,7 @@ class ReplayBuffer:
         if not arrays:
             return
         count = len(arrays["ahead"])
-        # A full ring begins at `next`; brought into order, its newest part is its end.
+        # A full ring begins at `next`. In chronological order, the newest frames are last.
         order = np.roll(np.arange(count), -state["next"]) if count == state["size"] else np.arange(count)
         arrays.setdefault("left", np.zeros(count, np.int64))  # older checkpoints have no episode ends
         self._arrays = {name: np.ascontiguousarray(array[order[-self._size :]]) for name, array in arrays.items()}

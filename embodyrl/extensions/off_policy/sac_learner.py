@@ -58,7 +58,7 @@ class SacLearner(Learner):
         self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
         betas = self._optim.adam_beta1, self._optim.adam_beta2
         adam: dict[str, Any] = {"betas": betas, "eps": self._optim.adam_eps, "weight_decay": 0.0}
-        # What both see is trained by the critics alone: the policy's gradient spoils it (arXiv 1910.01741).
+        # Only the critic loss trains the shared encoder: policy gradients would harm it (arXiv 1910.01741).
         trained = [*self._critics.parameters(), *self._policy.encoder]
         self._optimizers = {
             "critics": build_adam([{"params": trained}], lr=self._optim.value_lr, **adam),
@@ -97,7 +97,7 @@ class SacLearner(Learner):
             if self._hindsight is not None:
                 chosen = [self._hindsight.relabel(one, rng) for one in chosen]
             pair = rng.permutation(self._rules.critics)[:2]
-            # The last update of a step is always one of the policy too, however few there are.
+            # The last update of a step always includes the policy.
             acting = done % self._rules.policy_interval == 0 or done == count
             if metrics := self._step(chosen, pair, request.step, acting=acting):
                 steps.append(metrics)
@@ -112,7 +112,7 @@ class SacLearner(Learner):
 
         Without `acting`, temperature and actor are not updated.
         """
-        # Both sets of images are shifted before the forward pass: the order of random numbers stays that of old runs.
+        # Both sets of images are shifted before the forward pass: the order of random numbers must not change.
         seen = [self._look(one, one.places) for one in chosen]
         then = [self._look(one, one.after) for one in chosen]
         features = torch.cat([self._features(one) for one in seen])
@@ -136,7 +136,7 @@ class SacLearner(Learner):
             target = soft_target(reward, discount, following, next_logprob, alpha)
         value = self._critics(features, action)
         loss = critic_loss(value, target)
-        # Both before the first step, so that a skipped update leaves all weights as they were.
+        # Check both losses before the first optimizer step, so that a skipped update changes no weights.
         if not math.isfinite(loss.item() + alpha_loss.item()):
             self._trainer.refuse(f"loss {loss.item()} of the critics")
             return {}
@@ -148,13 +148,13 @@ class SacLearner(Learner):
             self._optimizers[name].step()
         numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
         if acting:
-            # Through the critics after their step; the gradients that they get here are dropped by their next step.
+            # The updated critics are used; their gradients from this loss are discarded in the next update.
             policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
             self._trainer.optimization.zero_grad()
             policy_loss.backward()
             grad_norm = self._trainer.optimization.step(float(step))
             if not math.isfinite(grad_norm):
-                # This gradient goes through the critics after their step, so nothing can be checked before.
+                # This gradient depends on the updated critics, so it cannot be checked earlier.
                 self._trainer.refuse(
                     f"gradient norm {grad_norm}",
                     kept="the policy is unchanged, but critics and temperature were updated",
@@ -206,7 +206,7 @@ class SacLearner(Learner):
         arena, finals = self._arena, dict(request.finals)
         acted = arena.read(request.tickets)
         episode = np.asarray(request.episode, dtype=np.int64)
-        # Records of one episode are neighbours: a batch comes episode by episode.
+        # Records of an episode are consecutive.
         ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
         closing = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
         last = arena.read([ticket for _, ticket in closing])
@@ -259,7 +259,7 @@ class SacLearner(Learner):
         stop = np.minimum(steps + length, demos.stop[episode])
         earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
         wins = np.concatenate([[0], demos.success.cumsum()])
-        # Of cumulative sums: exactly one success so far, and it is the last step of the chunk.
+        # True if the episode has exactly one success so far, in the last step of the chunk.
         first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
         buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
         seen, actions, every = observed(demos, steps, width), demos.chunks(steps, length), np.arange(len(steps))

@@ -134,7 +134,7 @@ def load_policy(
     place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
     named = write_word("ckpt", place)
     cfg = load_config("eval", [named, *words], base=base)
-    # First composed without a path: only then is it known whether this model has one.
+    # Compose without model.path first: the model determines whether this key exists.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
         cfg = load_config("eval", [named, write_word("model.path", place), *words])
     return policy_of(cfg, trainable=trainable, device=device)

@@ -56,7 +56,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
                 "`load_policy`."
             )
         made = ENVS.get(cfg.env.env_type).make(settings, context)
-        # A delayed environment executes whole chunks of the environment in it.
+        # A delayed environment wraps the environment and executes whole chunks.
         self.env: Env = getattr(made, "inner", made)
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""

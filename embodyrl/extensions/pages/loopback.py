@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # The socket timeout restarts with each byte: this timer does not.
+        # Unlike the socket timeout, this timer does not restart with each byte.
         self._late = threading.Timer(_REQUEST_S, self._hang_up)
         self._late.daemon = True
         self._late.start()
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.connection.shutdown(socket.SHUT_RD)
         except OSError:
-            pass  # it has ended in this moment
+            pass  # the connection has just ended
 
     def do_GET(self) -> None:
         if not self._is_ours():

@@ -84,9 +84,9 @@ class MemoryPlan:
         fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
         training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
         acting = self.gathered + self.acting_batch + self.engine
-        # Weights gathered for acting are freed for training, but the C library keeps the memory.
+        # Gathered weights are freed for training, but the C library does not return the memory.
         running = max(acting, training) if self.on_gpu else self.gathered + training
-        # CUDA graphs keep the memory that they were recorded in.
+        # CUDA graphs keep the memory in which they were recorded.
         running = acting + training if self.keeps_acting else running
         return max(fixed + running, self.building + self.process)
 
@@ -123,7 +123,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller plan.
     roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
-    # Only where it decides something, because it starts a program.
+    # Query the GPUs only if the result matters, because the query starts a program.
     asked = may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto")
     gpu = run_plan.gpus.free if asked else 0
     cache = run_plan.policy_costs.acting_bytes * run_plan.num_slots if may_sleep else 0
@@ -155,7 +155,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         alone = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
         activations += _activations(cfg, alone, critic.num_parameters, prompts=math.inf, copies=half, whole=True)
     gradients = 4 * trained // (1 if whole_gradients else shards)
-    if single:  # shards appear as kept activations go
+    if single:  # shards are allocated while activations are freed
         gradients = max(0, gradients - (activations - _whole_at_a_time(costs)))
     offloaded = fsdp.cpu_offload and on_gpu
     aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
@@ -257,7 +257,7 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
     chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
     if not cfg.algorithm.transitions:
-        longer = (policy.imitated or length) / length  # chunks are kept as far as they are imitated
+        longer = (policy.imitated or length) / length  # chunks are stored with the imitated length
         each = whole - size[Record.action] + int(longer * size[Record.action])
         seen = min(cfg.algorithm.replay_size, run_plan.max_samples * run_plan.total_steps)
         return each * seen + whole * frames, whole * frames * (len(shown) > 1)
@@ -328,7 +328,7 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
             left += 2 * run_plan.policy_costs.num_parameters + _ENGINE
     else:
         left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
-    # vLLM takes its share of the whole memory, also where another process has a part of it.
+    # vLLM takes its fraction of the total memory, even if another process uses a part.
     return max(0.05, int(100 * (left / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
 
 

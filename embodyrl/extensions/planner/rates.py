@@ -118,10 +118,10 @@ def predict(run_plan: RunPlan) -> Rates | None:
     flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
     acting = cfg.acting_processes or run_plan.ranks
     batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
-    # Acting is bound by reading all weights once a pass as long as its batch is small.
+    # With a small batch, inference is bound by reading all weights once per pass.
     reading = costs.act_passes * item * costs.num_parameters / speed.bandwidth
     act = acting * batch / (ACTING * max(batch * costs.forward_flops / flops, reading))
-    # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
+    # Cost in forward passes: three with backward, two for frozen weights, and one more with recomputed layers.
     passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
     once = costs.forward_flops / flops / run_plan.ranks
     assert run_plan.algorithm is not None
@@ -140,7 +140,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
         "acting": samples / act,
         "training": samples * (cfg.algorithm.update_epoch / train + rescored * ACTING * once),
     }
-    # Simulators and the policy work side by side while the episodes run; the update waits for both.
+    # Simulators and policy run in parallel during the rollout; the update starts afterwards.
     seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
     return Rates(
         simulators=simulators,
@@ -156,7 +156,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
 
 def known_speed(kind: str) -> Speed | None:
     """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for it."""
-    # As words: L4 is not part of L40S.
+    # Match whole words: L4 does not match L40S.
     return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
 
 

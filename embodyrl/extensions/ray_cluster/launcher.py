@@ -57,7 +57,7 @@ class RemoteWorker:
         if spec.component == "env":
             gpus = () if spec.gpu == "" else visible_gpus()
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
-        # In the folder of Ray's own logs of this node: the last output of a worker that dies.
+        # The log is in the folder of Ray's logs of this node, which keeps the last output of a dead worker.
         own = os.path.realpath("/proc/self/fd/1")
         folder = os.path.dirname(own) if os.path.isfile(own) else tempfile.gettempdir()
         job = ray.get_runtime_context().get_job_id()
@@ -204,7 +204,7 @@ class RayLauncher(OpenRequests[_Handle]):
         gpus = 1 if spec.component != "env" and self._has_gpus else 0
         environ = {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if spec.component == "env":
-            # Ray would hide all GPUs from who reserves none; simulators share those of their host with the policy.
+            # Ray hides all GPUs from actors without reserved GPUs, but simulators share the GPUs of their host.
             environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {
@@ -315,10 +315,10 @@ class RayLauncher(OpenRequests[_Handle]):
             self._reap(name, f"raised {error.cause!r}", traceback=str(error))
             return
         except ray.exceptions.ActorUnavailableError as error:
-            # The cluster itself notices a lost host only many seconds later, and would place the successor there.
+            # Ray detects a lost host many seconds later, and would place the new worker on that host.
             self._reap_with_host(name, log=str(error))
             return
-        except ray.exceptions.RayError as error:  # it died, or its answer is lost or does not come
+        except ray.exceptions.RayError as error:  # the worker died, or its reply is lost or late
             how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
             self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
             return
@@ -328,7 +328,7 @@ class RayLauncher(OpenRequests[_Handle]):
         ):
             self._reap(name, f"sent {fault} from {handle.node}; check that all hosts have the same version of embodyrl")
             return
-        # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
+        # Not earlier: the request of a dead worker must stay open until `_reap` drops it.
         handle.open.popleft()
         handle.requests.popleft()
         self._answered(handle)

@@ -30,10 +30,10 @@ if "ray" not in sys.modules:  # Ray reads these when it is imported
     if _address() == _OWN:
         if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # Off, all services of Ray listen on the loopback interface, on Linux as well.
+        # If 0, all services of Ray listen on the loopback interface, also on Linux.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     else:
-        # Without its head Ray ends a driver after a minute, which may be shorter than a checkpoint takes.
+        # By default, Ray ends a driver without a head node after a minute; a checkpoint may take longer.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
 
 try:

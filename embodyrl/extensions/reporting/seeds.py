@@ -198,7 +198,7 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
     """Return the probability that the second group improves on the first, as text; None without common tasks."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
-    # By name: as many other tasks, or the same ones in another order, would be compared without a word.
+    # Match tasks by name: equal numbers of different tasks must not be compared.
     tasks = [task for task in first.tasks if task in second.tasks]
     if not tasks:
         return None
@@ -207,7 +207,7 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
     value, bounds = f"{probability_of_improvement(a, b):.2f}", ""
     if min(len(a), len(b)) >= FEWEST_RUNS:
         bounds = " [{:.2f}, {:.2f}]".format(*stratified_bootstrap([a, b], probability_of_improvement))
-    # Not by the interval, which lots of tasks with few runs make too narrow.
+    # Use a permutation test: with many tasks and few runs, the interval is too narrow.
     p_value = permutation_test(a, b)
     verdict = "more than chance" if p_value < SIGNIFICANT else "no more than chance"
     return (

@@ -52,7 +52,7 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
                     picture = Image.fromarray(_compose(pair, labels))
                     size = (_GIF_WIDTH, round(_GIF_WIDTH * picture.height / picture.width))
                     frames.append(picture.resize(size, Image.Resampling.LANCZOS))
-    # One palette for all: a frame then only holds what moved.
+    # One palette for all frames, so that a frame contains only the changed pixels.
     some = np.concatenate([np.asarray(frame) for frame in frames[:: max(1, len(frames) // 12)]])
     palette = Image.fromarray(some).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
     small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]

@@ -99,7 +99,7 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     context = EnvContext(chunk=chunk, overlap=overlap, observe_committed=observed)
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, context)
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
-    # Its cameras are another program's: the policy's are the first ones of its environment.
+    # The client provides the cameras: the policy reads the first cameras of its environment.
     if seen := spec.inputs.num_images:
         env = replace(env, cameras=replace(env.cameras, names=env.cameras.names[:seen]))
     problems = mismatches(env, spec)

@@ -135,12 +135,12 @@ class PolicyServer:
                 self._meet,
                 cfg.host,
                 cfg.port,
-                # A browser names the page it shows; no page has any business here, not even with this machine.
+                # Browsers send an Origin header; requests from web pages are rejected.
                 origins=[None],
                 compression=None,
                 max_size=cfg.max_message_mib * 2**20,
                 max_queue=1,  # messages received before they are read
-                ping_interval=None,  # a client that simulates may not answer them
+                ping_interval=None,  # a busy simulator may not answer pings
                 process_request=self._process_request,
                 logger=_silent(),
             )

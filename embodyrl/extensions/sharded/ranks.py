@@ -141,7 +141,8 @@ class ShardedRanks:
 
     def train(self) -> None:
         """Prepare the shards for an update (see `Ranks.train`)."""
-        # Ranks that acted a different number of times would prefetch in different orders. This also frees full weights.
+        # Without the reset, ranks with different numbers of inferences would prefetch in different orders.
+        # The reset also frees full weights.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 

@@ -49,7 +49,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     if not jobs:
         raise ConfigError(f"Cannot sweep '{' '.join(words)}'. With -m, write key=a,b or key=range(0,3).")
     for number, job in enumerate(jobs):
-        # Runs of one name would meet in one folder.
+        # Runs with the same name would share a folder.
         job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]
     return jobs
 
@@ -125,7 +125,7 @@ class _Running:
                 signal.signal(signum, handler)
 
     def _hand_on(self, signum: int, frame: object) -> None:
-        # The first one only as news: a terminal or a batch system may have sent it to the run itself as well.
+        # The run itself may also have received the first signal from the terminal or batch system.
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM if self.stopped else PARENT_EXITED)
         self.stopped = self.stopped or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
@@ -135,7 +135,7 @@ class _Running:
         from embodyrl.leftovers import signal_at_parents_end
 
         self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
-        if self.stopped:  # in the moment before
+        if self.stopped:  # a signal arrived just before the process started
             self._process.send_signal(PARENT_EXITED)
         while True:
             try:  # a signal that arrives just before a wait does not interrupt it

@@ -218,7 +218,7 @@ def _read_file(file: Path) -> list[Any]:
             raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
     rows = []
     # Not `splitlines`: a text may contain U+2028 and other line separators.
-    # Some editors begin a file with a mark of its encoding.
+    # Some editors begin a file with a byte order mark.
     for number, line in enumerate(read_lines(file), start=1):
         if not line.strip():
             continue
@@ -365,6 +365,6 @@ def _written(row: TextRow, template: ChatTemplate | None, controls: Collection[s
         for in_parts in (True,) if row.pictures else (False, True):
             contents = [[{"type": "text", "text": text}] if in_parts else text for text in texts]
             turns = [{"role": m.role, "content": said} for m, said in zip(row.messages, contents, strict=True)]
-            with suppress(RefusedMessages):  # the policy refuses the roles, with what to do
+            with suppress(RefusedMessages):  # the check of the policy reports invalid roles
                 return template.render(turns)
     return "".join(texts)

@@ -263,7 +263,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     if owner is not None:  # the kernel counts no processes of root
         prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
-        # In this order: who is not root any more cannot change its groups.
+        # In this order: without root, a process cannot change its groups.
         os.setgroups([])
         os.setgid(owner)
         os.setuid(owner)
@@ -273,7 +273,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
                     paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
     # Without this flag the kernel lets only root set filters.
     _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    # After the change of user, which makes the kernel forget it.
+    # After the change of user, which resets this setting.
     _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _bar_files()
     _bar_calls()
@@ -314,7 +314,7 @@ def _bar_calls() -> None:
     for number in denied:
         lines += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     for number, *conditions in _DENIED_WITH[platform.machine()]:
-        # One condition after the other, each of which leads behind the rule where it does not hold.
+        # If a condition does not hold, jump behind the rule.
         lines += [(load, 0, 0, 0), (equal, 0, 2 * len(conditions) + 1, number)]
         for k, (argument, holds, value) in enumerate(conditions):
             behind = 2 * (len(conditions) - k) - 1

@@ -74,7 +74,7 @@ class Timeline:
     def sent(self, worker: str, request: Request) -> None:
         """Record that a request was sent."""
         self._open.setdefault(worker, deque()).append((request.label, self._now(), _size(request)))
-        # Read before the update: its records may be reused when it is done.
+        # Read before the update, because the records may be reused afterwards.
         if isinstance(request, UpdateRequest):
             versions = self._arena[Record.version][records_of(request.tickets)]
             self._staleness.update((request.step - versions).tolist())
@@ -91,7 +91,7 @@ class Timeline:
             return
         name, asked, size = self._open[worker].popleft()
         now = self._now()
-        # One request at a time: this one started when the previous one ended, or when it was sent.
+        # A worker runs one request at a time, so a request starts when it is sent or the previous request ends.
         self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
 

@@ -53,7 +53,7 @@ def _unknown(name: str) -> list[str]:
 def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
     """Build the `RewardJudge` of a config; replies have at most `max_tokens` tokens."""
     names = tuple(chosen(cfg))
-    # A weight of a function, by its whole name, is the weight of each of its components.
+    # The weight of a function applies to each of its components.
     parts = [(name, part) for name in names for part in _components(name)]
     if cfg.overlong_buffer:
         parts.append((OVERLONG, OVERLONG))
