@@ -68,7 +68,7 @@ def _merge(args: argparse.Namespace, folders: list[str]) -> int:
 def _filter(args: argparse.Namespace, folders: list[str]) -> int:
     source, out = folders
     if args.success and args.failure:
-        raise ConfigError("--success and --failure cannot be combined; remove one of them.")
+        raise ConfigError("--success and --failure cannot be combined. Remove one of them.")
     actors = {actor.name: actor for actor in Actor}
     if args.actor is not None and args.actor not in actors:
         raise ConfigError(f"--actor {args.actor} is unknown. Choose one of {', '.join(actors)}.")

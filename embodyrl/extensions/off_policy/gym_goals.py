@@ -66,7 +66,9 @@ class GymGoals:
                 "algorithm.hindsight_goals=0."
             ) from error
         if not np.isfinite(reward).all():
-            raise EnvError(f"env '{self._env_id}': {_REWARD} returned {reward!r:.80}, which is not finite.")
+            raise EnvError(
+                f"env '{self._env_id}': {_REWARD} returned {reward!r:.80}, which is not finite. Correct this method."
+            )
         return reward, ends
 
     def close(self) -> None:

@@ -74,14 +74,18 @@ class Session:
         try:
             text = self._socket.recv(timeout=limit)
         except TimeoutError as error:
-            raise _error(self._cfg, f"it did not respond within {limit:g} s (env.answer_timeout_s).") from error
+            raise _error(
+                self._cfg, f"it did not respond within {limit:g} s (env.answer_timeout_s). Check its log."
+            ) from error
         except Exception as error:
             raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
         try:
             said = json.loads(text)
             kind, data = said["type"], said["data"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise _error(self._cfg, f"the message {text[:200]!r} is not in OpenEnv's JSON format.") from error
+            raise _error(
+                self._cfg, f"the message {text[:200]!r} is not in OpenEnv's JSON format. Check env.url."
+            ) from error
         if kind == "error":
             raise _error(self._cfg, _reported(data))
         return _turn(self._cfg, data)
@@ -174,7 +178,9 @@ def _connect(cfg: OpenEnvSettings) -> Any:
                 raise _no_server(cfg) from error
             time.sleep(_RETRY_S)
         except Exception as error:
-            raise _error(cfg, f"there is no WebSocket at /ws ({type(error).__name__}: {error}).") from error
+            raise _error(
+                cfg, f"there is no WebSocket at /ws ({type(error).__name__}: {error}). Check env.url."
+            ) from error
 
 
 def _with_scheme(cfg: OpenEnvSettings, scheme: str) -> str:
@@ -185,10 +191,10 @@ def _with_scheme(cfg: OpenEnvSettings, scheme: str) -> str:
 def _turn(cfg: OpenEnvSettings, data: Any) -> Turn:
     observation = data.get("observation") if isinstance(data, dict) else None
     if not isinstance(observation, dict):
-        raise _error(cfg, f"a message has no observation: {data!r:.200}.")
+        raise _error(cfg, f"a message has no observation: {data!r:.200}. Check the server's log.")
     reward = data.get("reward") or 0.0
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise _error(cfg, f"the reward {reward!r} is not a finite number.")
+        raise _error(cfg, f"the reward {reward!r} is not a finite number. Correct the environment.")
     return Turn(observation, float(reward), bool(data.get("done")))
 
 

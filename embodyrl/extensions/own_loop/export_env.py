@@ -22,14 +22,14 @@ def export_env(args: argparse.Namespace) -> int:
     paths, overrides = [w for w in args.words if "=" not in w], [w for w in args.words if "=" in w]
     if len(paths) != 2:
         raise ConfigError(
-            "embodyrl export-env takes an environment and an output folder: embodyrl export-env tabletop OUT."
+            "embodyrl export-env takes an environment and an output folder, for example: export-env tabletop OUT."
         )
     env, out = paths[0], Path(paths[1])
     if out.exists():
-        raise ConfigError(f"{out} already exists; choose another folder or remove it.")
+        raise ConfigError(f"{out} already exists. Choose another folder, or remove it.")
     cfg = load_config("eval", [f"env={env}", "model=random", *overrides], config_dirs=args.config_dir)
     if cfg.reads_rows:
-        raise ConfigError(f"env={env} is a text task without steps; only simulators can be exported.")
+        raise ConfigError(f"env={env} is a text task without steps. Choose a simulator.")
     check_components(cfg)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,9 @@ def _accept(args: argparse.Namespace, names: list[str]) -> int:
 def _import(args: argparse.Namespace, names: list[str]) -> int:
     table = open_table(args.table)
     if len(names) != 1:
-        raise ConfigError("embodyrl results import takes one file of vla-eval or lerobot-eval.")
+        raise ConfigError(
+            "embodyrl results import takes one result file of vla-eval or lerobot-eval, for example eval_info.json."
+        )
     path = Path(names[0])
     name = args.name or path.stem
     if not name.replace("-", "_").isidentifier() or name in table.recipes:
@@ -127,7 +129,9 @@ def _import(args: argparse.Namespace, names: list[str]) -> int:
 
 def _export(args: argparse.Namespace, names: list[str]) -> int:
     if len(names) < 2:
-        raise ConfigError("embodyrl results export takes a file name and one or more run folders.")
+        raise ConfigError(
+            "embodyrl results export takes a file and runs: embodyrl results export results.json runs/my_eval."
+        )
     target, found = Path(names[0]), vla_eval_result([Path(name) for name in names[1:]])
     write_atomically(target, json_text(found))
     count = sum(task["num_episodes"] for task in found["tasks"])

@@ -246,7 +246,7 @@ def interface_to(host: str) -> str:
             if socket.inet_ntoa(reply[20:24]) == address or (name == "lo" and address.startswith("127.")):
                 return name
     raise EmbodyError(
-        f"No network interface has {address}, this host's address on the route to {host}. Set GLOO_SOCKET_IFNAME."
+        f"No network interface has {address}, the address of this host on the route to {host}. Set GLOO_SOCKET_IFNAME."
     )
 
 

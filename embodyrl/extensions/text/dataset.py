@@ -193,7 +193,9 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     found = resolve_asset(path) / (cfg.subset or "")
     files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
     if not files or not files[0].is_file():
-        raise ConfigError(f"data.path={path}: {found} does not exist, or contains no {' or '.join(SUFFIXES)} files.")
+        raise ConfigError(
+            f"data.path={path}: {found} does not exist, or contains no {' or '.join(SUFFIXES)} files. Correct the path."
+        )
     if split is not None:
         names = {f: (f.name, *f.relative_to(found).parent.parts) for f in files}
         parts = {f: {re.split(r"[-._]", name)[0] for name in some} for f, some in names.items()}
@@ -346,7 +348,7 @@ def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
     except (TypeError, KeyError) as error:
         raise ConfigError(
             f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
-            f"{str(prompt)[:60]!r}."
+            f"{str(prompt)[:60]!r}. Correct the row, or set data.prompt_key."
         ) from error
 
 
