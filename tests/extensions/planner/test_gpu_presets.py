@@ -140,7 +140,7 @@ def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
     small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
     words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")
     stub_nvidia_smi(tmp_path, monkeypatch, ("0", "GPU-0", "24564", "24564", *H100[4:6], "NVIDIA GeForce RTX 4090"))
-    with pytest.raises(ConfigError, match=r"the smallest GPU has 24\.0 GiB free") as refused:
+    with pytest.raises(ConfigError, match=r"the smallest GPU has only 24\.0 GiB free") as refused:
         dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
     advice = str(refused.value).partition("Try ")[2]
     assert re.match(
@@ -253,7 +253,7 @@ def test_rank_count_covers_all_nodes(tmp_path, monkeypatch):
 
 def test_run_that_exceeds_gpu_memory_is_refused(tmp_path, monkeypatch):
     again = ("actor.gradient_checkpointing=false", "actor.micro_batch_size=32")
-    with pytest.raises(ConfigError, match=r"needs about 1\d\d\.\d GiB.* the smallest GPU has 79\.6 GiB"):
+    with pytest.raises(ConfigError, match=r"needs about 1\d\d\.\d GiB.* the smallest GPU has only 79\.6 GiB"):
         dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, *again)
 
 

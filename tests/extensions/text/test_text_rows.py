@@ -145,7 +145,7 @@ def test_unreadable_data_sources_are_errors(tmp_path: Path):
     (tmp_path / "sparse.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     os.truncate(tmp_path / "sparse.jsonl", 40 << 30)
     for path, message in (
-        ("broken.jsonl", "line 2: not JSON"),
+        ("broken.jsonl", "line 2 is not JSON"),
         ("bytes.jsonl", "line 1 is not JSON"),
         ("nested.jsonl", "line 1 is not JSON"),
         ("sparse.jsonl", "line 2 is longer than 16 MiB"),
