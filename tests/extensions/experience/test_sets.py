@@ -182,8 +182,8 @@ def test_invalid_data_commands_are_refused(two, tmp_path: Path) -> None:
         (("filter", own, out), {}, "needs a condition"),
         (("info", own), {"success": True}, "--success applies only"),
         (("filter", own, out), {"success": True, "failure": True}, "cannot be combined"),
-        (("filter", own, out), {"actor": "cat"}, "--actor cat: use"),
-        (("filter", own, out), {"min_return": "much"}, "expected a number"),
+        (("filter", own, out), {"actor": "cat"}, "--actor cat is unknown"),
+        (("filter", own, out), {"min_return": "much"}, "must be a number"),
         (("filter", own, out), {"actor": "person"}, "No episode"),
     ):
         with pytest.raises(ConfigError, match=reason):

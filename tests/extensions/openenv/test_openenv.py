@@ -81,7 +81,9 @@ def test_observation_without_key_is_json_without_metadata(place: OpenEnvServer) 
     env = begin(place, slots=1, observation_key="inner.size")
     assert split_messages(env.instruction(0))[0].content == "5"
     env.close()
-    with pytest.raises(EnvError, match=r"observation_key=inner.nope does not exist.*Choose one of: echo, inner, metadata"):
+    with pytest.raises(
+        EnvError, match=r"observation_key=inner.nope does not exist.*Choose one of: echo, inner, metadata"
+    ):
         begin(place, slots=1, observation_key="inner.nope")
 
 

@@ -105,7 +105,7 @@ def test_video_errors_name_and_remove_the_file(tmp_path):
     with pytest.raises(VideoError, match=r"bad\.partial\.mp4.*shape \(5, 6, 3\), the first one had \(128, 160, 3\)"):
         video.add(gray(0, (5, 6)), False)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(VideoError, match=r"float64 \(4, 4, 3\), expected uint8"):
+    with pytest.raises(VideoError, match=r"float64 \(4, 4, 3\), but must be uint8"):
         VideoRecorder(tmp_path / "f", 10, "x", True).add(np.zeros((4, 4, 3)), False)
     with pytest.raises(VideoError, match="no frame was added"):
         VideoRecorder(tmp_path / "empty", 10, "x", True).finish()

@@ -142,7 +142,7 @@ def test_overlong_replies_are_penalised():
 
 
 def test_reward_settings_errors_contain_a_fix():
-    assert "set one of them" in problems(JudgeSettings())[0]
+    assert "are not set" in problems(JudgeSettings())[0]
     assert "Did you mean 'exact'?" in problems(JudgeSettings(name="exakt"))[0]
     assert "reward.weights" in problems(JudgeSettings(name="exact", weights={"nothing": 1.0}))[0]
     assert problems(JudgeSettings(name="math", weights={"format": 0.2})) == []
