@@ -104,7 +104,7 @@ def test_images_stay_with_their_text_rows(tmp_path: Path):
     assert row["actor/grad_norm"] > 0
     with pytest.raises(ConfigError, match="contain images, but model 'causal_lm_tiny' reads none"):
         build_run_plan(text_config(tmp_path, task="colour"), training=True)
-    with pytest.raises(ConfigError, match="only rollout.backend=hf supports images"):
+    with pytest.raises(ConfigError, match=r"only rollout\.backend=hf supports images"):
         build_run_plan(text_config(tmp_path, *words, "rollout.backend=vllm", task="colour"), training=True)
 
 

@@ -35,8 +35,8 @@ def problems(cfg: JudgeSettings) -> list[str]:
     """Return errors of the config section `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [
-            f"reward.name and reward.path are not set. Set reward.name to one of {', '.join(REWARDS.names())}, or reward.path "
-            "to package.module:function, an http address or the folder of a reward model."
+            f"reward.name and reward.path are not set. Set reward.name to one of {', '.join(REWARDS.names())}, or "
+            "reward.path to package.module:function, an http address or the folder of a reward model."
         ]
     found = [line for name in (cfg.name, cfg.path) if name for line in _unknown(name)]
     return found or [f"reward.weights: {line}" for name in chosen(cfg) for line in _unknown(name)]
