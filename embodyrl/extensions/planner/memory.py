@@ -113,8 +113,6 @@ class MemoryPlan:
 def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """Estimate the memory of a training run.
 
-    `tests/fakegpu` compares the estimates with measurements.
-
     Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
     does not sleep if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
     """

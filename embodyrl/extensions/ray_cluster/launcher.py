@@ -47,10 +47,7 @@ class _Answer:
 
 
 class RemoteWorker:
-    """Worker in a Ray actor.
-
-    On the driver's host, the worker uses the shared arena; on other hosts, a mirror of the arena.
-    """
+    """Worker in a Ray actor; on hosts other than the driver's host, a mirror replaces the shared arena."""
 
     def __init__(self, spec: WorkerSpec, driver_node: str, turn: int, silence_s: float) -> None:
         os.environ.update(spec.environ)
@@ -163,10 +160,7 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """Return the host numbers of each component (see `Launcher.nodes`).
-
-        The cluster is not connected yet, so host names get the highest numbers.
-        """
+        """Return the host numbers of each component (see `Launcher.nodes`); host names get the highest numbers."""
         cluster = cluster or ClusterSettings()
         return parse_placement(cluster.component_placement, cluster.num_nodes, separate=separate)
 
