@@ -364,6 +364,22 @@ class FailsToBuild(Plain):
         raise AttributeError("no licence")
 
 
+class RendersNothing(Plain):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        return None
+
+
+class RendersChannelsFirst(RendersNothing):
+    def render(self) -> Any:
+        return np.zeros((3, 4, 6), np.uint8)
+
+
 class NoEnv:
     """Object with the methods of an environment but without its class."""
 

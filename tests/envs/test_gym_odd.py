@@ -64,22 +64,6 @@ class CannotClose(Plain):
         raise RuntimeError("the simulator is gone")
 
 
-class RendersNothing(Plain):
-    metadata = {"render_modes": ["rgb_array"]}
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        super().__init__()
-        self.render_mode = render_mode
-
-    def render(self) -> Any:
-        return None
-
-
-class RendersChannelsFirst(RendersNothing):
-    def render(self) -> Any:
-        return np.zeros((3, 4, 6), np.uint8)
-
-
 class Solved(Plain):
     """Environment that reports success in the second step, as NumPy's bool, and None before."""
 

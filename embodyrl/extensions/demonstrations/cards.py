@@ -87,7 +87,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     except (FileNotFoundError, NotADirectoryError):
         kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
         raise ConfigError(
-            f"data.path={root} is {kind}. Collect a data set: embodyrl collect env=... "
+            f"{root} is {kind}. Set the folder of a data set, or collect one: embodyrl collect env=... "
             f"{shlex.quote(f'collect.out={root}')}."
         ) from None
     except KeyError as error:

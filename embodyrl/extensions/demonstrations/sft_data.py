@@ -34,11 +34,8 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     assert isinstance(cfg.data, DemonstrationSettings)
     data = cfg.data
     ranked = cfg.objective.name is Objective.dpo
-    # Equal reset ids of two environments are different initial states.
-    alike = ("name", "states_per_task") if ranked else ()
     # Checked before frames are decoded, which takes minutes.
-    more = [_same_kind(folder, data, *alike) for folder in data.more]
-    val_path = None if data.val_path is None else _same_kind(data.val_path, data)
+    more, val_path = further_folders(cfg)
     first = load_demonstrations(resolve_asset(cfg.data.path), data)
     demos = join_demonstrations([first, *(load_demonstrations(path, data) for path in more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # pairs: hold out whole initial states
@@ -89,6 +86,21 @@ def _labelled(
     plain = [_samples(cfg, demos, episodes, env, policy) for episodes in chosen]
     parts = [replace(part, tags=suffixes[part.steps].tolist()) for part in plain]
     return _checked(cfg, parts[0]), parts[1] if parts[1:] and len(parts[1]) else None
+
+
+def further_folders(cfg: Config) -> tuple[list[Path], Path | None]:
+    """Return the folders of `data.more` and `data.val_path` after a check that they match `data.path`.
+
+    Raises:
+        EmbodyError: a folder contains no data set, or its description is damaged.
+        ConfigError: a data set belongs to another environment.
+    """
+    assert isinstance(cfg.data, DemonstrationSettings)
+    data = cfg.data
+    # Equal reset ids of two environments are different initial states.
+    alike = ("name", "states_per_task") if cfg.objective.name is Objective.dpo else ()
+    more = [_same_kind(folder, data, *alike) for folder in data.more]
+    return more, None if data.val_path is None else _same_kind(data.val_path, data)
 
 
 def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:

@@ -25,7 +25,7 @@ from embodyrl.extensions.demonstrations.reader import (
 )
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
-from embodyrl.extensions.demonstrations.sft_data import load_samples
+from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples
 from embodyrl.extensions.demonstrations.statistics import vector_stats
 from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.text.conversation import TextRow, join_pair
@@ -228,15 +228,16 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
     card = read_card(root, cfg.data)
-    problems = check_layout(root, cfg.data)
-    if problems:
+    more, val_path = further_folders(cfg)
+    folders = (root, *more, *(() if val_path is None else (val_path,)))
+    if problems := [line for folder in folders for line in check_layout(folder, cfg.data)]:
         raise ConfigError(problems)
     count = POLICIES.get(cfg.model.model_type).spec(cfg.model, card.env, 0).inputs.num_images
     (height, width), names = card.env.cameras.size, card.env.cameras.names
     unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
     cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unread}"
     return [
-        *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
+        *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (root, *more)), strict=True),
         ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
@@ -252,8 +253,7 @@ def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
     return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
 
 
-def _counted(folder: str) -> str:
-    root = resolve_asset(folder)
+def _counted(root: Path) -> str:
     shown, rows = read_json(root / INFO_PATH).get("robot_type") or root.name, read_episodes(root)
     return f"{root}: {len(rows)} episodes, {sum(row['length'] for row in rows)} frames of {shown}"
 

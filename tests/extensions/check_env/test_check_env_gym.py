@@ -245,6 +245,6 @@ def test_threads_and_processes_left_by_close_are_reported():
     ("name", "said"), [("RendersNothing", "render() returned None"), ("RendersChannelsFirst", "(3, 4, 6)")]
 )
 def test_unusable_frames_give_a_warning(name, said):
-    found = {f.check: f for f in look(f"env.id=test_gym_odd:{name}")}
+    found = {f.check: f for f in look(f"env.id=odd_envs:{name}")}
     assert found["render"].level == "warn"
     assert said in str(found["render"].violations[0])

@@ -423,6 +423,14 @@ def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> Non
     assert f"step {done.step} of {done.step}; raise runner.max_epochs or" in (done.run / "logs/events.log").read_text()
 
 
+@pytest.mark.parametrize("words", ["data.more=[{}]", "data.val_path={}"])
+def test_folder_without_data_set_is_rejected_before_the_run(tmp_path, demos, words):
+    (tmp_path / "half/meta").mkdir(parents=True)
+    for name, said in (("half", r"meta/info.json is missing"), ("none", "not a folder")):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/{name} is .*{said}"):
+            sft_facts(config(tmp_path, demos, words.format(tmp_path / name)))
+
+
 def test_sft_does_not_modify_demonstrations(demos: Path) -> None:
     """Collected data are in the environment's units; the gripper conversion changes only a copy."""
     np.testing.assert_array_equal(load_demonstrations(demos).action[:, 6], 0.0)
