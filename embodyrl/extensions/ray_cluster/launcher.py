@@ -308,11 +308,11 @@ class RayLauncher(OpenRequests[_Handle]):
         except ray.exceptions.RayTaskError as error:
             self._reap(name, f"raised {error.cause!r}", traceback=str(error))
             return
-        except ray.exceptions.ActorUnavailableError as error:
-            # Ray detects a lost host many seconds later, and would place the new worker on that host.
-            self._reap_with_host(name, log=str(error))
-            return
         except ray.exceptions.RayError as error:  # the worker died, or its reply is lost or late
+            if isinstance(error, ray.exceptions.ActorUnavailableError) and not handle.beside_driver:
+                # Ray detects a lost host many seconds later, and would place the new worker on that host.
+                self._reap_with_host(name, log=str(error))
+                return
             how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
             self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
             return

@@ -195,6 +195,30 @@ def test_run_starts_a_local_cluster_and_tolerates_a_head_failure(tmp_path):
     assert wait_until(lambda: not marked_processes(), 60), "agents of a node look for it every few seconds"
 
 
+def test_worker_that_dies_unnoticed_by_its_node_is_restarted_on_the_only_host(tmp_path):
+    """Ray reports such a worker as unavailable, as those of a lost host."""
+    gate = tmp_path / "gate"
+    held = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")
+    session = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")  # names of sockets must be short
+    environ = {"RAY_ADDRESS": "", "RAY_worker_niceness": "0", "RAY_TMPDIR": session.name}
+    command = start_cli("train", *toy_words(tmp_path, *WORDS, *held, "launcher.name=ray"), cwd=tmp_path, env=environ)
+    try:
+        command.wait_for(gate, deadline_s=300)
+        started = [int(line.split()[0]) for line in marked_processes()]
+        raylet = next(pid for pid in started if Path(f"/proc/{pid}/comm").read_text() == "raylet\n")
+        (env,) = (pid for pid in started if os.readlink(f"/proc/{pid}/fd/1").endswith("-env_0.log"))
+        os.kill(raylet, signal.SIGSTOP)
+        os.kill(env, signal.SIGKILL)
+        assert wait_until(lambda: "worker env_0 died on" in " ".join(command.printed.split()), 60), command.printed
+        os.kill(raylet, signal.SIGCONT)
+        gate.with_name("gate.open").touch()
+        assert command.wait(200) == 0, command.printed
+    finally:
+        command.stop()
+        session.cleanup()
+    assert wait_until(lambda: not marked_processes(), 90), "agents wait for a head that is gone"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_the_start_of_a_local_cluster_leaves_no_process(tmp_path, signum):
     session = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")  # names of sockets must be short
