@@ -114,6 +114,7 @@ class Trial:
         self._typical_s = typical_s
         self.injections: list[Injection] = []
         self.codes: list[int] = []
+        self._on_ray = kind.name == "ray"
 
     def run(self, quota: int) -> None:
         """Start, disturb `quota` times, resume, finish.
@@ -208,6 +209,8 @@ class Trial:
             return {1}  # without the service no reply has a reward, which ends the run
         if injection.role in ("reward", "program"):
             return set()
+        # Ray's handlers of these signals end a worker.
+        dies = dies or (self._on_ray and injection.signum in (TERM, INT))
         return {4} if dies else set()
 
     def _check(self, command: Command, code: int, injections: Sequence[Injection]) -> None:
@@ -216,7 +219,9 @@ class Trial:
         if code == 1 and INT in {i.signum for i in injections if i.early} and "init_import_site" in said:
             return  # Python itself reports Ctrl-C before any code of the command runs
         assert code in allowed, f"exit code {code}, not {sorted(allowed)}:\n{said}"
-        assert wait_until(lambda: not marked_processes(), 10), f"left behind: {marked_processes()}"
+        # Agents of a Ray node wait a minute for a head that was killed.
+        deadline_s = 90 if self._on_ray else 10
+        assert wait_until(lambda: not marked_processes(), deadline_s), f"left behind: {marked_processes()}"
         assert not list(Path("/dev/shm").glob("embodyrl*"))
         # Ray keeps its logs, to which errors refer.
         kept = self.folder / "tmp" / "ray"
@@ -244,7 +249,7 @@ class Trial:
         last = time.monotonic()
         for injection in injections:
             if injection.fatal and injection.role in ("env", "policy", "rollout", "young") and last - injection.at > 5:
-                named = f"died with {signal.Signals(injection.signum).name}"
+                named = "died on" if self._on_ray else f"died with {signal.Signals(injection.signum).name}"
                 who = "worker " if injection.role == "young" else f"worker {injection.name} "
                 assert f"{who}{named}" in said or (injection.role == "young" and named in said), f"{who}{named}: {said}"
 
