@@ -29,7 +29,7 @@ from embodyrl.types import (
 
 Tool = Callable[[str], str]
 """Function that takes the text of a tool call and returns the tool's answer; the message of a ValueError is the
-answer."""
+answer. Answers longer than the function's attribute `answer_bytes` (default: `ANSWER_BYTES`) are truncated."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
@@ -41,7 +41,7 @@ TURN_BYTES = 1 << 12
 """Bytes reserved per turn after the first for a reply and a tool's answer; a conversation that needs more bytes
 ends."""
 ANSWER_BYTES = 1 << 10
-"""Maximum bytes of a tool's answer; longer answers are truncated."""
+"""Default maximum bytes of a tool's answer; longer answers are truncated."""
 
 
 def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
@@ -73,6 +73,11 @@ def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
         return TOOLS.get(name)(text)
     except ValueError as error:
         return f"error: {error}"
+
+
+def answer_bytes(tools: Sequence[str]) -> int:
+    """Return the maximum bytes of an answer of these tools."""
+    return max((getattr(TOOLS.get(name), "answer_bytes", ANSWER_BYTES) for name in tools), default=0)
 
 
 def clip(text: str, width: int) -> str:
@@ -114,6 +119,7 @@ class ConversationEnv:
     def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, judge: RewardJudge, num_slots: int) -> None:
         self.spec = spec
         self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
+        self._answer_bytes = answer_bytes(cfg.tools)
         self._rows = rows
         self._judge = judge
         self._conversations: list[_Conversation | None] = [None] * num_slots
@@ -170,7 +176,7 @@ class ConversationEnv:
         if call is None:
             return False
         said = Message(role="assistant", content=conversation.reply)
-        heard = Message(role=self._tool_role, content=clip(answer(call, self._tools), ANSWER_BYTES))
+        heard = Message(role=self._tool_role, content=clip(answer(call, self._tools), self._answer_bytes))
         longer = [*conversation.messages, said, heard]
         if len(join_messages(longer).encode()) > self.spec.text.prompt_bytes - LAST_BYTES:
             return False

@@ -3,7 +3,7 @@
 from typing import Any
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.environment import ANSWER_BYTES, LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
+from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv, answer_bytes
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import give_task, text_problems
@@ -22,8 +22,8 @@ from embodyrl.types import (
 
 _TURNS = 4
 """Number of turns after which the sequence of message roles is periodic."""
-_ANSWER_TOKENS = ANSWER_BYTES // 4
-"""Estimated maximum number of tokens of a tool's answer, at four bytes per token."""
+_BYTES_PER_TOKEN = 4
+"""Estimated number of bytes per token of a tool's answer."""
 
 
 class TextFactory:
@@ -58,6 +58,7 @@ class TextFactory:
         """Return the environment's spec: one task, whose initial states are the rows."""
         rows, judge = _parts(context)
         turns = ("assistant", cfg.tool_role)
+        turn_tokens = rows.turn_tokens + answer_bytes(cfg.tools) // _BYTES_PER_TOKEN
         known = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"
         return EnvSpec(
             name=f"text/{rows.name}",
@@ -65,7 +66,7 @@ class TextFactory:
             text=TextSpec(
                 roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
                 max_replies=cfg.max_turns,
-                prompt_tokens=rows.prompt_tokens and rows.prompt_tokens + _ANSWER_TOKENS * (cfg.max_turns - 1),
+                prompt_tokens=rows.prompt_tokens and rows.prompt_tokens + turn_tokens * (cfg.max_turns - 1),
                 prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             ),
             action=ActionSpec(dim=1, kind=ActionKind.text),

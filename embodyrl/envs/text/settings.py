@@ -14,7 +14,7 @@ class TextSettings(EnvSettings):
     """Maximum number of replies per episode; more than one only with tools."""
     tools: list[str] = []
     """Tools that a reply may call: calculator, python, or package.module:function that takes a text and returns a
-    text."""
+    text (at most 1024 bytes, or the number in its attribute answer_bytes)."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role of a tool's answer; use user if the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0

@@ -85,7 +85,7 @@ class MemoryPlan:
         training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
         acting = self.gathered + self.acting_batch + self.engine
         # Gathered weights are freed for training, but the C library does not return the memory.
-        running = max(acting, training) if self.on_gpu else self.gathered + training
+        running = max(acting, training) if self.on_gpu else max(acting, self.gathered + training)
         # CUDA graphs keep the memory in which they were recorded.
         running = acting + training if self.keeps_acting else running
         return max(fixed + running, self.building + self.process)
@@ -160,7 +160,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     vllm = cfg.rollout.backend == "vllm"
     replay, loading = _replay(run_plan, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
-    acting_batch = _acting_batch(run_plan, cfg, costs) if on_gpu else 0
+    acting_batch = _acting_batch(run_plan, cfg, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
         weights=0 if offloaded else (kept + aside) // shards,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -223,6 +224,24 @@ def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatT
         )
     encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts), add_special_tokens=template is None)
     return [len(e.ids) for e in encoded]
+
+
+def count_turn_tokens(folder: Path | None, *, template: ChatTemplate | None) -> int:
+    """Return the number of tokens that are added around a reply and the tool's answer after it.
+
+    Raises:
+        ConfigError: the folder has no tokenizer.json.
+    """
+    if template is None:
+        return 2  # `|` before and after the answer
+    texts: list[str] = []
+    for role in ("tool", "user"):
+        turns = [{"role": name, "content": "0"} for name in ("user", "assistant", role)]
+        with suppress(RefusedMessages):
+            texts = [template.render(turns[:1]), template.render(turns)]
+            break
+    lengths = count_tokens(texts, folder, template=template) or [0, 2]
+    return lengths[1] - lengths[0] - 2
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -14,7 +14,14 @@ import numpy as np
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import PICTURE, Message, join_messages, split_pictures
-from embodyrl.extensions.text.chat import ChatTemplate, RefusedMessages, control_tokens, count_tokens, without_controls
+from embodyrl.extensions.text.chat import (
+    ChatTemplate,
+    RefusedMessages,
+    control_tokens,
+    count_tokens,
+    count_turn_tokens,
+    without_controls,
+)
 from embodyrl.extensions.text.conversation import TextRow, place_pictures
 from embodyrl.extensions.text.pictures import Picture, pictures_of
 from embodyrl.extensions.text.settings import PairSettings, RowSettings, is_function
@@ -48,6 +55,8 @@ class TextRows:
     """Length of the longest conversation, in UTF-8 bytes."""
     prompt_tokens: int = 0
     """Length of the longest prompt in tokens, with the chat template; 0: not counted, because there is no limit."""
+    turn_tokens: int = 0
+    """Number of tokens that the chat template adds around a reply and a tool's answer; 0 if prompts are not counted."""
     keep: IntArray | None = field(default=None, compare=False)
     """Indices of the rows within the length limit; None: all rows."""
     pictures: int = 0
@@ -116,12 +125,13 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
             f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
         ) from error
     conversations = [row.messages for row in all_rows]
-    keep, prompt_tokens = np.arange(rows.total), 0
+    keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
     if cfg.max_prompt_length is not None and rows.total:
         lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
         keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
+        turn_tokens = count_turn_tokens(tokenizer, template=template)
     # Rows of a separate validation source are last and are the held-out rows.
     own = len(rows._raw[0][1])
     single = len(rows._raw) == 1
@@ -144,6 +154,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
         repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
         prompt_bytes=longest,
         prompt_tokens=prompt_tokens,
+        turn_tokens=turn_tokens,
         pictures=max(map(len, shown)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),

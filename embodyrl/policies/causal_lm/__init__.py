@@ -119,7 +119,7 @@ class CausalLMFactory:
             outside_layers=size.outside_parameters,
             logit_bytes=size.logit_bytes(cfg.num_action_chunks),
             scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
-            acting_bytes=tokens * size.layers * 6 * size.keys + 12 * size.vocabulary,
+            acting_bytes=tokens * size.layers * (6 if cfg.half else 8) * size.keys + 12 * size.vocabulary,
             sample_tokens=tokens,
             reply_tokens=cfg.num_action_chunks,
             forward_flops=2.0 * total * tokens,

@@ -67,28 +67,44 @@ def test_memory_estimate_is_close_to_the_measured_peak(tmp_path, words):
 @pytest.mark.parametrize(("lora", "reply"), [(False, 24), (True, 6)], ids=["full", "lora, prompts shared"])
 def test_memory_estimate_of_a_language_model_is_close_to_the_measured_peak(tmp_path, lora, reply):
     """Activations are a third of the peak or more; without reuse of freed blocks they take twice their size."""
+    words = (*language_model(tmp_path, reply), f"model.is_lora={lora}", "env.train.total_num_envs=64")
+    words += ("actor.micro_batch_size=64", "actor.global_batch_size=64", "algorithm.entropy_bonus=1e-3")
+    planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words))
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+def test_memory_estimate_includes_the_key_value_cache_of_a_rollout(tmp_path):
+    words = (*language_model(tmp_path, 48), "model.is_lora=true", "env.train.total_num_envs=384")
+    words += ("actor.micro_batch_size=1", "actor.global_batch_size=384", "launcher.env_workers=1")
+    words += ("rollout.pipeline_stage_num=1",)
+    planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words), updates=False)
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+def language_model(tmp_path, reply):
+    """Save a language model with random weights; return overrides for it and for replies of `reply` tokens."""
     folder = tmp_path / "model"
     AutoTokenizer.from_pretrained(assets_dir() / "causal_lm_tiny").save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = ("launcher=local", "model=causal_lm", f"model.path={folder}", f"model.is_lora={lora}")
-    words += ("model.precision=fp32", "env.train.total_num_envs=64", "algorithm.group_size=8")
-    words += ("actor.micro_batch_size=64", "actor.global_batch_size=64", "algorithm.entropy_bonus=1e-3")
-    words += (f"algorithm.sampling_params.max_new_tokens={reply}", f"algorithm.sampling_params.min_new_tokens={reply}")
-    planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words))
-    assert planned == pytest.approx(measured, rel=0.1)
+    lengths = (f"algorithm.sampling_params.{key}_new_tokens={reply}" for key in ("max", "min"))
+    words = ("launcher=local", "model=causal_lm", f"model.path={folder}", "model.precision=fp32")
+    return *words, "algorithm.group_size=8", *lengths
 
 
-def planned_and_measured(folder, cfg):
-    """Return the planned peak of the policy process, and that of one training step, in bytes."""
+def planned_and_measured(folder, cfg, *, updates=True):
+    """Return the planned peak of the policy process, and that of one rollout with its update, in bytes."""
     with running_crew(folder, cfg=cfg) as stage:
         run_plan, workers = stage.run_plan, stage.workers
         actors = Actors(workers, run_plan.algorithm, run_plan)
         plan = train_episodes(run_plan.cfg, run_plan.env, 0, counts_chunk_steps=False)
         rollout = workers.scheduler.collect(Rollout(plan))
-        actors.update(0, rollout, run_plan.algorithm.prepare(rollout.episodes, actors.score(rollout)))
+        if updates:
+            actors.update(0, rollout, run_plan.algorithm.prepare(rollout.episodes, actors.score(rollout)))
         workers.scheduler.release(rollout)
         return plan_memory(run_plan).policy, peak(workers_of(os.getpid())["policy"])
 
@@ -171,7 +187,8 @@ def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_
         build_run_plan(text_config(tmp_path, *own, *words), training=True).policy_costs.sample_tokens
         for words in ((), ("env.tools=[calculator]", "env.max_turns=3"))
     ]
-    assert plans == [5 + 7, 5 + 3 * 7 + 2 * 1024 // 4]
+    bars = 2
+    assert plans == [5 + 7, 5 + 3 * 7 + 2 * (bars + 72 // 4)], "the calculator's answers are short"
 
 
 def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
@@ -314,6 +331,7 @@ def test_memory_peak_is_the_maximum_over_phases():
     assert plan.policy == 8
     assert replace(plan, in_use=9).policy == 15
     assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
+    assert replace(plan, on_gpu=False, acting_batch=9).policy == 5 + 9
     assert replace(plan, keeps_acting=True).policy == 8 + 7
     assert (replace(plan, engine=2).policy, replace(plan, engine=2, sleeps=True).policy) == (10, 10)
     assert (replace(plan, engine=1, in_use=9).policy, replace(plan, engine=1, in_use=9, sleeps=True).policy) == (16, 15)

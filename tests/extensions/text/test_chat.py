@@ -11,10 +11,12 @@ from embodyrl.commands.dry_run import describe
 from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.extensions.text.chat import (
     ChatTemplate,
     control_tokens,
     count_tokens,
+    count_turn_tokens,
     roles_problem,
     unnamed_end,
     without_controls,
@@ -129,6 +131,18 @@ def test_prompt_length_includes_the_chat_template(tmp_path: Path):
     assert len(open_rows(plain.updated({"max_prompt_length": 10}), tokenizer=place, template=template)) == 1
     with pytest.raises(ConfigError, match=r"none of the .* rows remains"):
         open_rows(plain.updated({"max_prompt_length": 8}), tokenizer=place, template=template)
+
+
+@pytest.mark.parametrize(("source", "role"), [(CHATML, "tool"), (ALTERNATING, "user"), (None, "tool")])
+def test_turn_tokens_are_the_tokens_around_a_reply_and_a_tool_answer(source: str | None, role: str, tmp_path: Path):
+    place = folder(tmp_path / "m", source or CHATML)
+    cfg = CausalLMSettings(model_type="causal_lm", chat=None if source else False)
+    reader = Reader(AutoTokenizer.from_pretrained(place), cfg, first=0, pixels=0)
+    asked = Message(role="user", content="12*34=")
+    talk = (asked, Message(role="assistant", content="?12*34"), Message(role=role, content="408"))
+    before, after = (len(reader._encode(join_messages(turns), b"", ())) for turns in ((asked,), talk))
+    template = ChatTemplate.of(cfg, place)
+    assert after - before == len("?12*34") + len("408") + count_turn_tokens(place, template=template)
 
 
 THINKING = (

@@ -140,7 +140,10 @@ def test_credit_per_turn_of_tool_dialogues_matches_a_hand_made_table(whole: Path
         found = dict(zip(batch.records.tolist(), batch.advantage[:, 0].tolist(), strict=True))
         rewards = [episode.episode_return for episode in rollout.episodes]
         records = [episode.records.tolist() for episode in rollout.episodes]
+        longest = stage.workers.arena[Record.cost][[r for episode in rollout.episodes for r in episode.records]].max()
+        planned = stage.run_plan.policy_costs.sample_tokens
         stage.workers.scheduler.release(rollout)
+    assert 0.8 * planned < longest <= planned
     tokenizer = AutoTokenizer.from_pretrained(whole)
     calls = [tokenizer.decode(turns[0][turns[0] >= 0].astype(int), skip_special_tokens=True) for turns in replies]
     assert [len(turns) for turns in replies] == [1 + call.startswith("?") for call in calls]
