@@ -72,7 +72,8 @@ class VllmEngine:
         self._engine_sampling, self._sampling = vllm.SamplingParams, request.sampling
         memory: dict[str, Any] = {"gpu_memory_utilization": request.engine_share}
         if not torch.cuda.is_available():
-            memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True}
+            # Between the chunks of a prompt, vLLM 0.32 moves the offset of the reply's generator, which only a GPU has.
+            memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True, "enable_chunked_prefill": False}
         self._dtype = dtype
         with model_folder(save) as folder:
             self._llm: Any = vllm.LLM(

@@ -63,3 +63,14 @@ def test_vllm_top_tokens_match_the_module(policy):
         assert [[name for name, _ in step] for step in vllm] == [[name for name, _ in step] for step in module]
         told, expected = (np.array([[p for _, p in step] for step in one]) for one in (vllm, module))
         np.testing.assert_allclose(told, expected, atol=2e-3)
+
+
+def test_seeded_vllm_replies_to_prompts_of_more_tokens_than_a_batch():
+    """Prompts above `max_num_batched_tokens` in chunks would stop vLLM's CPU build."""
+    engine = {"max_model_len": 64, "max_num_batched_tokens": 64}
+    policy = build(TINY, backend="vllm", engine=engine)
+    prompts = ["1" * 40 + str(n) for n in range(8)]
+    out = policy.act(observe(*prompts), noise=noise(8))
+    np.testing.assert_allclose(
+        policy.score(observe(*prompts), out.tokens).logprob.detach().numpy(), out.logprob, atol=1e-4
+    )
