@@ -99,6 +99,10 @@ class VllmSettings(Settings):
     """Free the engine's GPU memory during updates; default: on if the KV cache of all slots and training do not fit
     together."""
 
+    tensor_parallel_size: Annotated[Literal[1], Must("1; more needs rollout.backend=server")] | None = None
+    """Number of GPUs per model: 1, because the engine runs inside a process with one GPU; for more, use
+    rollout.backend=server and `vllm serve --tensor-parallel-size`."""
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Engine arguments that are set, by vLLM's names."""

@@ -76,6 +76,8 @@ def test_vllm_engine_arguments_are_typed_keys(tmp_path: Path):
         load_config(
             "train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "rollout.vllm.max_num_seqs=0"]
         )
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: must be 1; more needs rollout.backend=server"):
+        load_config("train", ["env=text/copy", "model=causal_lm_tiny", "rollout.vllm.tensor_parallel_size=2"])
     words = ("rollout.vllm.max_model_len=64", "rollout.vllm.enable_prefix_caching=false")
     cfg = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", *words])
     assert cfg.rollout.vllm.arguments == {"max_model_len": 64, "enable_prefix_caching": False}
