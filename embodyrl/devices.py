@@ -170,6 +170,6 @@ class Devices:
 
 
 def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Assign a GPU to each of n policy processes, and the remaining GPUs (if none remain, all) to simulators."""
+    """Assign one GPU to each of n policy processes, and the remaining GPUs (or all, if none remain) to simulators."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

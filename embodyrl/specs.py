@@ -160,7 +160,7 @@ class TextSpec:
     """Instructions and conversations of an environment."""
 
     instructed: bool = True
-    """True if the environment has instructions; False: `EnvSpec.tasks` are names."""
+    """True if `EnvSpec.tasks` contains language instructions; False if it contains only task names."""
     prompt_bytes: int = 0
     """Number of UTF-8 bytes of the longest instruction; 0: the longest instruction in `EnvSpec.tasks`."""
     prompt_tokens: int = 0
@@ -368,7 +368,7 @@ class PolicyCosts:
     logit_bytes: tuple[int, int] = (0, 0)
     """Bytes of the logits that log-probabilities need: per sample, and the maximum held at once."""
     scoring_bytes: tuple[int, int] = (0, 0)
-    """Bytes of the output matrix's gradient while logits exist: without and with gradient checkpointing."""
+    """Bytes of the gradient of the output matrix during scoring: (without, with) gradient checkpointing."""
     acting_bytes: int = 0
     """Bytes per sample of an inference batch: activations of the widest layer, or the KV cache of replies."""
     sample_tokens: int = 1
@@ -383,7 +383,7 @@ class PolicyCosts:
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
 
     def stored(self, samples: float, prompts: float) -> int:
-        """Return the bytes that samples with `prompts` distinct prompts store for the backward pass."""
+        """Return the activation bytes stored for the backward pass of samples with `prompts` distinct prompts."""
         one, prompt = self.shared_bytes
         left = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
         shares = one and left <= self.SHARED_FRACTION * samples * self.sample_tokens

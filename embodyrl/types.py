@@ -158,7 +158,7 @@ class Episode:
     during the rollout."""
     terminated: bool
     truncated: bool
-    """True if the time limit or the quota of chunk steps ended the episode, so that its return bootstraps."""
+    """True if the time limit or the chunk-step quota ended the episode; the return then includes a bootstrap value."""
     cut: bool = False
     """True if the quota of chunk steps cut the episode, which is then excluded from success statistics."""
     counted: bool = True

@@ -334,7 +334,7 @@ class Algorithm:
         return within_bounds(episodes, success=cfg.filter_rewards, returns=cfg.filter_returns)
 
     def _is_masked(self, episode: Episode) -> bool:
-        """Return True if the episode hit a limit and such episodes are excluded from the loss."""
+        """Return True if the loss excludes the episode because the episode reached a limit."""
         return self.settings.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
 
     def inert(self, batch: PreparedBatch) -> BoolArray:

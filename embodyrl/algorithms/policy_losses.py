@@ -75,7 +75,7 @@ def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the mean over tokens of each action [B, K] or chunk [B, 1], multiplied by its weight."""
+    """Return the token mean of each action [B, K] or chunk [B, 1], multiplied by the weight of the action or chunk."""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
     return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
 

@@ -186,7 +186,7 @@ class GroupSettings(AlgorithmSettings):
 
 
 class NormalizeSettings(Settings):
-    """Config keys for estimators that optionally divide by a standard deviation."""
+    """Config keys for estimators that can divide advantages by their standard deviation."""
 
     normalize_advantages: bool = True
     """Divide by the group's standard deviation (grpo, pass_at_k, gigpo), or whiten over the batch (gae)."""

@@ -199,7 +199,7 @@ class Arena:
         state[records] = RecordState.READY
 
     def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Return the record indices [n] (along the first axis of each field) of tickets [n] with readable records.
+        """Check that the records of tickets [n] are readable, and return the record indices [n].
 
         Raises:
             StaleTicketError: a record was freed, or not completely written.

@@ -248,7 +248,7 @@ class ContinueRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest(Request):
-    """Request to write policy, optimizer and RNG state into `folder`."""
+    """Request to write the policy, the optimizer and the RNG state to `folder`."""
 
     folder: str
 

@@ -280,7 +280,7 @@ class CheckpointStore:
             raise
 
     def verify(self, path: Path) -> Manifest:
-        """Verify size and checksum of all files of a checkpoint, and return its manifest.
+        """Verify the size and the checksum of each file of a checkpoint, and return the manifest.
 
         Raises:
             CheckpointError: names the damaged file and, if there is one, the next older complete checkpoint.
@@ -297,7 +297,7 @@ class CheckpointStore:
         return manifest
 
     def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete all but the newest `keep` checkpoints and those in `protect`; return the deleted steps."""
+        """Delete all checkpoints except the newest `keep` and the steps in `protect`; return the deleted steps."""
         assert keep >= 1, keep
         stale = [step for step in self.steps()[:-keep] if step not in protect]
         for step in stale:

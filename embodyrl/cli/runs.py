@@ -17,7 +17,7 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
-    """Return the folder of the newest training run of an experiment; None: no such run."""
+    """Return the folder of the newest training run of an experiment; None if the experiment has no training run."""
     from embodyrl.config.settings import flat
 
     for folder in run_folders(output_dir):

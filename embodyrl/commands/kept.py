@@ -38,7 +38,7 @@ class EpisodeKeeper(Protocol):
         ...
 
     def open(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> EpisodeWriter:
-        """Open a writer of a run's episodes to `folder`; `say` prints a line."""
+        """Open a writer that stores the episodes of a run in `folder`; `say` prints one line."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Common parts of all training commands: banner, checkpoints, and step counter."""
+"""Code shared by all training commands: banner, checkpoints, and step counter."""
 
 import json
 import math
@@ -288,7 +288,7 @@ class Session:
         return f"resume with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
-        """Print the folders of a finished run, and installed commands for the next steps."""
+        """Print the folders of a finished run, and suggest commands for the next steps."""
         known = [shlex.join(["embodyrl", *use]) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):

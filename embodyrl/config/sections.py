@@ -41,8 +41,9 @@ class Section:
     derive: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
     """Function that returns derived values of keys by dotted name; applied before the config is final."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Conditions under which keys have an effect, as in `Settings.needs`, but with full dotted names; they
-    apply if the config has the section."""
+    """Conditions under which keys have an effect, as in `Settings.needs`, but with full dotted names.
+
+    The conditions apply if the config has the section."""
 
 
 def of_commands(kind: type[Settings], *commands: str) -> Section:

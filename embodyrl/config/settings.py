@@ -284,7 +284,7 @@ def doc_of(kind: type[Settings], field: str) -> str:
 
 
 def nodes(settings: Settings) -> Iterator[Settings]:
-    """Yield settings and all nested settings."""
+    """Yield the settings, and all settings nested in them."""
     yield settings
     for name in type(settings).model_fields:
         if isinstance(value := getattr(settings, name), Settings):

@@ -70,7 +70,7 @@ class SimFactory(ABC, Generic[S]):
         return spec if delay is None else delay.declare(spec, context.chunk)
 
     def make(self, cfg: Any, context: EnvContext) -> Env:
-        """Build the environment, with the delay if one is configured."""
+        """Build the environment, including the inference delay if the config sets a delay."""
         delay = _delay_of(cfg, context)
         if delay is not None and context.described is not None:
             context = replace(context, described=delay.original(context.described))

@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
-"""Names of reward components that are added to those of the function: the simulator's reward, and the failed calls."""
+"""Names of additional reward components: the simulator's reward, and the number of failed reward calls."""
 
 
 class StepRewardSettings(Settings):

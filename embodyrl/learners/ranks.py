@@ -21,7 +21,7 @@ class Ranks(Protocol):
 
     rank_info: RankInfo
     shards: bool
-    """True if the module contains shards of the weights. Between `act` and `train` it contains full weights instead."""
+    """True if the module contains shards of the weights, except between `act` and `train`."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """Run a forward pass (collective); `last` marks the last micro-batch of the gradient accumulation."""
@@ -75,7 +75,7 @@ class OneRank:
         return compute()
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """See `Ranks.exchange`."""
+        """Return the metrics of the only rank unchanged (see `Ranks.exchange`)."""
         return parts
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
@@ -104,4 +104,4 @@ class OneRank:
         return state
 
     def close(self) -> None:
-        """See `Ranks.close`."""
+        """Do nothing: a single rank holds no resources (see `Ranks.close`)."""

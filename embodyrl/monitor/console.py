@@ -114,7 +114,7 @@ class ConsoleMonitor(Monitor):
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Monitor.log`."""
+        """Print the metrics of a step, or show them on the dashboard (see `Monitor.log`)."""
         if self._board is not None and self._total:
             self._board.log(step, metrics)
         else:
@@ -128,14 +128,14 @@ class ConsoleMonitor(Monitor):
             self._write(self._broken(line))
 
     def banner(self, lines: Sequence[str]) -> None:
-        """See `Monitor.banner`."""
+        """Print the lines of the banner, and start the dashboard (see `Monitor.banner`)."""
         for line in lines:
             self._write(self._broken(line))
         if self._picture is not None:
             self._picture.start()
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """See `Monitor.progress`."""
+        """Print the progress of a long phase from time to time (see `Monitor.progress`)."""
         if self._board is not None:
             self._board.progress(done, total, what)
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:

@@ -136,7 +136,7 @@ class Mean:
     episodes: int
     states: int
     effective: float | None = None
-    """See `Rate.effective`."""
+    """Effective number of independent episodes (see `Rate.effective`)."""
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Mean:

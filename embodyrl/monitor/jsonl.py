@@ -69,7 +69,7 @@ class JsonlMonitor(Monitor):
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def text(self, line: str) -> None:
-        """See `Monitor.text`."""
+        """Append a line with the time to the event log (see `Monitor.text`)."""
         assert self._events is not None, "text before open"
         self._events.parent.mkdir(exist_ok=True)
         with self._events.open("a", encoding="utf-8") as file:

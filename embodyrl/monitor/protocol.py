@@ -46,10 +46,10 @@ class Monitor:
         """Record the flat metrics of one step."""
 
     def video(self, step: int, path: Path) -> None:
-        """Record a new video file of a step."""
+        """Log a new video file of a training step."""
 
     def text(self, line: str) -> None:
-        """Record one human-readable line."""
+        """Log one line of text for the user."""
 
     def banner(self, lines: Sequence[str]) -> None:
         """Show the banner, a list of lines about the run, before the first step."""

@@ -21,7 +21,7 @@ class TensorboardMonitor(Monitor):
         self._writer: EventFileWriter | None = None
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """See `Monitor.open`."""
+        """Create the event file of the run (see `Monitor.open`)."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

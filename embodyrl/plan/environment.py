@@ -14,7 +14,7 @@ ALL_SUITES = "all"
 
 
 def env_context(cfg: Config) -> EnvContext:
-    """Return the arguments for building a run's environment; some come from other sections of the config.
+    """Return the arguments for building a run's environment that come from config sections other than `env`.
 
     Raises:
         ConfigError: a file, row or reward function is invalid.

@@ -303,7 +303,7 @@ def _permutation(seed: int, lap: int, count: int) -> IntArray:
 
 
 def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
-    """Return a wave with one queue per slot, long enough for the quota even if every episode ends after one chunk."""
+    """Return a wave with one queue per slot; each queue suffices for the quota if all episodes end after one chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.chunk_steps)

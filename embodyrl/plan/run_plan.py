@@ -115,7 +115,7 @@ class RunPlan:
 
 
 def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
-    """Build the run plan.
+    """Derive the run plan from a config: specs of the components, worker processes, and resources.
 
     Raises:
         ConfigError: incompatible components, one line each.

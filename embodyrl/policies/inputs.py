@@ -16,7 +16,7 @@ _MOST_INSTRUCTIONS = 1000
 
 
 def write_inputs(folder: Path, policy: PolicySpec, env: EnvSpec) -> None:
-    """Write the inputs of a policy next to its weights; text policies have no such file."""
+    """Write a description of the policy's inputs next to its weights, except for text policies."""
     if env.action.kind is not ActionKind.text:
         (folder / INPUTS_FILE).write_text(json.dumps(_inputs_of(policy, env), indent=2) + "\n", encoding="utf-8")
 

@@ -163,7 +163,7 @@ class Actors:
         }
 
     def save(self, folder: Path) -> None:
-        """Write policy, training state and the algorithm's state in `folder`."""
+        """Write the policy, the training state and the algorithm's state to `folder`."""
         self._loop.call(SaveRequest(folder=str(folder)))
         (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 

@@ -152,7 +152,7 @@ class PolicyClient:
             self._awaited = next(self._recovery, None)
 
     def _recover(self, worker: str) -> Iterator[Replies]:
-        """Send all weights to a restarted process, then the requests without a reply; yield replies to wait for."""
+        """Send all weights to a restarted process, then repeat its unanswered requests; yield the awaited replies."""
         assert self._bucket_arena is not None
         self._receiving = worker
         buckets = fill_buckets(self._weights[worker], self._bucket_arena[BUCKET].shape[1])

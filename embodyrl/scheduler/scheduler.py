@@ -81,7 +81,7 @@ class RolloutScheduler(EventLoop):
         return rollout
 
     def finish(self, rollout: Rollout) -> RolloutResult:
-        """Run all open rollouts until this one is done.
+        """Run all open rollouts until `rollout` is done, and return its result.
 
         Episodes are returned in plan order, independent of their order of completion. The tally contains all work since
         the last call.

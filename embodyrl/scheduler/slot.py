@@ -102,15 +102,15 @@ class Slots:
         self._taken = np.zeros((count, 32), np.int64)
 
     def phases(self, rows: range) -> bytearray:
-        """Return the phases of consecutive slots."""
+        """Return the phase (`Phase`) of each slot in a range, one byte per slot."""
         return self._phases[rows.start : rows.stop]
 
     def in_phase(self, phase: int, rows: range) -> list[int]:
-        """Return the indices of the slots in a range that are in a phase."""
+        """Return the indices of the slots in `rows` whose phase is `phase`."""
         return [row for row, own in zip(rows, self.phases(rows), strict=True) if own == phase]
 
     def may_act(self, version: int) -> BoolArray:
-        """Return a mask [N] of slots whose observation the policy may process with this version."""
+        """Return the mask [N] of slots whose observation a policy with this weight version may process."""
         return (self.phase == Phase.READY) & (self.not_before <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:
@@ -361,7 +361,7 @@ class Stages:
         self._changed.update(self._own[worker])
 
     def note_slots(self, rows: IntArray) -> None:
-        """Mark the stages of the given slots for `to_check`."""
+        """Mark the pipeline stages of the given slots as changed, for `to_check`."""
         self._changed.update(self._stage_of[rows].tolist())
 
     def to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:

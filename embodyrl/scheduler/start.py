@@ -237,7 +237,7 @@ OBSERVERS: Registry[Callable[[RunPlan, Arena, Path], RequestObserver]] = Registr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(Started):
-    """Running workers of a run with episodes."""
+    """Running worker processes of a run that executes episodes, and their scheduler."""
 
     scheduler: RolloutScheduler
 

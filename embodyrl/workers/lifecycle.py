@@ -61,7 +61,7 @@ class WorkerInit:
     """The driver's arena object, if the worker runs in the driver's process."""
 
     def open_arena(self) -> Arena:
-        """Return the arena, attached in this process."""
+        """Attach this process to the arena, and return the arena."""
         return self.shared_arena or Arena.attach(self.arena)
 
 

@@ -146,7 +146,7 @@ class PolicyHost:
                 return None
 
     def _save(self, trainer: Trainer, folder: Path) -> None:
-        """Write policy and optimizer, then the algorithm's state; called by all ranks.
+        """Write the policy and the optimizer, then the algorithm's state; called by all ranks.
 
         Raises:
             CheckpointError: writing failed (full disk); all ranks have still run the collective operations.

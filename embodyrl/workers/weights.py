@@ -13,7 +13,7 @@ from embodyrl.policies.protocol import weights_changed
 
 
 def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
-    """Return name, dtype and size of each parameter and saved buffer of a module."""
+    """Return the name, dtype and size of each parameter and saved buffer of a module."""
     return tuple(
         WeightInfo(name, w.numel(), str(w.dtype).removeprefix("torch."), w.element_size(), w.requires_grad or learned)
         for name, w, learned in _weights(module)

@@ -126,7 +126,9 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the environment that `env.suite` selects in {suite: env} or {suite: {task: env}}, and all names.
+    """Return the environment that `env.suite` selects in `made`, and the names of all environments.
+
+    `made`: one environment, {suite: env}, or {suite: {task: env}}.
 
     Raises:
         ConfigError: `env.suite` is not one of the names.

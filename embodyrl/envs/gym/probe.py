@@ -76,7 +76,10 @@ class GoalSupport(GoalJudge, Protocol):
 
     @staticmethod
     def applies(env: AnyEnv, seen: Any, reward: Any) -> bool:
-        """Return True if the environment computes rewards for any goal; `seen` and `reward` are from a first step."""
+        """Return True if the environment computes rewards for any goal.
+
+        `seen` and `reward` are the observation and the reward of a first step.
+        """
         ...
 
 

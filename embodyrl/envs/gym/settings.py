@@ -36,7 +36,7 @@ class GymSettings(EnvSettings, RewardSettings):
     dimension that the input sets, and its value. Default: two keys for each continuous dimension, or a digit for each
     discrete action."""
     neutral: list[float] = []
-    """Action while no input is pressed; default: zeros."""
+    """Action while no key or button is pressed; default: zeros."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the success flag in info (nested keys are written as a.b); null: success, is_success or succeed."""
 

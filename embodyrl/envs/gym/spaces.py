@@ -92,7 +92,7 @@ class ObservationWriter:
             out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
 
     def check(self, observation: Any) -> None:
-        """Check an observation against the space; the errors are those of `write`."""
+        """Check an observation against the space, with the same errors as `write`."""
         out = ObservationOut(
             images=np.zeros((len(self.cameras), *self.image_size, 3), np.uint8),
             state=np.zeros(self.state_dim, np.float32),

@@ -37,7 +37,7 @@ class Variant:
     start: int = 0
     """Index (1 to 500) of the arm's initial pose; 0: the default pose."""
     noise: int = 0
-    """Number (1 to 50) of the corruption of the front image, see noise.py; 0: no corruption."""
+    """Index (1 to 50) of the front image's corruption (see noise.py); 0: no corruption."""
     words: str | None = None
     """Language instruction; None: the instruction of the base suite."""
     place: tuple[int, int] = (0, 0)

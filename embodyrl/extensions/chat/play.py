@@ -118,7 +118,7 @@ class Chat:
         return {"/hello": self.hello, "/row": self.row, "/ask": self.ask, "/next": self.next}
 
     def hello(self, body: dict[str, Any]) -> Answer:
-        """Return the run's name and the settings with which the page starts."""
+        """Return the name of the run and the initial settings of the page."""
         held = self.rows is not None and not self.rows.pictures
         return _json({"run": self.name, "sides": SIDES, "rows": held, "rewards": bool(self.judge), "limit": self.limit})
 

@@ -16,13 +16,13 @@ from embodyrl.extensions.check_env.said import LIKE_MASK, NOT_MASKED
 _EXACT = 2**24
 """Largest absolute value up to which float32 represents every integer exactly."""
 _LOST = 1e-6
-"""Minimum change of a value between two steps for a warning that float32 cannot represent the change."""
+"""Changes of a value above this threshold cause a warning if they are lost in float32."""
 _PICTURE = 32
 """Minimum height and width of an array that is probably a greyscale image."""
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield warnings about the consecutive observations `seen` of an episode, beginning with that of the reset."""
+    """Yield warnings about `seen`, the consecutive observations of an episode from the reset on."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
         name = spell(path)

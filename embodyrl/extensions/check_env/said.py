@@ -40,7 +40,7 @@ def doubts(
 
 
 def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
-    """Warn about a configured success key that no step has, or about a key that probably means success.
+    """Warn if `env.success_key` is missing in all steps, or if an unused key of info probably means success.
 
     `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
     """

@@ -159,7 +159,7 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
 
 
 def _published(path: str) -> re.Match[str] | None:
-    """Return owner, name and commit of a hub repository; None for a folder, or a name without a commit."""
+    """Match the owner, name and commit of a hub repository; None for a folder, or a name without a commit."""
     match = HUB_NAME.fullmatch(path)
     return match if match and match["revision"] else None
 

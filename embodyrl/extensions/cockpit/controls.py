@@ -9,7 +9,7 @@ from embodyrl.types import ActionKind, ActionSpec, FloatArray
 
 
 def neutral_action(action: ActionSpec) -> FloatArray:
-    """Return the action [A] while no input is pressed: no motion, open gripper."""
+    """Return the action [A] while no key or button is pressed: no motion, open gripper."""
     neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
     if action.gripper is not None:
         neutral[action.gripper.index] = action.gripper.open

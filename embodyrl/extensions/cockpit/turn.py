@@ -25,7 +25,7 @@ class Turn:
         """[K, A] current chunk, in which `_next` is the index of the next action; None: no chunk yet."""
         self._next = 0
         self._following: tuple[int, FloatArray] | None = None
-        """Delay and actions [K, A] of the next chunk; None before its observation."""
+        """Delay and actions [K, A] of the next chunk; None before the inference of the next chunk."""
         self._count = 0
         """Number of chunks since the policy began to act."""
 

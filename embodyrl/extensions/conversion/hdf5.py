@@ -123,7 +123,7 @@ def _group(parent: Any, name: str) -> Any:
     """Return the group `name` of `parent`; raise ValueError if it is missing or not a group."""
     found = _member(parent, name)
     if not hasattr(found, "keys"):
-        raise ValueError(f"'{found.name}' is an array, expected a group")
+        raise ValueError(f"'{found.name}' is an array instead of a group")
     return found
 
 

@@ -93,7 +93,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
 
 
 def _names(described: Description, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the dimensions of state and action, each only if all of its columns have names."""
+    """Return the dimension names of state and action; vectors with unnamed dimensions are omitted."""
     found: dict[str, list[str]] = {}
     for target in (Target.state, Target.action):
         columns = [described.columns[name] for name, wanted in keys.items() if wanted == target]

@@ -131,7 +131,7 @@ class RldsSource:
 
 def _as_bytes(stored: Feature) -> list[bytes]:
     if not isinstance(stored, list):
-        raise ValueError("the feature contains numbers, expected bytes")
+        raise ValueError("the feature contains numbers instead of bytes")
     return stored
 
 
@@ -145,7 +145,7 @@ def _images(stored: Feature, column: Column) -> np.ndarray:
 
 def _numbers(stored: Feature, column: Column) -> np.ndarray:
     if isinstance(stored, list):
-        raise ValueError("the feature contains bytes, expected numbers")
+        raise ValueError("the feature contains bytes instead of numbers")
     size = math.prod(column.shape)
     if len(stored) % size:
         raise ValueError(f"the feature contains {len(stored)} numbers, expected a multiple of {size}")

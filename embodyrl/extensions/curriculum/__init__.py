@@ -69,7 +69,7 @@ class WeightedGroups:
     """Sampler of reset ids by task weights and curriculum (implements `GroupSampler`)."""
 
     def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return one line for each invalid key that weights initial states.
+        """Return one error line for each invalid config key among task weights and curriculum.
 
         Weights need one number per task (or per reset id of a single task), and slots with assigned initial states.
         """

@@ -169,7 +169,7 @@ class DelayedEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute the chunks [n, K, A], without the actions that the previous or the next chunk replaces.
+        """Execute the chunks [n, K, A], except in steps whose actions come from the previous or the next chunk.
 
         Raises:
             EnvError: the chunk is too short for the delay; see also `Env.step_chunk`.

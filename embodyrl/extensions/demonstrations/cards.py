@@ -180,7 +180,7 @@ def _camera_columns(
 
 
 def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width of a camera column; channels are the first or the last dimension of its shape."""
+    """Return the height and width of a camera column, whose shape has the channels first or last."""
     info = feature.get("info") or {}
     if info.get("video.is_depth_map") or info.get("is_depth_map"):
         raise ConfigError(f"data.path={root}: column '{key}' is a depth map. Select color cameras with data.cameras.")

@@ -140,7 +140,7 @@ def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 
 def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
-    """Yield errors of the episode table; with `exact`, also gaps in the numbers, for example of deleted episodes."""
+    """Yield errors of the episode table; with `exact`, gaps in the episode numbers are also errors."""
     start, last = 0, -1
     for place, row in enumerate(rows):
         number = row["episode_index"]

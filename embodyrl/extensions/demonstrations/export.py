@@ -1,4 +1,4 @@
-"""Parts of `embodyrl ckpt export` and `embodyrl push` that depend on the training data."""
+"""Export and upload of policies trained on demonstrations, for `embodyrl ckpt export` and `embodyrl push`."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def _task(data: DataSettings) -> str:
 
 
 def _upload(source: Path, repo: str) -> tuple[str, str] | None:
-    """Return README text and git tag for the upload of a data set; the tag is the LeRobot layout version.
+    """Return the README text and the git tag for the upload of a data set; the tag is the LeRobot layout version.
 
     Return None if the folder is not a data set.
 

@@ -291,7 +291,7 @@ class Demonstration:
     state: FloatArray
     """[T, S] proprioceptive state."""
     action: FloatArray
-    """[T, A] in the environment's units and gripper convention."""
+    """[T, A] actions in the environment's units and gripper convention."""
     reward: FloatArray
     """[T] reward of each step."""
     success: BoolArray | None

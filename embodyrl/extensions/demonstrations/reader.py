@@ -44,7 +44,7 @@ class Demonstrations:
     state: FloatArray
     """[N, S] proprioceptive state."""
     action: FloatArray
-    """[N, A] in the environment's units."""
+    """[N, A] actions in the environment's units."""
     reward: FloatArray
     """[N] rewards; 0 if the data set has no rewards."""
     success: BoolArray

@@ -33,7 +33,7 @@ def _problems(cfg: Any) -> Iterator[str]:
 
 
 def _derive(cfg: Any) -> Mapping[str, Any]:
-    """Return the derived keys; SFT on text has one chunk per reply."""
+    """Return the derived config keys: SFT on text uses one action per chunk, because a reply is one action."""
     return {"model.num_action_chunks": 1} if isinstance(cfg.data, RowSettings) and not cfg.reads_rows else {}
 
 

@@ -114,7 +114,7 @@ class DaggerSettings(Settings):
     """Config keys for DAgger."""
 
     rounds: Count = 3
-    """Number of rounds: the policy acts, an expert labels the visited states, SFT runs on all labels so far."""
+    """Number of rounds. In each round, an expert labels states visited by the policy, and SFT runs on all labels."""
     expert: str = "scripted"
     """scripted: the environment's expert labels every state that the policy visits. human: a person corrects failed
     episodes in the browser. package.module:class: a custom expert."""

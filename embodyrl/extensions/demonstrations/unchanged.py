@@ -28,6 +28,6 @@ def check_unchanged(
     named = [name for name in {**old, **new} if lies_below(name, keys) and not lies_below(name, free)]
     if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
         raise ConfigError(
-            f"{run} was created with {', '.join(differs)}, and cannot resume with other values. Use the same settings, "
+            f"{run} was created with {', '.join(differs)} and cannot resume with other values. Use the same settings, "
             f"or choose another {instead}."
         )

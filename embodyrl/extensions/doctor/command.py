@@ -57,7 +57,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
-    """Run the checks and yield the finding of each check."""
+    """Run the checks, and yield one finding per check."""
     yield probes.probe_python()
     yield probes.probe_torch()
     yield probes.probe_driver()

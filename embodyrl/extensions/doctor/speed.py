@@ -49,7 +49,7 @@ def seconds_of(call: Callable[[], object], device: str, seconds: float) -> float
 
 
 def product_rate(device: str, dtype: torch.dtype, side: int, seconds: float) -> float:
-    """Return the FLOP/s of a product of two square matrices."""
+    """Measure the FLOP/s of a product of two square matrices."""
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * side**3 / seconds_of(lambda: torch.matmul(a, b, out=out), device, seconds)
@@ -75,7 +75,10 @@ def check_speed() -> GpuResult:
 
 
 def measure_device(parts: GpuParts, device: str, name: str) -> str:
-    """Measure one device; return a sentence. For several devices of one name, the slowest rates are stored."""
+    """Measure the speed of one device, and return the rates as text.
+
+    For several devices with the same name, the lowest rates are stored.
+    """
     rates, said = dict[str, float](), [f"{device} ({name})"]
     on_gpu = device.startswith("cuda")
     with parts.part(f"{device} products and copies"):

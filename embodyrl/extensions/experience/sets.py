@@ -131,7 +131,7 @@ class Selection:
     high: float | None = None
     """Maximum return of a selected episode."""
     actor: Actor | None = None
-    """Actor of at least one action of a selected episode."""
+    """Author of at least one action of each selected episode; None: any author."""
     version: int | None = None
 
     def chooses(self, found: DataSet, row: dict[str, Any]) -> bool:

@@ -77,7 +77,7 @@ class GpuParts:
         print(f"{name}: {value}", file=sys.stderr, flush=True)
 
     def result(self, text: str, fix: str = "") -> GpuResult:
-        """Return the result of all parts: FAIL if a part failed, else warn if there is a warning, else ok."""
+        """Return the result of the whole check: FAIL if a part failed, else warn if a part has a warning, else ok."""
         level = "FAIL" if self.failures else "warn" if self.warnings else "ok"
         said = "; ".join([*self.failures, *self.warnings, *([text] if text else [])])
         return GpuResult(level=level, text=said, fix=fix, values=self.values, measured=self.measured)

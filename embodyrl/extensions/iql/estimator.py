@@ -1,4 +1,4 @@
-"""Algorithm entry of implicit Q-learning (IQL; Kostrikov et al., arXiv 2110.06169), and its config keys."""
+"""Config keys and registered estimator of implicit Q-learning (IQL; Kostrikov et al., arXiv 2110.06169)."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         self.env.close()
 
     def _choose(self, options: dict[str, Any]) -> tuple[int, int]:
-        """Return reset id and seed of the next episode."""
+        """Return the reset id and the seed of the next episode."""
         wanted = dict(options)
         if [*wanted] == ["episode"] and wanted["episode"] >= 0:
             return eval_start(self.layout, self._split, int(wanted["episode"]))[1:]

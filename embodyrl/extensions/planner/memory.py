@@ -54,7 +54,7 @@ class MemoryPlan:
     keeps_acting: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int
-    """Peak during construction: full float32 weights before sharding or casting, or loaded demonstrations."""
+    """Peak memory of construction: full float32 weights before sharding or casting, or loaded demonstrations."""
     engine: int
     """Minimum GPU memory of the vLLM engine."""
     sleeps: bool
@@ -70,7 +70,7 @@ class MemoryPlan:
     env_gpu: int
     """GPU memory of each env worker."""
     replay: int
-    """Replay buffer at the end of the run, for off-policy runs without GPUs."""
+    """Size of the replay buffer at the end of the run, for off-policy runs without GPUs."""
     arena: int
     checkpoint: int
     """Size of a checkpoint on disk."""

@@ -177,7 +177,7 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @property
     def host(self) -> str:
-        """Return the address at which workers reach the driver; loopback if all actor ranks run on its host."""
+        """Return the address at which workers reach the driver; loopback if all actor ranks run on this host."""
         apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
         return ray.util.get_node_ip_address() if apart else LOOPBACK
 

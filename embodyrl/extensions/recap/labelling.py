@@ -111,7 +111,7 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
 
 
 def _label_and_report(stage: Stage, parent: Connection) -> None:
-    """Run the value stage in a child process; send the text of a known error to the parent."""
+    """Run the value stage in a child process, and send the text of an `EmbodyError` to the parent."""
     try:
         label(stage)
     except EmbodyError as error:
@@ -129,7 +129,7 @@ def label(stage: Stage) -> None:
     first, *others = [(root, read_card(root)) for root in roots]
     for other in others:
         if differs := set_differences(other, first):
-            raise ConfigError(f"{other[0]} and {first[0]} differ in {differs}. Collect data.path with equal settings.")
+            raise ConfigError(f"{other[0]} and {first[0]} differ in {differs}. Collect both with the same settings.")
     demos = join_demonstrations([load_demonstrations(root) for root in roots])
     outcomes, cfg = Outcomes.of(demos), stage.cfg
     g = normalised_returns(outcomes, cfg.failure_penalty)

@@ -158,7 +158,7 @@ def _what(history: History) -> str:
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
-    """Return label, value and note of each summary tile of the page."""
+    """Return the label, the value and the note of each summary tile of the page."""
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))

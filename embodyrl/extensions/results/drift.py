@@ -24,7 +24,7 @@ class Comparison:
     """Lower bound of the 95 % prediction interval for the mean of the new seeds."""
     high: float
     success: bool
-    """True if scores are success rates, False if returns."""
+    """True if the scores are success rates, False if they are returns."""
 
     @property
     def drifted(self) -> bool:
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comparison]:
-    """Compare new with stored cards, before and after training; evaluations that some cards lack are skipped."""
+    """Compare the scores of new and stored result cards, before training (if all cards have it) and after training."""
     ends = [("after", AFTER)]
     if all(len(card["figures"]) > 1 for card in (*stored, *new)):
         ends.insert(0, ("before", BEFORE))

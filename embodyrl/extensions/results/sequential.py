@@ -167,7 +167,7 @@ class _Side:
         self._config_dirs = config_dirs
 
     def compose(self, *more: str) -> Config:
-        """Return the config of the evaluation, with further overrides `more`."""
+        """Return the config of the evaluation, composed with the additional overrides `more`."""
         words = [*self._words, *more]
         return compose_with_ckpt(argparse.Namespace(command="eval", words=words, config_dir=self._config_dirs))
 

@@ -67,7 +67,7 @@ def evaluate(expression: str) -> float:
 
 
 def _value(node: ast.AST) -> float:
-    """Evaluate + - * / on numbers.
+    """Evaluate a parsed arithmetic expression of numbers, + - * and /.
 
     Raises:
         ValueError: any other expression.

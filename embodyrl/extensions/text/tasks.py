@@ -73,7 +73,7 @@ def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
 
 
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """Return rows such as `3,7,2:23=`; the answer is an expression with each number once and the value 23."""
+    """Return rows such as `3,7,2:23=`, whose answer is an expression that uses each number once and equals 23."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
         numbers = [rng.randint(1, largest) for _ in range(count)]

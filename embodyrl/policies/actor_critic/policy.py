@@ -55,7 +55,7 @@ class CategoricalHead(nn.Module):
         return drawn if self._even else drawn.minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of category ids, all [B, K, A]."""
+        """Return the log-probabilities and entropies [B, K, A] of category ids [B, K, A]."""
         return categorical_scores(self._logits(outputs, temperature), choice)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
@@ -300,7 +300,7 @@ class ActorCriticPolicy:
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=value)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return negative log-likelihood and accuracy or error of actions [B, K, A] (see `Policy.imitate`)."""
+        """Return the negative log-likelihood and the accuracy or error of actions [B, K, A] (see `Policy.imitate`)."""
         outputs = self._net.outputs(self.features(obs))
         choice = on_device(self._net.head.from_actions(actions), self._device)
         logprob, _ = self._net.head.score(outputs, choice, 1.0)

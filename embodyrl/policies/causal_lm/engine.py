@@ -1,4 +1,4 @@
-"""Rollouts with vLLM inside the policy's process, with the same tokens and weights."""
+"""Rollouts with vLLM inside the policy process, with the tokens and weights of the policy."""
 
 import fcntl
 import hashlib

@@ -186,7 +186,7 @@ class ServedReference(_Server):
     key = "algorithm.reference_url"
 
     def __init__(self, url: str, model: str | None, read: Reader, highest: int) -> None:
-        """Connect to the server; `read` converts conversations to token ids up to `highest`.
+        """Connect to the server; `read` converts conversations to token ids, and `highest` is the largest id.
 
         Raises:
             EmbodyError: there is no server, or it rejects the ids.

@@ -1,4 +1,4 @@
-"""Hidden states of replies to repeated prompts: each distinct prompt is computed once, also for gradients."""
+"""Hidden states of replies to repeated prompts; forward and backward pass process each distinct prompt once."""
 
 from collections.abc import Sequence
 

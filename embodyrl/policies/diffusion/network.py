@@ -68,7 +68,7 @@ class StepEmbedding(nn.Module):
         self._half = width // 2
 
     def forward(self, level: Tensor) -> Tensor:
-        """Map steps [B] to [B, width]."""
+        """Map diffusion steps [B] to embeddings [B, width]."""
         rate = torch.exp(torch.arange(self._half, device=level.device) * -(math.log(10_000) / (self._half - 1)))
         angle = level[:, None] * rate
         return torch.cat([angle.sin(), angle.cos()], 1)
@@ -83,7 +83,7 @@ class ConvBlock(nn.Module):
         self.block = nn.Sequential(conv, nn.GroupNorm(groups, outputs), nn.Mish())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, C, H] to [B, outputs, H]."""
+        """Map features [B, C, H] of H time steps to [B, outputs, H]."""
         return self.block(x)
 
 

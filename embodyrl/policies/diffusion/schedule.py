@@ -60,7 +60,7 @@ class Schedule:
         self.levels = torch.arange(steps - 1, -1, -1) * self._stride
 
     def add_noise(self, chunk: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Return chunks [B, H, A] with the noise of training steps [B]."""
+        """Add `noise` to chunks [B, H, A] with the scale of the diffusion steps `level` [B]."""
         share = self.shares.to(chunk.device)[level][:, None, None]
         return share.sqrt() * chunk + (1 - share).sqrt() * noise
 

@@ -213,7 +213,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
 
 
 def to_theirs(weights: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-    """Return weights under the names of a storage format, with the additional weights of the format."""
+    """Rename weights for a storage format, and add the additional weights of the files."""
     stored = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
     stored |= {name: weights[EMBEDDING] for name in source.embedding_names}
     return stored | dict(source.aside)

@@ -121,7 +121,7 @@ class SiglipTower(nn.Module):
         patch.copy_(CONTRAST * mixed / mixed.square().sum((1, 2, 3)).mean().sqrt())
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map [N, 3, S, S] to [N, patches, width]."""
+        """Map images [N, 3, S, S] to patch features [N, patches, width]."""
         x = self.embeddings(pixels)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.encoder["layers"]:  # type: ignore[union-attr]
@@ -140,7 +140,7 @@ class FlowInputs:
     """One batch of model inputs."""
 
     images: Tensor
-    """[B, C, 3, S, S] in -1..1, cameras in the order of training."""
+    """[B, C, 3, S, S] images in -1..1, with the cameras in the order of training."""
     image_mask: Tensor
     """[B, C] bool, False for a missing camera."""
     tokens: Tensor
@@ -148,7 +148,7 @@ class FlowInputs:
     token_mask: Tensor
     """[B, T] bool; False for padding."""
     state: Tensor
-    """[B, S] normalised, padded with zeros."""
+    """[B, S] normalised state, padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class Prefix:
     state: Tensor
     """[B, S] state of the inputs."""
     hidden: Tensor | None = None
-    """[B, P, D] after the language model's final norm, if requested (for values)."""
+    """[B, P, D] hidden states after the language model's final norm, if requested (for values)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,9 @@ class FlowModel(nn.Module, ABC):
     expert: Decoder
 
     def __init__(self, spec: FlowSpec, *, state_width: int, time_mlp: tuple[str, int]) -> None:
-        """Build the common parts; `state_width`: width of the state token, 0 without a state token.
+        """Build the layers that all flow models share.
+
+        `state_width`: width of the state token, 0 without a state token.
 
         `time_mlp`: common prefix of the names of the two layers that embed time, and the input width of the first.
         """
@@ -309,5 +311,5 @@ class FlowModel(nn.Module, ABC):
 
 
 def with_memory(view: View, layers: tuple[KeysValues, ...]) -> tuple[View, ...]:
-    """Return one copy of the view per layer, with the layer's keys and values as memory."""
+    """Return one attention view per layer, whose memory contains the keys and values of the layer."""
     return tuple(replace(view, memory=pair) for pair in layers)

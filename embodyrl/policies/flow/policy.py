@@ -63,7 +63,7 @@ class _Layers(nn.Module):
         self.moduleList = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., inputs] to [..., outputs]; tanh between the layers."""
+        """Map features [..., inputs] to outputs [..., outputs], with tanh between the layers."""
         *hidden, last = self.moduleList
         for layer in hidden:
             x = torch.tanh(layer(x))

@@ -194,7 +194,7 @@ def described(
 
 
 def described_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
-    """Return the costs of a flow policy, including those of the actor if its flow is frozen."""
+    """Return the costs of a flow policy, including the costs of the actor if the flow is frozen."""
     return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.steers else costs
 
 

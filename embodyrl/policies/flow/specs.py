@@ -15,7 +15,7 @@ from embodyrl.policies.vla.folder import CONFIG_FILE
 MAX_DIM = 32
 """Width of states and actions in all published checkpoints; smaller states and actions are padded with zeros."""
 SHORTEST_PERIOD, LONGEST_PERIOD = 4e-3, 4.0
-"""Periods of the time embedding."""
+"""Shortest and longest period of the sinusoidal time embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,13 +232,13 @@ def save_components(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
-    """Write tokenizer, preprocessor, statistics and configuration to a folder."""
+    """Write the files of tokenizer, preprocessor, statistics and configuration to a folder."""
     for name, content in side_files.items():
         (folder / name).write_bytes(content)
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Read tokenizer, preprocessor, statistics and configuration, for `save_from`."""
+    """Read the files of tokenizer, preprocessor, statistics and configuration, for `save_from`."""
     found = {name: read_side_file(folder / name) for name in SIDE_FILES if (folder / name).exists()}
     return found | {CONFIG_FILE: saved_config(found[CONFIG_FILE])}
 

@@ -180,7 +180,7 @@ class VitSpec:
 
     @property
     def num_prefix(self) -> int:
-        """Number of tokens before the patch tokens, which are not part of the features."""
+        """Number of class and register tokens before the patch tokens; the features exclude them."""
         return int(self.class_token) + self.reg_tokens
 
 

@@ -49,7 +49,8 @@ def adapted(layers: Sequence[Any], x: Tensor, onto: Tensor | None) -> list[Tenso
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd function onto + W x + b + s B A x for several layers.
+    """Autograd function `onto + W x + b + s B A x` of several LoRA layers with the same input.
+
     W and b are frozen; W [out, in], b [out], A [r, in], B [out, r].
     """
 
@@ -300,7 +301,7 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D], or to [B, R, D] if only `rows` [B, R] are needed."""
+        """Map hidden states [B, T, D] to [B, T, D], or to [B, R, D] if only the positions `rows` [B, R] are needed."""
         x = self.self_attn(self.input_layernorm(x), x if rows is None else pick_rows(x, rows), plan, rows)
         return self.mlp(self.post_attention_layernorm(x), x)
 

@@ -30,7 +30,7 @@ from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
-"""Names of all model parts except those added by RL."""
+"""Names of all submodules except heads and actors added by RL."""
 
 
 class ValueHead(nn.Module):
@@ -48,7 +48,7 @@ class ValueHead(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [B, D] to [B, V]."""
+        """Map hidden states [B, D] to values [B, V]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.mlp(hidden.float())
 

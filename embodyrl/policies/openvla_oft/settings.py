@@ -32,7 +32,7 @@ class OpenVlaSettings(AdapterSettings):
     action_normalization: Normalization = Normalization.bounds_q99
     """Statistics that map to -1 and 1, for actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
-    """Image preprocessing in the checkpoint's training: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
+    """Image preprocessing used to train the checkpoint: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     rope_bf16_table: bool = False
     """Round the rotary frequencies to bfloat16 as in RLinf; only for checkpoints trained with this rounding."""
     freeze: list[str] = []
@@ -100,7 +100,7 @@ def as_oft(cfg: OpenVlaSettings) -> OftSettings:
 
 
 def record_of(cfg: OftSettings) -> ChunkRecord:
-    """Return the token layout of a sampled chunk: states around stochastic denoising steps, or the correction."""
+    """Return the token layout of a sampled chunk: states before and after stochastic steps, or the correction."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
     if cfg.corrects:

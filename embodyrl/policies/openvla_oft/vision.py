@@ -133,7 +133,7 @@ class FilmBlock(nn.Module):
         self.shift = nn.Linear(language_width, spec.width)
 
     def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
-        """Map [B, T, width] with a language vector [B, D] to [B, T, width]."""
+        """Apply the block to tokens [B, T, width], modulated by a language vector [B, D]."""
         assert language is not None
         x = self.block.attend(x)
         x = x * (1.0 + self.scale(language)[:, None]) + self.shift(language)[:, None]

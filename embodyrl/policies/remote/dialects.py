@@ -39,7 +39,7 @@ def need(package: str) -> Any:
     except ModuleNotFoundError as error:
         name = package.partition(".")[0]
         raise MissingDependencyError(
-            f"{name} is not installed; serving policies needs it. Fix: pip install 'embodyrl[serve]'."
+            f"{name} is not installed, but policy servers and clients need it. Fix: pip install 'embodyrl[serve]'."
         ) from error
 
 
@@ -88,7 +88,7 @@ def unpack(data: bytes | str) -> Any:
 
 
 class _Reader:
-    """Decoder that limits the number of parts of a message, because one byte can become an object of 100 bytes."""
+    """Decoder that limits the entries and pixels of a message, because one byte can become an object of 100 bytes."""
 
     def __init__(self) -> None:
         self._parts = self._pixels = 0
@@ -227,7 +227,8 @@ class Names:
         for name, picture in zip(names, pictures, strict=False):
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:
                 raise MessageError(
-                    f"image '{name}' is {picture.dtype} {list(picture.shape)}, expected uint8 [height, width, 3]."
+                    f"Image '{name}' has type {picture.dtype} and shape {list(picture.shape)}, "
+                    "expected uint8 [height, width, 3]."
                 )
         if len({picture.shape for picture in pictures}) > 1:
             shapes = ", ".join(str(list(picture.shape)) for picture in pictures)
@@ -270,5 +271,5 @@ def _received(message: Mapping[Any, Any]) -> str:
 
 
 def upright(images: ByteArray, rotation_deg: int) -> ByteArray:
-    """Rotate images [..., H, W, 3] by 0 or 180 degrees, between a simulator's orientation and upright."""
+    """Rotate images [..., H, W, 3] by 0 or 180 degrees, from a simulator's orientation to upright or back."""
     return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images

@@ -126,7 +126,7 @@ class RemotePolicy(OnlyActs):
             # By sequence number: a late reply to an earlier request must be ignored.
             if said.get("type") == kind and said.get("seq") == self._sequence:
                 return payload
-        raise self._error(f"no {kind} message for {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
+        raise self._error(f"no {kind} reply arrived within {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
 
     def _send(self, data: bytes) -> None:
         try:
@@ -140,7 +140,7 @@ class RemotePolicy(OnlyActs):
             data = self._socket.recv(timeout=limit)
         except TimeoutError as error:
             hint = " Fix: model.protocol=vla_eval, if the server expects a greeting." if not self._sequence else ""
-            raise self._error(f"no reply for {limit:g} s (model.answer_timeout_s).{hint}") from error
+            raise self._error(f"no reply arrived within {limit:g} s (model.answer_timeout_s).{hint}") from error
         except Exception as error:
             raise self._error(f"the connection was closed: {error}. Check the server's log.") from error
         if isinstance(data, str):  # openpi's servers report errors as text
@@ -148,7 +148,7 @@ class RemotePolicy(OnlyActs):
         try:
             return unpack(data)
         except MessageError as error:
-            raise self._error(f"invalid reply: {error}") from error
+            raise self._error(f"the reply is invalid: {error}") from error
 
     def _error(self, text: str) -> EmbodyError:
         return EmbodyError(f"The policy server at {self._cfg.url}: {text}")
@@ -181,6 +181,6 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
             time.sleep(_RETRY_S)
         except Exception as error:
             raise EmbodyError(
-                f"model.url={cfg.url}: there is no WebSocket server ({type(error).__name__}: {error}). Fix: use the "
+                f"model.url={cfg.url}: no WebSocket server responds ({type(error).__name__}: {error}). Fix: use the "
                 f"address of a policy server with openpi's or vla-eval's protocol."
             ) from error

@@ -27,7 +27,7 @@ class SquashedHead(GaussianHead):
         del self.log_std
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log standard deviation, both [B, K, A]."""
+        """Return the mean and the log standard deviation before squashing, both [B, K, A]."""
         mean, log_std = outputs.chunk(2, -1)
         return mean, log_std.clamp(-20.0, 2.0)
 

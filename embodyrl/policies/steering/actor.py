@@ -222,7 +222,7 @@ class Steered(ABC):
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return corrections that give the actions [B, K, A], possibly beyond the bound (see `SoftActor.normalise`).
+        """Return the corrections that produce actions [B, K, A], possibly beyond the bound (see `SoftActor.normalise`).
 
         Raises:
             ConfigError: the noise for given actions is unknown.
@@ -243,7 +243,7 @@ class Steered(ABC):
         return critics.to(self._device)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the negative log-likelihood of the corrections that give actions [B, K, A] (see `Policy.imitate`).
+        """Return the negative log-likelihood of the corrections that produce actions [B, K, A] (see `Policy.imitate`).
 
         Corrections beyond the bound are moved inside. If one correction applies to the whole chunk, the target is the
         mean.

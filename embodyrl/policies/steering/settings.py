@@ -71,7 +71,7 @@ class SteeringShape:
     bound: float
     """Bound of the outputs: -bound..bound."""
     proposes: bool
-    """True if the last K A features are proposed actions, to which the output is added."""
+    """True if the last K * A features are proposed actions, to which the outputs are added as corrections."""
 
     @classmethod
     def correcting(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":

@@ -77,7 +77,10 @@ class GaussianChain(ABC):
     def __init__(
         self, record: ChunkRecord, *, num_steps: int, every_step: bool, sampled_steps: int, terms: int = 1
     ) -> None:
-        """Set up chains of `num_steps` steps; a single stochastic step is one of the first `sampled_steps`."""
+        """Set up chains of `num_steps` denoising steps.
+
+        Without `every_step`, one random step among the first `sampled_steps` steps is stochastic.
+        """
         self.record = record
         self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
         self._sampled_steps, self._terms = sampled_steps, terms
@@ -118,7 +121,7 @@ class GaussianChain(ABC):
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of stored states (see `ChunkLikelihood`)."""
+        """Return log-probabilities and entropies of the stored denoising states (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
         shape, values = self._shape, on_device(floats, device)
         last = shape.executed * shape.action_dim
@@ -144,7 +147,7 @@ class GaussianChain(ABC):
         return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), certain
 
     def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy [B, K, A] of the first state; 0 if only one step is stochastic."""
+        """Return log-probability and entropy [B, K, A] of the initial noise; 0 if only one step is stochastic."""
         prior = self._executed(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
         weight = float(self._every)
         return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight

@@ -88,7 +88,7 @@ def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]
 
 
 def _sources(package: str) -> list[tuple[str, int, int]]:
-    """Return name, modification time and size of all source files of a package, which are the key of cached sizes."""
+    """Return the name, modification time and size of each source file of a package, as the cache key of sizes."""
     found = importlib.util.find_spec(package)
     assert found is not None and found.origin is not None, package
     files = [path for path in [Path(found.origin)] if path.name != "__init__.py"]

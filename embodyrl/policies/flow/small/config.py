@@ -108,7 +108,7 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
     check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
     if low.shape != (size,):
         raise CheckpointError(
-            f"{path}: {part} has {len(low)} numbers, but the environment has {size}. "
+            f"{path}: the statistics of '{part}' have {len(low)} dimensions, but the environment has {size}. "
             "Use the environment in which the checkpoint was trained."
         )
     return low, high

@@ -251,7 +251,7 @@ def _openpi_file(folder: Path, key: str | None) -> Path | None:
 
 
 def _vectors(path: Path) -> dict[str, np.ndarray]:
-    """Read the statistics among the tensors of a file, without reading weights."""
+    """Read the normalisation statistics from a safetensors file, without reading the weights."""
     try:
         with safe_open(path, "np") as file:
             return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
