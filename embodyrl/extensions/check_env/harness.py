@@ -165,7 +165,7 @@ class Harness:
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Return the start settings of an episode; `ignore`: continue after termination if the environment supports it."""
+        """Return the start settings of an episode; `ignore`: ignore terminations, if the environment can."""
         ignore = ignore and self.can_ignore
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 

@@ -129,7 +129,9 @@ def label(stage: Stage) -> None:
     first, *others = [(root, read_card(root)) for root in roots]
     for other in others:
         if differs := set_differences(other, first):
-            raise ConfigError(f"{other[0]} and {first[0]} differ in {differs}. Collect both with the same settings.")
+            raise ConfigError(
+                f"{other[0]} and {first[0]} differ in {differs}. Collect data.path again with the settings of this run."
+            )
     demos = join_demonstrations([load_demonstrations(root) for root in roots])
     outcomes, cfg = Outcomes.of(demos), stage.cfg
     g = normalised_returns(outcomes, cfg.failure_penalty)

@@ -1,1 +1,1 @@
-"""Shared parts of LeRobot's imitation policies: checkpoint folders, normalization, image backbones, inference."""
+"""Code shared by LeRobot's imitation policies: checkpoint folders, normalization, image backbones, inference."""

@@ -1,1 +1,1 @@
-"""Shared parts of vision-language-action policies: sampling chains, records, tokens and adapters."""
+"""Code shared by vision-language-action policies: sampling chains, records, tokens and adapters."""

@@ -266,8 +266,8 @@ def replace(name: str, values: Any) -> Callable[[Any], None]:
             lambda demo: (delete("actions")(demo), demo.create_group("actions")),
             "actions' is not a numeric array",
         ),
-        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "'/data/demo_0' is an array, expected a group"),
-        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "'/data' is an array, expected a group"),
+        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "'/data/demo_0' is an array instead of a group"),
+        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "'/data' is an array instead of a group"),
     ],
 )
 def test_error_names_the_damaged_hdf5_episode(tmp_path: Path, capsys: Any, demo: str, change: Any, error: str) -> None:

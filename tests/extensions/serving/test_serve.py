@@ -298,7 +298,7 @@ def test_every_wait_has_a_deadline(vla_eval, request):
         asyncio.run(PolicyServer(Slow(policy, ENV, OPENPI), cfg, said.append).run(ready))
     assert heard == ["The policy did not respond within 0.2 s (serve.answer_timeout_s).", 1000]
     assert "sent nothing for 3 s" in said[-1]
-    with pytest.raises(EmbodyError, match=r"no reply for 0.3 s .* Fix: model.protocol=vla_eval"):
+    with pytest.raises(EmbodyError, match=r"no reply arrived within 0.3 s .* Fix: model.protocol=vla_eval"):
         build(vla_eval, ENV, answer_timeout_s=0.3)
 
 
