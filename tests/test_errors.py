@@ -41,6 +41,6 @@ def test_error_messages_contain_no_exception_repr() -> None:
         ("libxcb.so.1: cannot open shared object file: No such file or directory", "apt-get install libxcb1 "),
     ],
 )
-def test_missing_system_library_is_not_fixed_by_pip(reason: str, fix: str) -> None:
+def test_missing_system_library_error_does_not_suggest_pip(reason: str, fix: str) -> None:
     error = errors.MissingDependencyError.of_import("LIBERO", ImportError(reason), "pip install 'embodyrl[libero]'")
     assert re.search(f"Fix: {fix}", str(error))

@@ -62,7 +62,7 @@ def test_json_file_behind_a_symlink_is_read(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "a.json") == {"a": [1, "é"]}
 
 
-def test_capped_log_keeps_its_end(tmp_path: Path) -> None:
+def test_size_limited_log_keeps_its_end(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     files.cap_log(log)
     with log.open("ab") as writer:

@@ -42,7 +42,7 @@ def test_grpo_does_not_depend_on_the_order_of_episodes():
     np.testing.assert_allclose(shuffled, np.array(GRPO_REFERENCE)[order], atol=1e-6)
 
 
-def test_advantage_of_a_group_of_one_is_zero():
+def test_advantage_of_a_single_episode_group_is_zero():
     found = grpo([3.0, 1.0, 0.0], [0, 1, 1])
     assert found[0] == 0
     assert found[1] > 0

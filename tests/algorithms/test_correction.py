@@ -171,7 +171,7 @@ def test_off_policy_mask_and_importance_weights_are_combined():
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", -0.023), ("abs", 0.124), ("k2", 0.01046), ("k3", 0.010765)])
-def test_kl_is_in_the_loss_unless_it_is_in_the_reward(kind: str, expected: float):
+def test_kl_is_added_to_the_loss_unless_kl_in_reward_is_set(kind: str, expected: float):
     total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     for paid in (False, True):
         keys = {"kl_beta": 0.5, "kl_penalty_type": kind, "kl_in_reward": paid, "group_size": 3}

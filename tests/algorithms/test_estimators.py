@@ -46,7 +46,7 @@ def test_outcome_estimators_assign_one_advantage_per_episode(adv_type: str, expe
 
 
 @pytest.mark.parametrize("adv_type", [n for n in ADVANTAGES.names() if ADVANTAGES.get(n).needs_groups])
-def test_single_survivor_of_a_crashed_group_has_zero_advantage(adv_type: str):
+def test_single_remaining_episode_of_a_crashed_group_has_zero_advantage(adv_type: str):
     rewards, groups = (1.0, 0.0, 1.0), (0, 0, 1)
     episodes = [
         make_episode([[reward]], episode_id=i, group=group, first_record=i)
@@ -59,7 +59,7 @@ def test_single_survivor_of_a_crashed_group_has_zero_advantage(adv_type: str):
 
 
 @pytest.mark.needs("objectives")
-def test_gigpo_compares_steps_from_equal_states_within_a_group():
+def test_gigpo_compares_steps_with_equal_states_within_a_group():
     """Two episodes of a group visit state 7; their returns-to-go there are 1 and 0."""
     episodes = [
         make_episode([[0.0], [1.0]], episode_id=0, first_record=0),

@@ -394,7 +394,7 @@ def test_groups_with_zero_advantage_count_in_the_denominator():
 @pytest.mark.parametrize(
     ("changes", "signal"), [({}, False), ({"kl_beta": 0.1}, True), ({"entropy_bonus": 0.01}, True)]
 )
-def test_constant_reward_groups_train_through_other_loss_terms_only(changes: dict, signal: bool):
+def test_constant_reward_groups_contribute_only_other_loss_terms(changes: dict, signal: bool):
     batch = Algorithm(algorithm_of(**changes)).prepare(success_groups(0, 4))
     assert batch.has_signal is signal
     assert batch.metrics["train/groups_without_signal"] == 1.0
@@ -486,7 +486,7 @@ def test_kl_without_reference_fails_an_assertion():
         algorithm.loss(scores, without)
 
 
-def test_reference_kl_enters_the_loss_with_its_weight():
+def test_reference_kl_is_scaled_by_kl_beta():
     losses = []
     for beta in (0.0, 0.3):
         algorithm = Algorithm(algorithm_of(kl_beta=beta))

@@ -70,7 +70,7 @@ def test_clip_cov_skips_tokens_clipped_by_ppo():
         assert clipped[1:].sum() == 1 + (LOSSES.get("ppo_clip").compute(given, cfg.loss).clipped.flatten()[1:].sum())
 
 
-def test_partly_executed_batch_is_weighted_per_optimizer_step():
+def test_samples_are_weighted_by_executed_actions():
     """Equal numbers of samples have equal weights only if all actions were executed."""
     algorithm = Algorithm(algorithm_of(group_size=2))
     whole = algorithm.prepare([make_episode([[1.0, 0.0]]), make_episode([[0.0, 0.0]], episode_id=1, first_record=1)])

@@ -164,7 +164,7 @@ def test_normalize_returns_uses_the_running_deviation():
             np.testing.assert_allclose(after.reward, before.reward / np.std(sums), rtol=1e-5)
 
 
-def test_continued_episode_counts_once():
+def test_episode_continued_across_training_steps_counts_once():
     """Parts of the episode end in separate training steps, two of them in the last step."""
     rewards = np.random.default_rng(0).normal(3, 1, (12, 1)).tolist()
     whole, parts = ReturnScale(0.9), ReturnScale(0.9)

@@ -78,7 +78,7 @@ def test_insufficient_memory_is_an_error_before_allocation():
         Arena.create(huge, 1)
 
 
-def test_record_fields_do_not_overlap(arena):
+def test_writing_one_record_does_not_change_other_records(arena):
     a, b = arena.allocate(), arena.allocate()
     with arena.write(a) as record:
         arena["image"][record] = 255
@@ -139,6 +139,6 @@ def test_arena_creates_no_files_in_dev_shm():
         Arena.attach(arena.handle)
 
 
-def test_record_columns_are_pickled_by_name():
+def test_record_column_is_pickled_as_its_name():
     assert pickle.loads(pickle.dumps(Record.images)) == "images"
     assert type(pickle.loads(pickle.dumps(Record.images))) is str

@@ -333,7 +333,7 @@ def test_closed_output_pipe_is_not_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("reporting", "templates")
-def test_commands_without_a_run_use_the_newest(
+def test_commands_without_a_run_use_the_newest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -370,7 +370,7 @@ def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
 
 @pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize("command", ["train", "eval", "collect"])
-def test_missing_checkpoint_is_reported_first(command, capsys, tmp_path, monkeypatch):
+def test_missing_checkpoint_is_reported_before_other_errors(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "nonsuch").mkdir(parents=True)
     assert main([command, "env=gym", "env.id=CartPole-v1", "ckpt=runs/nonesuch"]) == 6

@@ -48,7 +48,7 @@ def adapter(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "adapter")
 
 
-def test_adapter_is_rejected_on_other_base_weights(base: Path, adapter: Path) -> None:
+def test_adapter_is_rejected_for_other_base_weights(base: Path, adapter: Path) -> None:
     plain = load_policy(base, *WORDS, f"model.path={base}")
     adapted = load_policy(base, *WORDS, f"model.path={base}", f"model.lora.path={adapter}")
     key = next(k for k in plain.policy.module.state_dict() if k.endswith("q_proj.weight") and "layers.0" in k)
@@ -77,7 +77,7 @@ def test_trainable_adapter_accepts_other_base_weights(base: Path, adapter: Path)
     assert weight_facts(cfg, weights) == [("weights", f"{SHIPPED} + adapter {adapter}, trained further")]
 
 
-def test_weights_trained_next_to_an_adapter_are_not_dropped(base: Path, tmp_path: Path) -> None:
+def test_weights_trained_together_with_an_adapter_are_kept(base: Path, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     write_adapter(tmp_path / "saved" / "lora_adapter")
     cfg = load_config("eval", [*WORDS, f"model.path={base}"]).model

@@ -160,7 +160,7 @@ def test_overall_results_cover_the_main_suite_only():
     assert metrics["eval/other/return"] == pytest.approx(2 / 3)
 
 
-def test_changes_compare_each_task_with_itself():
+def test_changes_are_computed_for_each_task():
     later = [replace(one, success_once=True) for one in ROWS]
     found = changes(table(ROWS, toy_spec(2)), table(later, toy_spec(2)))
     assert [(name, before.value, after.value) for name, before, after in found] == [
@@ -220,7 +220,7 @@ def test_states_are_numbered_within_each_suite(task, reset_id, suite, state):
     assert (kept.reset_id, kept.suite, kept.state) == (reset_id, suite, state)
 
 
-def test_changes_never_subtract_a_return_from_a_success_rate():
+def test_success_rates_are_compared_only_with_success_rates():
     """Fails if the return of one evaluation is subtracted from the success rate of the other."""
     silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]
     told = [row(0, 0, 0, won=True), *silent[1:]]

@@ -76,7 +76,7 @@ def test_result_table_matches_the_episode_rows(recorded):
     assert table["env_steps"] == sum(row["steps"] for row in rows)
 
 
-def test_episode_row_contains_the_fields_to_repeat_the_episode(recorded):
+def test_episode_row_contains_the_fields_needed_to_reproduce_the_episode(recorded):
     for row in episode_rows(recorded[1]):
         assert row["task"] == ("go right", "go left")[row["task_id"]]
         assert row["reset_id"] // 4 == row["task_id"]
@@ -185,7 +185,7 @@ def test_resumed_evaluation_counts_every_episode_once(tmp_path, recorded):
     assert finished.env_steps == 0
 
 
-def test_resume_starts_the_first_evaluation_and_refuses_another_step(tmp_path):
+def test_resume_starts_a_missing_evaluation_and_refuses_another_step(tmp_path):
     """A process that is killed early leaves a run without an evaluation."""
     run = tmp_path / "run"
     run.mkdir()

@@ -197,7 +197,7 @@ def test_step_metrics_match_hand_computed_values():
     )
 
 
-def test_turn_limit_of_a_game_is_not_reported_as_cut_off_replies():
+def test_turn_limit_of_a_game_is_not_reported_as_truncated_replies():
     text = replace(ENV, action=ActionSpec(dim=1, kind=ActionKind.text))
     result = RolloutResult(episodes=[episode(steps=3, success=False), episode(steps=2, success=True)])
     assert rollout_metrics(result, text, num_workers=1, restarts=0)["train/cut_off"] == 0.5

@@ -54,7 +54,7 @@ def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) 
 
 
 @pytest.mark.needs("tabletop")
-def test_tabletop_detects_goals_solved_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tabletop_detects_tasks_solved_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.envs.tabletop.world import new_world
 
     cfg = load_config("eval", ["env=tabletop", "model=scripted"])

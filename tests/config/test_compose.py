@@ -74,7 +74,7 @@ def test_failed_composition_raises_a_config_error(folder: Path, option: str, fra
         compose_files("root", (("extra", option),), (folder,))
 
 
-def test_compose_keeps_the_hydra_state_of_the_process(folder: Path) -> None:
+def test_compose_does_not_change_the_global_hydra_state(folder: Path) -> None:
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         found = compose_files("root", (("env", "b"),), (folder,))
         assert [s.value for s in found if s.key == "env.x"] == [2]

@@ -106,7 +106,7 @@ def test_values_are_validated_strictly() -> None:
             Paint.model_validate_json(text, strict=True)
 
 
-def test_key_has_description_type_and_expectation() -> None:
+def test_key_has_description_type_and_expected_value() -> None:
     keys = keys_of(Paint) | keys_of(Brush)
     assert keys["inner.depth"].doc == "Depth, in layers."
     assert keys["colour"].expectation == "one of red, blue"
@@ -119,7 +119,7 @@ def test_key_has_description_type_and_expectation() -> None:
     assert found.free
 
 
-def test_updated_changes_one_leaf_only() -> None:
+def test_updated_changes_one_value_only() -> None:
     assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
     assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
     assert plain(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}

@@ -262,7 +262,7 @@ def network(text: str) -> str:
 @pytest.mark.needs("templates")
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_tutorial_network_runs_in_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_network_trains_in_the_generated_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "policy", "net_policy"]) == 0
     file = tmp_path / "net_policy" / "net_policy" / "policy.py"

@@ -187,7 +187,7 @@ def test_relative_rewards_restart_with_each_episode():
         assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
 
 
-def test_after_step_gets_the_success_of_its_slot():
+def test_after_step_callback_gets_the_success_of_its_slot():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     begin(env, [1, 2])
     env.step_chunk([1], STILL[:1, :1])
@@ -196,7 +196,7 @@ def test_after_step_gets_the_success_of_its_slot():
     assert told == [(1, False), (0, False), (1, True), (0, False), (0, True)]
 
 
-def test_goal_at_the_time_limit_terminates_unless_ignored():
+def test_success_at_the_time_limit_terminates_unless_terminations_are_ignored():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     starts = [EpisodeStart(reset_id=1, seed=0, max_episode_steps=n, ignore_terminations=n > 3) for n in (3, 4)]
     env.reset([0, 1], starts)

@@ -176,7 +176,7 @@ def test_invalid_expert_action_is_an_error():
         begin(knowing("box", [1.0, 2.0, 3.0])).expert_chunk([0], 1, noise=0.0)
 
 
-def test_out_of_range_category_is_refused():
+def test_out_of_range_discrete_action_is_refused():
     with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 to \[2\]"):
         native_actions("counter", spaces.Discrete(3))(np.float32([3.0]))
 

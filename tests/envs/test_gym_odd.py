@@ -186,7 +186,7 @@ def test_batched_success_can_be_none_or_an_array(mode, array):
     ],
     ids=["int8", "int32", "bool"],
 )
-def test_values_outside_the_dtype_of_the_space_are_kept(space, value):
+def test_values_outside_the_declared_dtype_are_kept(space, value):
     np.testing.assert_array_equal(write(space, value).state, value)
 
 
@@ -209,7 +209,7 @@ def test_images_of_another_dtype_are_read(kind):
 @pytest.mark.parametrize(
     ("shape", "high", "doubted"), [((3, 3), 2, False), ((6, 7, 2), 1, False), ((64, 64, 3), 1, True)]
 )
-def test_byte_arrays_with_other_bounds_are_numbers(shape, high, doubted):
+def test_byte_arrays_with_other_bounds_are_read_as_state(shape, high, doubted):
     from embodyrl.extensions.check_env.observations import doubts
 
     space = spaces.Box(0, high, shape, np.uint8)
@@ -265,7 +265,7 @@ def test_autoreset_mode_may_be_a_string():
 
 
 @pytest.mark.parametrize("name", ["ResetsAtOnce", "ResetsAsBefore"])
-def test_last_observation_of_an_environment_that_resets_at_once_is_kept(name):
+def test_final_observation_is_kept_if_the_environment_resets_in_the_same_step(name):
     env = begin(config(f"test_gym_odd:{name}"))
     assert env.step_chunk([0], np.zeros((1, 3, 1), np.float32)).success.tolist() == [[False, True, False]]
     assert look(env)[1][1] == 2
@@ -273,7 +273,7 @@ def test_last_observation_of_an_environment_that_resets_at_once_is_kept(name):
 
 @pytest.mark.needs("check_env")
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal"])
-def test_success_keys_that_are_not_read_give_a_warning(name):
+def test_unused_success_key_candidates_give_a_warning(name):
     from embodyrl.extensions.check_env.said import success_doubts
 
     (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)

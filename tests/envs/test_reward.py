@@ -89,7 +89,7 @@ def test_reward_function_gets_executed_steps():
     assert result.components.tolist() == [[16.0, 0.0]]
 
 
-def test_reward_mode_replaces_or_adds():
+def test_reward_mode_selects_replacing_or_adding():
     _, actions, replaced = run(own("parts", weights={"effort": 0.5}), coef=2.0)
     effort = -np.abs(actions[0, :3]).sum(-1)
     assert replaced.reward[0, :3] == pytest.approx(2 * (1 + 0.5 * effort))
@@ -163,14 +163,14 @@ def test_reward_gets_gymnasium_info():
         (["reward.timeout_s=3"], "env_type 'tabletop' does not read reward.timeout_s"),
     ],
 )
-def test_reward_keys_without_effect_warn(words, said):
+def test_reward_keys_without_effect_give_a_warning(words, said):
     with pytest.raises(ConfigError) as caught:
         check_components(load_config("train", ["env=tabletop", *words]))
     assert said in str(caught.value)
 
 
 @pytest.mark.needs("check_env", "demonstrations", "tabletop")
-def test_reward_path_without_rewards_warns(caplog):
+def test_reward_path_gives_a_warning_in_commands_without_rewards(caplog):
     load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
     load_config("sft", ["data.path=a", "reward.path=test_reward:parts"])
     lines = [record.getMessage() for record in caplog.records]

@@ -31,7 +31,7 @@ def test_counted_flops_match_the_kernels(graphs: bool, tmp_path: Path) -> None:
     assert counted > 0
 
 
-def test_full_fine_tuning_uses_fewer_layers_if_memory_is_short() -> None:
+def test_full_fine_tuning_benchmark_uses_fewer_layers_if_memory_is_short() -> None:
     assert benchmark.fitting_layers(7_540_000_000, MEMORY) == 2
     assert benchmark.fitting_layers(7_540_000_000, 140 * 10**9) is None
     assert benchmark.fitting_layers(1_500_000_000, MEMORY) is None

@@ -221,7 +221,7 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.needs("reporting")
-def test_endless_files_are_not_read_into_memory(tmp_path):
+def test_endless_files_are_not_loaded_into_memory(tmp_path):
     """The files are sparse, so their size costs no disk space."""
     from embodyrl.extensions.reporting.history import read_history
 

@@ -89,7 +89,7 @@ def test_commands_read_a_small_part_of_a_huge_file(healthy, tmp_path, name, word
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [*range(newest + 1)]
 
 
-def test_rows_on_both_sides_of_a_hole_are_read(tmp_path):
+def test_rows_before_and_after_a_hole_in_a_sparse_file_are_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     grow(path)

@@ -68,7 +68,7 @@ def test_diverging_learning_rate_exits_5(tmp_path, model, what):
 
 
 @pytest.mark.integration
-def test_non_finite_numbers_have_one_exit_code_inline_and_in_workers(tmp_path):
+def test_non_finite_numbers_have_the_same_exit_code_inline_and_in_workers(tmp_path):
     words = toy_words(tmp_path, *INFINITE_LOSS)
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 5, done.stderr

@@ -49,7 +49,7 @@ def test_killed_video_encoder_is_an_error_without_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_new_attempt_at_an_episode_removes_older_videos(tmp_path):
+def test_repeated_episode_replaces_its_older_videos(tmp_path):
     kept = ["film_ep011_fail_5steps.mp4", "notes.txt"]
     for name in ("film_ep01.partial.mp4", "film_ep01_fail_7steps.mp4", *kept):
         (tmp_path / name).touch()

@@ -349,7 +349,7 @@ def test_sigusr1_prints_the_state_and_the_run_continues(start, tmp_path):
     assert command.wait() == 0
 
 
-def test_closed_streams_do_not_disturb_a_run(tmp_path):
+def test_closed_streams_do_not_stop_a_run(tmp_path):
     words = toy_words(tmp_path, "launcher=inline", "runner.save_interval=1")
     script = f'exec "{sys.executable}" -m embodyrl.cli.main train "$@" <&- >&- 2>&-'
     done = subprocess.run(

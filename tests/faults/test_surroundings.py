@@ -151,7 +151,7 @@ def test_closed_output_pipe_does_not_end_the_run(tmp_path):
 
 
 @pytest.mark.integration
-def test_blocked_reader_does_not_stop_the_run(tmp_path):
+def test_blocked_output_reader_does_not_stop_the_run(tmp_path):
     """A pipe that is full from the first line to the last."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)

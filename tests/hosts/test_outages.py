@@ -65,7 +65,7 @@ CASES += [("cut for ever", PUBLISH), ("cut for ever", SAVE)]
 
 
 @pytest.mark.parametrize(("fault", "phase"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_lost_host(lab, tmp_path, outcome, fault, phase):
+def test_run_continues_or_resumes_identically_after_losing_a_host(lab, tmp_path, outcome, fault, phase):
     """Without power, connections stay half-open, because no packet closes them, also when the link is back."""
     expected = on_one_host(tmp_path, phase)
     command = start(lab, tmp_path, phase, held=True)
@@ -175,7 +175,7 @@ def test_full_disk_of_one_host_does_not_change_results(lab, tmp_path, outcome, p
 
 
 @pytest.mark.parametrize("fault", ["cut", "frozen"])
-def test_workers_exit_without_the_cluster(lab, tmp_path, fault):
+def test_workers_exit_if_the_cluster_is_unreachable(lab, tmp_path, fault):
     """Ray itself ends the workers of a host without a head after a minute, and those of a frozen head never."""
     command = start(lab, tmp_path, ROLLOUT, "cluster.silence_timeout_s=5", held=True)
     command.wait_for(lab.gate, deadline_s=200)

@@ -78,7 +78,7 @@ def printed(tmp_path: Path) -> str:
     return "".join(path.read_text() for path in sorted(tmp_path.glob("shell_*.txt")))
 
 
-def test_documented_cluster_start(empty, tmp_path):
+def test_documented_cluster_commands_start_a_run(empty, tmp_path):
     expected = on_one_host(tmp_path, ROLLOUT, "launcher.env_workers=2")
     page = (SOURCE / "docs" / "howto" / "cluster.md").read_text()
     block = page.partition("\n    # on every host")[2].partition("\n\n")[0].replace("\\\n", " ")

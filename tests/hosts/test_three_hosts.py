@@ -51,7 +51,7 @@ def test_run_continues_after_an_env_host_loses_power(lab, tmp_path, outcome):
     outcome.show("continues, same numbers")
 
 
-def test_run_without_a_rank_resumes_on_one_host(lab, tmp_path, outcome):
+def test_run_that_lost_a_rank_resumes_on_one_host(lab, tmp_path, outcome):
     expected = on_one_host(tmp_path, UPDATE)
     command = start(lab, tmp_path, UPDATE, held=True)
     command.wait_for(lab.gate, deadline_s=200)

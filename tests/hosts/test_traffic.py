@@ -48,7 +48,7 @@ def test_weight_transfer_traffic_equals_the_size_of_the_weights(lab, tmp_path, o
     assert step < 1.5 * size + 2e5
 
 
-def test_env_host_is_lost_and_returns(lab, tmp_path, outcome):
+def test_run_continues_after_an_env_host_is_lost_and_returns(lab, tmp_path, outcome):
     words = ("launcher.env_workers=2", "runner.max_steps=40", "runner.save_interval=-1", "env.kwargs.fault=slow")
     phase = replace(ROLLOUT, words=words, placement="{env:1-2,rollout:0,actor:0}")
     expected = on_one_host(tmp_path, phase)

@@ -27,7 +27,7 @@ def plugin(monkeypatch):
         del sys.modules[name]
 
 
-def test_embodiment_is_conformant(plugin):
+def test_embodiment_passes_the_conformance_check(plugin):
     from inspect_robots.conformance import assert_guardrail_contribution_conformant, check_embodiment
 
     embodiment = plugin.EmbodyrlEmbodiment("tabletop", OVERRIDES)

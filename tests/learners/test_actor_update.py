@@ -121,7 +121,7 @@ def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
     assert done.metrics["policy_loss"] == pytest.approx(-np.mean(expected), rel=1e-3)
 
 
-def test_rejected_step_keeps_the_weights_of_the_step_before(make: Make):
+def test_rejected_step_keeps_the_previous_weights(make: Make):
     """Two optimizer steps, the second with a non-finite gradient; the error does not deny the first."""
     actor = make(*HALVES, "actor.optim.lr=0.01")
     actor["advantage"] = np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])[:, None]

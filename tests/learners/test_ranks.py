@@ -86,7 +86,7 @@ def test_non_finite_loss_on_one_rank_stops_all(tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_rank_keeps_the_token_budget_with_its_own_samples(world):
+def test_every_rank_respects_the_token_budget_with_its_own_samples(world):
     costs, budget = np.array([9, 1, 2, 8, 1, 1, 7, 3, 1, 12]), 12
     ranks = [deal(costs, RankInfo(rank=rank, world=world), 4, budget) for rank in range(world)]
     assert len({len(parts) for parts in ranks}) == 1, "all take part in each collective"

@@ -43,7 +43,7 @@ def test_time_share_of_a_long_validation_is_below_100_percent():
     )
 
 
-def test_step_line_without_training():
+def test_step_line_without_training_shows_validation_only():
     assert step_line(0, 0, {"eval/success_once": 0.45, "eval/return": 3.0}) == "step 0 | eval 0.450"
 
 
@@ -178,7 +178,7 @@ def test_results_are_aligned_in_columns(tmp_path: Path):
     ]
 
 
-def test_blocked_reader_does_not_block_training(tmp_path: Path):
+def test_blocked_output_reader_does_not_block_training(tmp_path: Path):
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", buffering=0) as reader:

@@ -83,7 +83,7 @@ def test_failure_of_all_loggers_does_not_end_the_run(tmp_path: Path):
     assert fanout.names() == []
 
 
-def test_a_closed_pipe_does_not_stop_training(tmp_path: Path):
+def test_a_closed_output_pipe_does_not_stop_training(tmp_path: Path):
     screen = StringIO()
     fanout = Fanout({"console": ConsoleMonitor(screen), "jsonl": JsonlMonitor()})
     fanout.open(tmp_path, RunInfo(run_id="r"))

@@ -33,7 +33,7 @@ def test_every_extension_folder_has_a_manifest():
     assert folders <= {*extensions()}
 
 
-def test_entry_points_name_modules_that_the_extension_owns():
+def test_entry_points_reference_modules_of_their_extension():
     for name, extension in extensions().items():
         for targets in extension.entry_points.values():
             assert {owner(target.partition(":")[0]) for target in targets.values()} <= {name}
@@ -56,13 +56,13 @@ def test_names_of_extensions_are_registered():
 
 
 @pytest.mark.parametrize("group", ["embodyrl.program_keys", "embodyrl.plain_keys"])
-def test_keys_with_a_rule_of_trust_exist(group):
+def test_keys_with_a_trust_rule_exist(group):
     """A renamed key would lose its rule silently."""
     for name, target in declared(group).items():
         assert name.partition(".")[2] in resolve_name(target).model_fields, name
 
 
-def test_every_key_of_an_interpreter_needs_trust():
+def test_every_key_that_names_an_interpreter_requires_trust():
     from embodyrl.config.trust import STARTED
     from embodyrl.plan.keys import all_keys
 

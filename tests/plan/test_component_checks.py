@@ -43,7 +43,7 @@ TEXT = ("env=text/copy", "model=causal_lm_tiny")
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_training_without_validation_describes_its_evaluation() -> None:
+def test_evaluation_settings_are_kept_if_validation_is_disabled() -> None:
     words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
     cfg = load_config("train", ["runner.val_check_interval=-1", *words])
     assert (cfg.eval.episodes, cfg.env.eval.max_episode_steps, cfg.env.eval.task_ids) == (4, 9, [0])

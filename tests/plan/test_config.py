@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.needs("checkpoints")
 @pytest.mark.parametrize("name", ["2026_11_24", "1e-4", "1.50", "007", "+5"])
-def test_number_like_name_is_kept_as_typed(name: str) -> None:
+def test_number_like_name_is_kept_as_a_string(name: str) -> None:
     assert found("train", f"runner.experiment_name={name}")["runner.experiment_name"] == name
     assert found("eval", f"ckpt={name}")["ckpt"] == name
     with_seed = found("train", "seed=1_0", "runner.experiment_name=${seed}")

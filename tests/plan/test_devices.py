@@ -155,7 +155,7 @@ def test_batched_simulator_has_one_worker_per_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.needs("off_policy")
-def test_weight_averaging_uses_all_gpus(tmp_path, monkeypatch):
+def test_weight_averaging_supports_several_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ("launcher=local", "algorithm=filtered_bc", "algorithm.average=0.9", "actor.fsdp.size=-1")
     assert build_run_plan(toy_config(tmp_path, *words), training=True).ranks == 2

@@ -135,21 +135,21 @@ def test_step_quota_without_auto_reset_has_one_episode_per_slot(config):
     assert [len(q) for q in plan_of(cfg, counts_chunk_steps=True).waves[0].queues] == [1, 1, 1, 1]
 
 
-def test_free_reset_ids_vary_within_a_slot(config):
+def test_random_reset_ids_vary_within_a_slot(config):
     words = ("algorithm=ppo", "env.train.use_fixed_reset_state_ids=false", "algorithm.group_size=1")
     cfg = config(*words, "env.train.max_steps_per_rollout_epoch=64")
     queues = plan_of(cfg, counts_chunk_steps=True).waves[0].queues
     assert all(len({e.reset_id for e in queue}) > 4 for queue in queues)
 
 
-def test_free_reset_ids_differ_in_every_step_and_epoch(config):
+def test_random_reset_ids_differ_in_every_step_and_epoch(config):
     words = ("algorithm=ppo", "env.train.use_fixed_reset_state_ids=false", "algorithm.group_size=1")
     cfg = config(*words, "env.train.max_steps_per_rollout_epoch=64", "algorithm.rollout_epoch=2")
     waves = [wave for step in range(3) for wave in plan_of(cfg, step, counts_chunk_steps=True).waves]
     assert len({tuple(e.reset_id for queue in wave.queues for e in queue) for wave in waves}) == 6
 
 
-def test_continued_episodes_use_free_reset_ids(config):
+def test_continued_episodes_use_random_reset_ids(config):
     """A slot that continues an episode is in another state than planned for its step."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=64", "env.train.use_fixed_reset_state_ids=true")
     for continues in (True, False):

@@ -9,7 +9,7 @@ from embodyrl.plan.run_plan import build_run_plan
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_run_without_planner_extension_uses_least_memory(tmp_path, monkeypatch):
+def test_run_without_planner_extension_uses_least_memory_by_default(tmp_path, monkeypatch):
     planned = build_run_plan(toy_config(tmp_path), training=True)
     assert planned.resources.checkpoint > 0
     monkeypatch.setattr(PLANNERS, "group", "none")

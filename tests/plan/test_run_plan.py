@@ -28,7 +28,7 @@ def test_only_cameras_used_by_the_policy_are_rendered():
 
 @pytest.mark.needs("openvla_oft", "tabletop", "curriculum")
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
-def test_task_weights_are_refused_with_free_reset_ids(words):
+def test_task_weights_are_refused_with_random_reset_ids(words):
     """The weights cannot be ignored: each episode of a slot has its own initial state."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)

@@ -40,7 +40,7 @@ CONSTANT = {"pi05": 4, "smolvla": 4}
 """Number of action dimensions that are constant in the statistics of a model: no columns belong to them."""
 
 
-def test_every_registered_policy_has_a_case() -> None:
+def test_every_registered_policy_has_a_test_case() -> None:
     assert {case.partition(" ")[0] for case in CASES} | set(SAME_CODE) | WITHOUT_SCORES == set(POLICIES.names())
 
 

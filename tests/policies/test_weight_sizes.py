@@ -39,7 +39,7 @@ def test_weight_sizes_match_the_module():
     assert torch.get_default_device().type == "cpu"
 
 
-def test_driver_without_torch_measures_once(tmp_path):
+def test_weight_sizes_are_measured_once_and_cached(tmp_path):
     command = [sys.executable, "-c", DRIVER, CONFIG.model_dump_json()]
     told = []
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_driver_without_torch_measures_once(tmp_path):
     assert told == [expected + "\n", expected.replace("unet.", "read.") + "\n"]
 
 
-def test_changed_module_of_the_package_is_measured_again(tmp_path):
+def test_weight_sizes_are_measured_again_if_a_module_changes(tmp_path):
     package = tmp_path / "somewhere"
     (package / "nets").mkdir(parents=True)
     for folder in (package, package / "nets"):

@@ -152,7 +152,7 @@ def test_step_quota_interrupts_episodes_and_bootstraps(tmp_path):
         assert_all_free(stage, rollout)
 
 
-def test_loaded_task_limit_is_never_exceeded(tmp_path):
+def test_limit_of_loaded_tasks_is_never_exceeded(tmp_path):
     words = ("env.kwargs.tasks=3", "env.kwargs.task_limit=1", "env.train.total_num_envs=6", "algorithm.rollout_epoch=2")
     with running_crew(tmp_path, *words) as stage:
         running: dict[int, int] = {}

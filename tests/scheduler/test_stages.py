@@ -18,7 +18,7 @@ def keys(found: Stages, work: object) -> list[tuple[str, int]]:
     return [key for key, _ in found.to_check((work,))]
 
 
-def test_only_stages_with_events_are_checked():
+def test_only_stages_with_new_events_are_checked():
     found = stages()
     assert len(keys(found, 1)) == 200
     assert keys(found, 1) == []
@@ -30,7 +30,7 @@ def test_only_stages_with_events_are_checked():
     assert found.slots_of("env_7") == [28, 29, 30, 31]
 
 
-def test_new_episodes_mark_all_idle_stages_for_work():
+def test_new_episodes_cause_a_check_of_all_idle_stages():
     found = stages()
     keys(found, 1)
     found.busy["env_3", 1] = request = EnvRequest(stage=1, sequence=9)

@@ -267,7 +267,7 @@ def test_inference_batches_have_one_temperature(tmp_path, monkeypatch):
     assert all(own == {t} for t, own in asked)
 
 
-def test_episodes_that_cannot_continue_give_a_warning(caplog):
+def test_continue_episodes_without_effect_gives_a_warning(caplog):
     words = [word for word in CONTINUED if word != "algorithm=ppo" and "per_rollout_epoch" not in word]
     words += ["algorithm=grpo", "algorithm.group_size=2", "env.train.use_fixed_reset_state_ids=true"]
     cfg = load_config("train", [*words, "env.train.continue_episodes=true"])

@@ -67,7 +67,7 @@ def test_batch_padding_changes_results_by_rounding_only(tmp_path):
     np.testing.assert_allclose(seen[0][1], seen[1][1], atol=1e-5)
 
 
-def test_chunks_use_new_noise_and_simulator_gripper_convention(tmp_path):
+def test_each_chunk_uses_new_noise_and_the_gripper_convention_of_the_simulator(tmp_path):
     with running_crew(tmp_path, "env.kwargs.echo=true") as stage:
         plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan))

@@ -114,7 +114,7 @@ def test_slots_without_an_action_keep_their_state():
 
 
 @needs_jax
-def test_observations_are_read_without_a_copy():
+def test_jax_arrays_are_read_without_a_copy():
     from jax import numpy as jnp
 
     from embodyrl.envs.functional.sims import shared

@@ -142,7 +142,7 @@ def test_goals_of_a_history_are_in_its_newest_step():
     assert (goal.achieved, goal.desired) == ((12, 14), (15, 17))
 
 
-def test_gripper_of_a_flattened_chunk_is_not_snapped():
+def test_gripper_of_a_flattened_chunk_is_not_binary():
     """The environment itself snaps the gripper of the executed action."""
     spec = plain().spec
     assert spec.action.gripper.binary

@@ -156,7 +156,7 @@ def test_settle_steps_keep_the_gripper_open():
         sim.close()
 
 
-def test_held_gripper_gets_no_command_while_objects_settle():
+def test_gripper_that_holds_its_position_gets_no_command_while_objects_settle():
     fingers = []
     for settle_open in (True, False):
         sim = simulator("libero_goal", 7, fast=True, settle_open=settle_open)

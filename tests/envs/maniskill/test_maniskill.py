@@ -298,7 +298,7 @@ def test_observations_and_rewards_match_maniskill():
 
 
 @pytest.mark.parametrize(("env_id", "drawn"), [("PickCube-v1", False), ("PegInsertionSide-v1", True)])
-def test_tasks_with_sampled_objects_are_detected(env_id, drawn):
+def test_tasks_with_randomly_chosen_objects_are_detected(env_id, drawn):
     from embodyrl.envs.maniskill.simulator import build, draws_scene
 
     env = build(config(env_id, control_mode=None), ObsMode.state)

@@ -77,7 +77,7 @@ def test_an_expert_reaches_the_goal():
 
 
 @pytest.mark.sim
-def test_goals_that_hold_at_reset_are_reported(monkeypatch):
+def test_tasks_solved_at_reset_are_reported(monkeypatch):
     """The second episode's goal is at the hand; the package observes a closed window before opening it."""
     env_dict = pytest.importorskip("metaworld.env_dict")
     reach = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=2))

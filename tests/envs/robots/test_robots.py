@@ -50,7 +50,7 @@ def test_options_set_the_horizon_of_the_preset(name: str):
     assert env.gym.id == PRESETS[name].id
 
 
-def test_banner_shows_meaning_rate_and_success_of_a_preset():
+def test_banner_shows_action_meaning_rate_and_success_criterion_of_a_preset():
     lines = robot_facts(SimpleNamespace(env_settings=load_config("check-env", ["env=pusht"]).env))
     assert lines == [
         (

@@ -246,7 +246,7 @@ def test_camera_images_change_with_height_and_gripper():
             assert changed.sum() >= 8
 
 
-def test_cameras_are_shown_in_the_order_of_their_names():
+def test_camera_images_follow_the_order_of_camera_names():
     cameras = InitParams(camera_heights=SIZE, camera_widths=SIZE, camera_names=["wrist", "front"])
     usual, other = make(), make(init_params=cameras)
     for env in (usual, other):

@@ -60,7 +60,7 @@ def test_generated_game_is_won_by_its_walkthrough(games: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_textworld_run_credits_each_turn(games: Path, tmp_path: Path) -> None:
+def test_textworld_run_assigns_credit_to_each_turn(games: Path, tmp_path: Path) -> None:
     sizes = ("env.train.total_num_envs=8", "algorithm.group_size=4", "env.max_turns=3", "eval.episodes=2")
     sizes = (*sizes, "env.eval.total_num_envs=2", "runner.max_steps=1", "launcher=inline", "video=none")
     words = ("env=text/gym", f"env.id={games}", "env.kwargs={}", "model=causal_lm_tiny")

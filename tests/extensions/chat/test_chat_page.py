@@ -121,7 +121,7 @@ def test_invalid_chat_page_requests_are_rejected(chat: Chat, change: dict[str, A
         chat.next({"name": "other"})
 
 
-def test_every_chat_page_request_gets_an_answer(chat: Chat, capfd):
+def test_every_chat_page_request_gets_a_response(chat: Chat, capfd):
     turns = [
         {"role": "user", "content": "12="},
         {"role": "assistant", "content": "3"},

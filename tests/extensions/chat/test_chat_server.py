@@ -156,7 +156,7 @@ def test_log_probs_match_a_plain_forward_pass(policy: CausalLMPolicy, port: int)
         ids.append(token)
 
 
-def test_seed_fixes_the_sample_and_choices_differ(port: int):
+def test_seed_determines_the_sample_and_choices_differ(port: int):
     first = texts(chat(port, "12=", seed=1, n=3))
     assert first == texts(chat(port, "12=", seed=1, n=3))
     assert len(set(first)) > 1
@@ -238,7 +238,7 @@ def test_malformed_http_requests_get_an_error_object(port: int):
     assert texts(chat(port, "12=", temperature=0)), "the server still answers"
 
 
-def test_every_request_body_gets_an_answer(port: int, capfd):
+def test_every_request_body_gets_a_response(port: int, capfd):
     valid = asked("12=", "3", "4=", temperature=0.5, top_p=0.9, seed=3, n=2, stop=["1"], logprobs=True, top_logprobs=2)
     for body in bodies(valid | {"max_tokens": 2}, 500, seed=0):
         status, data = send(port, "POST", "/v1/chat/completions", body)

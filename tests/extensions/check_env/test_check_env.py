@@ -57,7 +57,7 @@ def levels(cfg: EnvSettings) -> set[str]:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_each_seeded_fault_is_found_by_its_check_only(plant):
+def test_each_seeded_fault_is_detected_only_by_its_own_check(plant):
     cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
     # All reset ids may begin alike: some environments have one start.
     found = warned(cfg) if plant == "reset_id_ignored" else list(failed(cfg))
@@ -193,7 +193,7 @@ def test_unused_training_group_gives_a_warning(command, words, unread, caplog):
 
 
 @pytest.mark.sim
-def test_real_libero_passes():
+def test_libero_passes_check_env():
     words = ["env=libero_object", "env.render_profile=lean", "env.train.task_ids=[0]"]
     size = ["env.init_params.camera_heights=128", "env.init_params.camera_widths=128"]
     assert levels(load_config("check-env", [*words, *size]).env) == {"ok"}

@@ -233,7 +233,7 @@ def test_installed_gymnasium_environments_pass(env_id):
 
 
 @pytest.mark.integration
-def test_threads_and_processes_left_by_close_are_reported():
+def test_threads_and_processes_left_after_close_are_reported():
     found = {f.check: f for f in look("env.id=foreign_envs:LeavesThreads", apart=True)}
     assert found["close"].level == "warn"
     assert re.search(r"thread motor.*process (\d+) \(sleep 1000\)", str(found["close"].violations[0]))

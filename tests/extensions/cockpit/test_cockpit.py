@@ -77,7 +77,7 @@ def parts(answer: tuple[str, bytes]) -> tuple[dict[str, Any], bytes]:
     return json.loads(raw[4 : 4 + size]), raw[4 + size :]
 
 
-def test_recorded_actions_are_executed_actions_with_their_actor(scene: Scene, policy: LoadedPolicy) -> None:
+def test_recording_contains_executed_actions_and_their_actor(scene: Scene, policy: LoadedPolicy) -> None:
     page = Client(Desk("run", scene), "a")
     seen, _ = (env := policy.make_env()).reset(options={"reset_id": 5})
     chunk = policy.act(seen)
@@ -105,7 +105,7 @@ def test_recorded_actions_are_executed_actions_with_their_actor(scene: Scene, po
     env.close()
 
 
-def test_finished_episodes_are_saved_with_a_video_that_marks_the_actor(scene: Scene) -> None:
+def test_finished_episodes_are_saved_with_a_video_that_shows_the_actor(scene: Scene) -> None:
     page = Client(Desk("run", scene), "a")
     root = scene._recording.root
     for number in range(3):
@@ -120,7 +120,7 @@ def test_finished_episodes_are_saved_with_a_video_that_marks_the_actor(scene: Sc
     assert len(read_episodes(root)) == 3, "nothing is recorded twice"
 
 
-def test_rewind_continues_from_the_saved_state_and_drops_the_steps(scene: Scene) -> None:
+def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> None:
     page = Client(Desk("run", scene), "a")
     path = [{str(X): 1}, {str(AWAY): 1}, {}, {str(X): 0.5}]
     for each in path:
@@ -149,7 +149,7 @@ def test_rewind_continues_from_the_saved_state_and_drops_the_steps(scene: Scene)
     ],
     ids=" ".join,
 )
-def test_the_policy_acts_as_in_an_evaluation_with_its_delay(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_played_policy_with_delay_acts_as_in_evaluation(words: tuple[str, ...], tmp_path: Path) -> None:
     policy = embodyrl.load_policy(CHECKPOINT, *LONG, *words, device="cpu")
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, env_of(policy.run_plan, takes_delay=True), recording, reset_ids=(5,))
@@ -251,7 +251,7 @@ def test_typed_instruction_reaches_the_policy(policy: LoadedPolicy) -> None:
     scene.env.close()
 
 
-def test_steps_without_a_recording_keep_no_frames_and_few_states(policy: LoadedPolicy, monkeypatch) -> None:
+def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPolicy, monkeypatch) -> None:
     """An episode without a time limit fits in memory."""
     monkeypatch.setattr("embodyrl.extensions.cockpit.scene._SAVED_STATES", 3)
     scene = Scene(policy, policy.make_env())
@@ -306,7 +306,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-def test_play_serves_its_own_page_and_records_the_open_episode_on_ctrl_c(run: Path) -> None:
+def test_play_serves_its_page_and_saves_the_current_episode_on_ctrl_c(run: Path) -> None:
     demos = run.parent / "demos"
     started = start_cli("play", str(run), "--record", str(demos), cwd=run.parent)
     started.wait_for(started.out, lines=1)

@@ -32,7 +32,7 @@ def test_gripper_keeps_its_last_command() -> None:
     assert action_of(action, {}, closed).tolist() == [0.0, 1.0]
 
 
-def test_digit_keys_select_categories_and_no_key_is_neutral() -> None:
+def test_digit_keys_select_discrete_actions_and_no_key_selects_the_neutral_action() -> None:
     action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
     last = neutral_action(action)
     assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]

@@ -128,7 +128,7 @@ def samples_of(demos: Path, *words: str):
     return load_samples(cfg, env, POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0))[0]
 
 
-def test_training_selects_chunks_by_author(demos: Path) -> None:
+def test_training_selects_chunks_by_actor(demos: Path) -> None:
     np.testing.assert_array_equal(samples_of(demos, "data.actors=[expert]").steps, samples_of(demos).steps)
     with pytest.raises(ConfigError, match=r"data.actors=\['person'\]: no action chunk"):
         samples_of(demos, "data.actors=[person]")

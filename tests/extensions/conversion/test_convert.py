@@ -280,7 +280,7 @@ def test_error_names_the_damaged_hdf5_episode(tmp_path: Path, capsys: Any, demo:
     assert not (tmp_path / "out").exists()
 
 
-def test_episodes_with_non_finite_numbers_are_counted_as_left_out(tmp_path: Path, capsys: Any) -> None:
+def test_episodes_with_non_finite_numbers_are_skipped_and_counted(tmp_path: Path, capsys: Any) -> None:
     columns = {
         "observation.state": numbers(4),
         "action": lambda e, t: [np.nan] * 3 if (e, t) == (1, 2) else numbers(3)(e, t),

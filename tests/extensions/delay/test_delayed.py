@@ -206,7 +206,7 @@ def never(step: RewardStep) -> float:
     raise RuntimeError("no reward today")
 
 
-def test_reward_parts_and_errors_cover_both_parts_of_a_delayed_chunk():
+def test_reward_components_and_errors_cover_both_segments_of_a_delayed_chunk():
     sims = ScriptedSims([steps_of(np.zeros(9))])
     reward = StepRewardSettings(path="test_delayed:near")
     for path, name in ((reward, "parts"), (StepRewardSettings(path="test_delayed:never"), "errors")):
@@ -219,7 +219,7 @@ def test_reward_parts_and_errors_cover_both_parts_of_a_delayed_chunk():
         assert name == "errors" or result.components[0, 0] == 6
 
 
-def test_initially_solved_episodes_and_expert_actions_are_returned():
+def test_delayed_environment_forwards_solved_at_reset_and_expert_actions():
     sims = ScriptedSims([steps_of([0.0])])
     sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0,)))
     sims.expert = lambda slot: np.zeros(2, np.float32)

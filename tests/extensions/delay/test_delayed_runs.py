@@ -89,7 +89,7 @@ def test_environment_without_delay_keys_is_not_wrapped(tmp_path: Path):
         env.close()
 
 
-def test_half_the_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path):
+def test_halving_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path):
     plain = build_run_plan(toy_config(tmp_path), training=True)
     delayed = build_run_plan(toy_config(tmp_path, *DELAYED), training=True)
     assert delayed.max_samples == 2 * plain.max_samples, "twice as many chunks of half the env steps"

@@ -215,7 +215,7 @@ def test_layout_check_reports_each_violation(root: Path, damage: Callable[[Path]
     assert any(said in p for p in problems), problems
 
 
-def test_foreign_dataset_is_described_by_its_own_files(root: Path) -> None:
+def test_third_party_dataset_is_described_by_its_own_files(root: Path) -> None:
     (root / layout.CARD_PATH).unlink()
     edit_json(root, layout.INFO_PATH, lambda info: info.update(fps=29.97, robot_type="arm"))
     tasks = pq.read_table(root / layout.TASKS_PATH)

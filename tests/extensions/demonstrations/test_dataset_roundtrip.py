@@ -48,7 +48,7 @@ def test_images_states_and_actions_round_trip_exactly(tmp_path: Path) -> None:
     assert read_card(tmp_path).env == ENV
 
 
-def test_authors_of_actions_and_versions_round_trip(tmp_path: Path) -> None:
+def test_actors_and_policy_versions_round_trip(tmp_path: Path) -> None:
     """A person takes over for two steps; sets without the column have unknown authors."""
     own, taken = demonstration(0, 4), demonstration(1, 5)
     actor = np.array([Actor.policy, Actor.person, Actor.person, Actor.policy, Actor.expert])

@@ -85,7 +85,7 @@ def test_video_is_not_decoded_beyond_its_declared_frames(tmp_path: Path, exact):
     ["#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{file}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {file}\n"],
     ids=["playlist", "concat"],
 )
-def test_video_file_cannot_name_other_files(tmp_path: Path, content):
+def test_video_file_cannot_reference_other_files(tmp_path: Path, content):
     encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "own.mp4")
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "a.mp4"

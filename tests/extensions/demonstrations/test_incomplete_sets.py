@@ -67,7 +67,7 @@ def test_repeated_episode_numbers_are_an_error(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
-def test_non_finite_episode_after_a_gap_is_named(tmp_path: Path) -> None:
+def test_error_names_the_non_finite_episode_after_a_gap(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set")
     table = pq.read_table(root / DATA)
     rows = table["action"].to_pylist()
@@ -109,7 +109,7 @@ def merged(out: Path, *paths: Path) -> Path:
     return out
 
 
-def test_copies_keep_the_names_of_numbers(tmp_path: Path) -> None:
+def test_copies_keep_dimension_names(tmp_path: Path) -> None:
     names = ["x", "y", "grip"]
     root = named(write_set(tmp_path / "set"), "action", {"motors": names})
     both = merged(tmp_path / "both", root, root)
@@ -120,7 +120,7 @@ def test_copies_keep_the_names_of_numbers(tmp_path: Path) -> None:
     assert (load_demonstrations(incomplete).action == np.tile(load_demonstrations(root).action, (2, 1))).all()
 
 
-def test_converted_sets_keep_the_names_of_numbers(tmp_path: Path) -> None:
+def test_converted_datasets_keep_dimension_names(tmp_path: Path) -> None:
     root = named(write_v2_set(tmp_path / "set"), "action", ["x", "y", "grip"])
     settings = ConversionSettings()
     source = open_source(root, settings)

@@ -97,7 +97,7 @@ def test_task_index_with_two_instructions_is_refused_in_version_2(tmp_path: Path
         load_demonstrations(root)
 
 
-def test_empty_foreign_dataset_error_does_not_suggest_collect(tmp_path: Path) -> None:
+def test_empty_third_party_dataset_error_does_not_suggest_collect(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set")
     for path in (root / DATA, root / "meta/episodes/chunk-000/file-000.parquet"):
         pq.write_table(pq.read_table(path).slice(0, 0), path)
@@ -166,7 +166,7 @@ def test_numbers_that_float32_cannot_distinguish_give_a_warning(tmp_path: Path, 
     assert (doubted is None and found == ()) or f"'observation.state' {doubted}: numbers differ" in found[0]
 
 
-def test_missing_part_of_a_dataset_gives_a_warning(tmp_path: Path) -> None:
+def test_missing_episodes_of_a_dataset_give_a_warning(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", info={"total_episodes": 50})
     assert "declares 50 episodes, but meta/episodes has 3" in load_demonstrations(root).doubts[0]
 

@@ -130,7 +130,7 @@ def test_video_template_of_v3_is_read(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
-def test_upload_of_an_old_layout_has_its_own_version_as_tag(tmp_path: Path) -> None:
+def test_uploaded_dataset_of_an_old_layout_is_tagged_with_its_version(tmp_path: Path) -> None:
     uploaded = EXPORT.upload(write_v2_set(tmp_path / "set", version="v2.0"), "me/set")
     assert uploaded is not None
     assert uploaded[1] == "v2.0"

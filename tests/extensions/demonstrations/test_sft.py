@@ -108,7 +108,7 @@ def test_sft_on_twenty_demonstrations_solves_the_tasks(trained: SftResult, tmp_p
 
 
 @pytest.mark.integration
-def test_suggested_eval_command_contains_trust(trained: SftResult) -> None:
+def test_suggested_eval_command_contains_the_trust_flag(trained: SftResult) -> None:
     """Fails if the printed arguments are rejected: `toy_env:FACTORY` is code that the run itself does not name."""
     said = (trained.run / "logs" / "events.log").read_text()
     assert f"embodyrl eval ckpt={trained.run} trust=true\n" in said
@@ -223,7 +223,7 @@ def test_dpo_prefers_better_episodes_of_an_initial_state(tmp_path: Path) -> None
     assert (sides[0][::2] == sides[0][1::2]).all()
 
 
-def test_pairs_with_an_action_of_another_actor_are_left_out(demos: Path, tmp_path: Path) -> None:
+def test_pairs_with_an_action_of_another_actor_are_skipped(demos: Path, tmp_path: Path) -> None:
     """The better episode of the only pair is by a person."""
     shown = load_demonstrations(demos)
     frames, stop = np.arange(shown.stop[1]), shown.stop[:2]
@@ -355,7 +355,7 @@ def test_sft_gradient_is_independent_of_micro_batches(demos: Path, tmp_path: Pat
     assert parts["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=1e-4)
 
 
-def test_diverging_learning_rate_has_its_own_exit_code(demos: Path, tmp_path: Path) -> None:
+def test_divergence_has_its_own_exit_code(demos: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"Lower actor.optim.lr"):
         train(tmp_path, demos, "actor.optim.lr=1000", "runner.max_steps=5", "runner.val_check_interval=-1")
 

@@ -112,7 +112,7 @@ def test_several_gpus_require_shared_memory(gpus, mib, level, monkeypatch) -> No
     assert (finding.level, "--shm-size" in finding.fix) == (level, level == "warn")
 
 
-def test_missing_extra_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_of_a_missing_extra_names_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["numpy>=1.0", "numpy>=999; extra == 'future'", "no-such-package-xyz; extra == 'gone'"]
     monkeypatch.setattr(probes.metadata, "requires", lambda name: wanted)
     by_name = {f.name: f for f in probes.probe_extras()}

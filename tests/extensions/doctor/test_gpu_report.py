@@ -115,7 +115,7 @@ def test_torch_that_cannot_use_the_gpu_fails(folder: Path, monkeypatch: pytest.M
     assert result.values["nvidia-smi"] == [f"0 GPU-a {H100[-1]}"]
 
 
-def test_unknown_check_and_useless_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_checks_and_unused_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gpu", "sped"]) == 2
     assert "Did you mean 'speed'?" in capsys.readouterr().err
     assert main(["doctor", "--gpu", "--report"]) == 2
@@ -142,7 +142,7 @@ def test_failed_rank_is_reported_with_its_log() -> None:
         links.measure_links(GpuParts(), ("0", "1"), "no_backend", 400_000)
 
 
-def test_host_check_reads_limits_of_control_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_check_reads_cgroup_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = folder / "cgroup"
     (group / "job").mkdir(parents=True)
     (group / "job" / "memory.max").write_text("8589934592\n")

@@ -27,7 +27,7 @@ def evaluated(folder: Path, name: str, *words: str):
     return evaluate(load_config("eval", given))
 
 
-def test_evaluation_keeps_every_env_step_and_its_results(tmp_path: Path) -> None:
+def test_saving_episodes_covers_every_env_step_and_changes_no_result(tmp_path: Path) -> None:
     """The policy executes chunks of four; kept episodes have one frame per env step and change no result."""
     plain = evaluated(tmp_path, "plain")
     kept = evaluated(tmp_path, "kept", "runner.keep_episodes=all")
@@ -48,7 +48,7 @@ def test_evaluation_keeps_every_env_step_and_its_results(tmp_path: Path) -> None
         np.testing.assert_allclose(np.diff(demos.state[start:stop, 0]), demos.action[start : stop - 1, 0], atol=1e-5)
 
 
-def test_only_failures_are_kept(tmp_path: Path) -> None:
+def test_only_failed_episodes_are_saved(tmp_path: Path) -> None:
     result = evaluated(tmp_path, "failures", "runner.keep_episodes=failures", *SOMETIMES)
     lost = [row.episode for row in read_rows(result.folder / "episodes.jsonl") if not row.success_once]
     assert 0 < len(lost) < 12
@@ -60,7 +60,7 @@ def training(folder: Path, steps: int, *words: str):
     return load_config("train", toy_words(folder, *given))
 
 
-def test_resumed_training_keeps_each_episode_once(tmp_path: Path) -> None:
+def test_resumed_training_saves_each_episode_once(tmp_path: Path) -> None:
     words = ("runner.keep_episodes=all", "runner.val_check_interval=-1")
     train(training(tmp_path, 2, *words))
     root = tmp_path / "run" / "episodes"
@@ -82,7 +82,7 @@ def test_size_limit_stops_recording_but_not_the_run(tmp_path: Path, capsys) -> N
     assert "has reached runner.keep_episodes_gb" in capsys.readouterr().out
 
 
-def test_keeping_episodes_of_chunked_training_is_refused(tmp_path: Path) -> None:
+def test_saving_episodes_is_refused_with_action_chunks(tmp_path: Path) -> None:
     assert "model.num_action_chunks=4" in TOY
     with pytest.raises(ConfigError, match="one observation per chunk"):
         train(load_config("train", toy_words(tmp_path, *QUIET, "runner.keep_episodes=all")))
@@ -90,7 +90,7 @@ def test_keeping_episodes_of_chunked_training_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
-def test_keeping_episodes_with_overlapping_chunks_is_refused(tmp_path: Path, word: str) -> None:
+def test_saving_episodes_is_refused_with_overlapping_chunks(tmp_path: Path, word: str) -> None:
     with pytest.raises(ConfigError, match="actions are computed from older observations"):
         evaluated(tmp_path, "late", "runner.keep_episodes=all", word)
     assert not (tmp_path / "late").exists()

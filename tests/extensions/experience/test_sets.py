@@ -96,7 +96,7 @@ def test_merged_data_sets_keep_the_tasks_of_all_sources(tmp_path: Path, capsys) 
     assert check_layout(tmp_path / "both") == []
 
 
-def test_unknown_outcomes_are_reported_as_unknown(tmp_path: Path, capsys) -> None:
+def test_unknown_outcomes_are_listed_as_unknown(tmp_path: Path, capsys) -> None:
     without = replace(card(), without=("next.reward", "next.success"))
     writer = DatasetWriter(tmp_path / "plain", without)
     writer.append(demonstration(0))
@@ -216,7 +216,7 @@ def test_episode_with_two_instructions_is_not_copied(tmp_path: Path) -> None:
     assert not (tmp_path / "both").exists()
 
 
-def test_copied_third_party_set_is_read_without_convention_keys(tmp_path: Path) -> None:
+def test_copied_third_party_dataset_accepts_convention_keys(tmp_path: Path) -> None:
     """A copy of a copy, too; the action of the data is checked against the convention."""
     opens = {"observation.state": numbers(4), "action": lambda e, t: [0.5, float(t % 2)]}
     for name in ("one", "other"):
@@ -271,7 +271,7 @@ def test_datasets_with_different_frame_rates_are_not_joined(tmp_path: Path, rate
         _same_kind(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
 
 
-def test_info_reads_instructions_from_the_steps_and_warns_of_missing_episodes(tmp_path: Path, capsys) -> None:
+def test_info_counts_instructions_by_step_and_warns_of_missing_episodes(tmp_path: Path, capsys) -> None:
     """The table of episodes may lack its tasks, and meta/info.json may declare other numbers."""
     write_set(tmp_path / "one", info={"total_episodes": 9})
     edit_episodes(tmp_path / "one", lambda rows: rows.__setitem__(slice(None), [row | {"tasks": None} for row in rows]))

@@ -121,7 +121,7 @@ def test_final_observation_is_not_overwritten():
         np.testing.assert_array_equal(ours, single)
 
 
-def test_success_of_an_ended_episode_is_kept():
+def test_success_of_a_finished_episode_is_kept():
     batch = play("test_gym_vector:TellingBatch")
     for ours, single in zip(batch, play("test_gym_vector:telling"), strict=True):
         np.testing.assert_array_equal(ours, single)
@@ -130,7 +130,7 @@ def test_success_of_an_ended_episode_is_kept():
     assert len(np.unique(success[terminated])) == 2, "both outcomes, or this shows little"
 
 
-def test_waiting_slot_starts_its_episode_after_a_lockstep_step():
+def test_slot_without_an_action_keeps_its_state_in_lockstep():
     env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_slots=2))
     state = np.zeros((2, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
@@ -143,7 +143,7 @@ def test_waiting_slot_starts_its_episode_after_a_lockstep_step():
     np.testing.assert_array_equal(state[1], before[1])
 
 
-def test_ended_episode_keeps_its_final_observation():
+def test_finished_episode_keeps_its_final_observation():
     """A pole pushed to one side falls four times during one chunk of its neighbour."""
     env = ENVS.get("gym").make(config("test_gym_vector:SameStep"), EnvContext(num_slots=2))
     state, images = np.zeros((2, 4), np.float32), np.zeros((2, 0, 0, 0, 3), np.uint8)
@@ -247,7 +247,7 @@ def numbered(num_envs: int, mode: str = "DISABLED") -> SyncVectorEnv:
 
 
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
-def test_final_step_is_reported_and_recorded(mode):
+def test_final_step_of_an_episode_is_reported_and_rendered(mode):
     """The final frame is not the first frame of the next episode; same-step resets cannot render the final frame."""
     cfg = config("test_gym_vector:numbered").updated({"kwargs": {"mode": mode}})
     env = ENVS.get("gym").make(cfg, EnvContext(num_slots=2))

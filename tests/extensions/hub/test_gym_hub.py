@@ -87,7 +87,7 @@ def test_unusable_hub_environment_is_refused(
     assert re.search(error, said.out + said.err)
 
 
-def test_missing_commit_error_suggests_name_at_commit(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_a_missing_commit_suggests_name_at_commit(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-env", *words("me/cart")]) != 0
     said = capsys.readouterr()
     assert "env.id=me/cart@COMMIT trust=true" in said.out + said.err

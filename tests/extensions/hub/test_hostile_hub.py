@@ -53,14 +53,14 @@ def test_file_outside_the_repository_is_not_written(hub, tmp_path, name):
 
 
 @pytest.mark.parametrize("commit", ["../../../evil", "main", "A" * 40, ""])
-def test_invalid_commit_of_the_hub_is_refused(hub, tmp_path, commit):
+def test_invalid_commit_from_the_hub_is_refused(hub, tmp_path, commit):
     hub.repositories["model", "me/evil"] = Repository({commit: {"config.json": b"{}"}}, {"main": commit})
     with pytest.raises(ConfigError, match="me/evil"):
         download("model.path", "me/evil", "model", False)
     assert outside(tmp_path) == set()
 
 
-def test_link_of_a_repository_is_text(hub, tmp_path):
+def test_symlink_in_a_hub_repository_is_downloaded_as_text(hub, tmp_path):
     """Git stores a link as a file with the path of its target."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/secret").write_text("secret")

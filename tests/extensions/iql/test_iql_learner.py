@@ -58,7 +58,7 @@ def episodes(lengths: list[int], won: list[bool]) -> Demonstrations:
     )
 
 
-def test_data_set_episodes_end_at_success_or_before_the_time_limit():
+def test_dataset_episode_is_terminal_at_success_or_if_shorter_than_the_longest():
     assert ends_of(episodes([3, 4, 4, 2], [True, True, False, False])).tolist() == [True, True, False, True]
     longer = replace(episodes([4], [True]), success=np.array([False, True, True, True]))
     assert ends_of(longer).tolist() == [False], "a later success does not end an episode"
@@ -175,7 +175,7 @@ def test_iql_rejects_missing_data_and_discrete_actions():
             build_run_plan(load_config("train", ["env=gym", "algorithm=iql", *words]), training=True)
 
 
-def test_each_data_set_has_its_own_time_limit():
+def test_each_dataset_has_its_own_time_limit():
     _, found = transitions_of([episodes([3, 3], [False, False]), episodes([5], [False])], 2, 0.5, 1.0)
     assert found.discount.tolist() == [0.5] * 5, "an episode of 3 steps is cut, although another set has 5"
 
@@ -202,7 +202,7 @@ def test_policy_is_in_evaluation_mode_after_an_iql_update(host):
     assert not actor.policy.module.training
 
 
-def test_each_training_step_samples_other_transitions(host):
+def test_each_training_step_samples_different_transitions(host):
     actor, request = host
     learner, drawn = actor._learner, []
     learner._evaluate = lambda chosen, own=learner._evaluate: drawn.append(chosen.tolist()) or own(chosen)
@@ -211,7 +211,7 @@ def test_each_training_step_samples_other_transitions(host):
     assert drawn[0] != drawn[3]
 
 
-def test_iql_imitates_the_whole_prediction(host):
+def test_iql_imitates_all_predicted_actions(host):
     """Policies may predict more actions than they execute."""
     actor, request = host
     policy, learner, lengths = actor.policy, actor._learner, []

@@ -103,7 +103,7 @@ def test_non_finite_iql_loss_leaves_the_networks_unchanged():
     assert all(torch.equal(a, b) for a, b in zip(before, values.critics.parameters(), strict=True))
 
 
-def test_restored_iql_networks_use_the_features_of_their_training():
+def test_restored_iql_networks_keep_their_features():
     first, other = (
         IqlValues(features, torch.zeros(3, 1), IqlSettings(), OptimSettings(), 0)
         for features in (torch.eye(3), torch.arange(9.0).reshape(3, 3) ** 2)

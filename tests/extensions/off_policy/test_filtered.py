@@ -176,7 +176,7 @@ def test_incompatible_filtered_bc_settings_are_refused(tmp_path, words, said):
         ("algorithm.kl_beta=0.1", "this algorithm has its own update"),
     ],
 )
-def test_keys_without_effect_warn(word, reason):
+def test_keys_without_effect_give_a_warning(word, reason):
     (line,) = load_config("train", ["algorithm=filtered_bc", word]).warnings
     assert reason in line
 
@@ -242,7 +242,7 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path):
     assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
 
 
-def test_each_training_step_samples_other_chunks(make):
+def test_each_training_step_samples_different_chunks(make):
     """The buffer contains the same three chunks after every step, and the weights are constant."""
     host, _, _, tickets = make("algorithm.replay_size=3", "actor.optim.lr=0")
     assert len({round(update(host, tickets, step)["loss"], 6) for step in range(4)}) > 1

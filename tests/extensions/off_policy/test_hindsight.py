@@ -237,7 +237,7 @@ def test_hindsight_is_refused_without_a_goal_interface(tmp_path, words, said):
         build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 
 
-def test_hindsight_goals_warn_with_an_algorithm_that_ignores_them():
+def test_hindsight_goals_give_a_warning_with_an_algorithm_that_ignores_them():
     (line,) = load_config("train", [*SMALL, "algorithm=ppo"]).warnings
     assert line.startswith("algorithm.hindsight_goals has no effect")
 

@@ -451,7 +451,7 @@ def test_each_training_step_ends_with_a_policy_update(make):
 
 
 @pytest.mark.parametrize("bad", ["critics", "alpha", "policy"])
-def test_non_finite_gradient_error_names_the_updated_parts(make, bad):
+def test_non_finite_gradient_error_names_the_updated_networks(make, bad):
     """The losses are finite. Only the policy gradient cannot be checked before the critic step."""
     host, actor = make()
     actor._replay.add(four_chunks())
@@ -483,7 +483,7 @@ def test_skipped_sac_updates_are_counted(make):
     assert (result["optimizer_steps"], result["skipped_nonfinite"]) == (0, 4)
 
 
-def test_encoder_of_images_is_trained_by_the_critics_alone(make):
+def test_image_encoder_is_trained_only_by_the_critics(make):
     """The policy's rate changes the policy, but not the encoder; without a rate of the critics, the encoder stays."""
     found = []
     for rates in ("1e-3", "1e-3"), ("0.0", "1e-3"), ("1e-3", "0.0"):

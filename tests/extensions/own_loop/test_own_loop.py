@@ -231,7 +231,7 @@ def test_notebook_runs_without_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("demonstrations", "tabletop")
-def test_extension_commands_are_package_functions(tmp_path: Path) -> None:
+def test_extension_commands_are_functions_of_the_package(tmp_path: Path) -> None:
     words = ("env=tabletop", "collect.episodes=2", "env.train.total_num_envs=2", "launcher=inline")
     cfg = embodyrl.compose("collect", *words, f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}")
     assert embodyrl.collect(cfg).episodes == 2
@@ -240,7 +240,7 @@ def test_extension_commands_are_package_functions(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("tabletop")
-def test_episode_option_starts_the_episodes_of_an_evaluation() -> None:
+def test_episode_option_of_reset_selects_an_evaluation_episode() -> None:
     words = ("env=tabletop", "model=random", "env.eval.task_ids=[0,4]", "eval.episodes=5")
     cfg = embodyrl.compose("eval", *words)
     planned = eval_episodes(cfg, (run_plan := build_run_plan(cfg, training=False)).env, run_plan.policy)

@@ -104,7 +104,7 @@ def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
 
 
 @pytest.mark.needs("cockpit")
-def test_every_body_gets_a_response_while_no_episode_is_shown(capfd) -> None:
+def test_every_request_body_gets_a_response_without_an_active_episode(capfd) -> None:
     """The page of `dagger.expert=human` between two rounds."""
     from embodyrl.extensions.cockpit.desk import Desk
 

@@ -120,7 +120,7 @@ def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
 @pytest.mark.parametrize(
     "preset", ["libero_10_lora_1gpu", "libero_10_full_8gpu", "gsm8k_vllm_1gpu", "maniskill_ppo_1gpu"]
 )
-def test_preset_dry_run_matches_the_record(preset, tmp_path, monkeypatch):
+def test_preset_dry_run_matches_the_recorded_output(preset, tmp_path, monkeypatch):
     if preset.startswith("libero"):
         pytest.importorskip("libero.libero")
     # ManiSkill would build the task on a GPU; this is what it says on a CPU.
@@ -165,7 +165,7 @@ def test_presets_of_24_gb_fit_24_and_48_gb_with_simulators(preset, workers, tmp_
         assert 0.6 * most * 2**30 < memory.fullest_gpu(plan, memory.plan_memory(plan)) < most * 2**30
 
 
-def test_textures_are_planned_for_the_tasks_that_fit_in_host_memory(tmp_path, monkeypatch):
+def test_texture_memory_is_planned_for_the_tasks_that_fit_in_host_memory(tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     planned = {}
     for gib in (900, 110):
@@ -258,7 +258,7 @@ def test_run_that_exceeds_gpu_memory_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("gib", "when"), [(80, "step"), (40, "micro_batch")])
-def test_gradient_sync_interval_follows_the_memory(gib, when, tmp_path, monkeypatch):
+def test_gradient_sync_setting_depends_on_available_memory(gib, when, tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     monkeypatch.setattr(Gpus, "free", gib * 2**30)
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)

@@ -284,7 +284,7 @@ def test_vllm_sleeps_if_its_cache_does_not_fit_with_training(tmp_path, monkeypat
     assert "vLLM sleeps while weights are trained" in asked.lines(1, 1)[0][1]
 
 
-def test_vllm_memory_fraction_leaves_memory_of_other_processes(tmp_path, monkeypatch):
+def test_vllm_memory_fraction_excludes_memory_of_other_processes(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

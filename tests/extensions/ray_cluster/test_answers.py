@@ -127,7 +127,7 @@ def test_reply_that_does_not_match_its_request_is_refused(pools: Pools, name: st
         assert fault_of(pools, request, (wrong,), written, mirrored=True) == ""
 
 
-def test_worker_with_shared_memory_sends_no_records(pools: Pools):
+def test_worker_with_shared_memory_sends_no_record_data(pools: Pools):
     request, reply = steps(pools)
     assert fault_of(pools, request, (reply,), [], mirrored=False) == ""
     assert "groups of records" in fault_of(pools, request, (reply,), copy_out(pools, request), mirrored=False)

@@ -152,7 +152,7 @@ def test_worker_that_repeats_a_report_is_refused(tmp_path, two_nodes):
     assert seen[0].startswith("sent the reply to request 3 instead of 4 from ")
 
 
-def test_messages_of_ray_go_to_a_log(tmp_path, capsys):
+def test_ray_messages_are_written_to_a_log_file(tmp_path, capsys):
     from embodyrl.extensions.ray_cluster.nodes import Messages
 
     messages = Messages(tmp_path / "ray.log")

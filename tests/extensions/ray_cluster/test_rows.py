@@ -40,7 +40,7 @@ def adapted(seed: int) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("trained_only", [False, True], ids=["all", "adapter"])
-def test_weight_transfer_sends_the_size_of_the_weights(trained_only):
+def test_weight_transfer_sends_exactly_the_weights(trained_only):
     learner, acting = adapted(1), adapted(2)
     pools = {host: (Arena.create(bucket_layout(16), 1), Arena.create(bucket_layout(SIZE), 2)) for host in "abc"}
     arenas = {host: both[1] for host, both in pools.items()}

@@ -80,7 +80,7 @@ def test_guidance_matches_its_formula(one: FlowPolicy):
     one.conditioning = None
 
 
-def test_guidance_zero_is_the_unconditioned_policy_bit_for_bit(one: FlowPolicy):
+def test_guidance_zero_is_bit_identical_to_the_unconditioned_policy(one: FlowPolicy):
     obs = observation(one)
     seeds, steps = np.array([3, 4]), np.array([0, 0])
     noise = token_noise(seeds, steps, one.spec.tokens_per_chunk)
@@ -94,7 +94,7 @@ def test_guidance_zero_is_the_unconditioned_policy_bit_for_bit(one: FlowPolicy):
     one.conditioning = None
 
 
-def test_score_matches_the_log_probabilities_of_guided_actions(one: FlowPolicy):
+def test_recomputed_log_probs_match_guided_actions(one: FlowPolicy):
     one.conditioning = GUIDED
     obs = observation(one)
     noise = token_noise(np.array([3, 4]), np.array([0, 0]), one.spec.tokens_per_chunk)
@@ -104,7 +104,7 @@ def test_score_matches_the_log_probabilities_of_guided_actions(one: FlowPolicy):
     one.conditioning = None
 
 
-def test_conditioning_is_part_of_the_saved_folder(one: FlowPolicy, tmp_path: Path):
+def test_conditioning_is_saved_with_the_weights(one: FlowPolicy, tmp_path: Path):
     one.conditioning = GUIDED
     one.save(tmp_path)
     guided = one.act(observation(one), noise=None).actions

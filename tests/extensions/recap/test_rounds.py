@@ -124,7 +124,7 @@ def _check_export(learned: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_rounds_refuse_data_with_other_cameras(start: Path, tmp_path: Path) -> None:
+def test_recap_rejects_data_with_other_cameras(start: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(start / "demos", other)
     card = read_card(other)
@@ -147,7 +147,7 @@ def _refused(*more: str) -> Callable[[], object]:
         ("recap.nonsense=1", "nonsense"),
     ],
 )
-def test_keys_that_recap_sets_are_refused(word: str, reason: str) -> None:
+def test_keys_that_recap_sets_itself_are_refused(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         _refused(word)()
 

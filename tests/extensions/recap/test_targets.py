@@ -97,7 +97,7 @@ def test_two_hot_targets_match_a_hand_computed_example():
     np.testing.assert_allclose(target.sum(1), 1.0)
 
 
-def test_thresholds_are_independent_of_other_tasks():
+def test_advantage_thresholds_are_independent_of_other_tasks():
     alone = Outcomes.of(demos())
     both = replace(
         alone,
@@ -163,7 +163,7 @@ def test_shuffling_keeps_label_counts_and_expert_labels():
     assert (found[:10] == labels[:10]).all()
 
 
-def test_folds_are_even_and_rank_correlation_uses_mean_ranks():
+def test_folds_have_equal_sizes_and_rank_correlation_handles_ties():
     assert np.bincount(folds_of(11, 3, seed=0)).tolist() == [4, 4, 3]
     assert rank_correlation([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
     assert rank_correlation([1, 1, 2], [1, 1, 5]) == pytest.approx(1.0)
@@ -194,7 +194,7 @@ def test_episode_with_some_unknown_actors_does_not_count_as_demonstration() -> N
     assert Outcomes.of(mixed).success.tolist() == [False, False]
 
 
-def test_labels_of_another_source_are_not_used_again(tmp_path: Path) -> None:
+def test_stored_labels_are_rejected_if_the_label_source_changes(tmp_path: Path) -> None:
     def stage(source: LabelSource) -> Stage:
         cfg = RecapSettings(out=str(tmp_path), labels=source)
         model = model_of("flow_small", path=str(tmp_path))
@@ -208,7 +208,7 @@ def test_labels_of_another_source_are_not_used_again(tmp_path: Path) -> None:
         label_in_process(stage(LabelSource.shuffled))
 
 
-def test_values_come_from_models_of_other_episodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_values_come_from_models_trained_on_other_episodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each value model learns one constant, here the number of its training frames."""
     outcomes = Outcomes.of(found := demos())
     trained: list[set[int]] = []

@@ -44,7 +44,7 @@ def test_newly_solved_episodes_are_shown_before_failures():
     assert sorted(chosen) == list(range(10))
 
 
-def test_without_success_largest_and_smallest_gain_are_shown():
+def test_largest_and_smallest_return_gains_are_shown_without_success():
     before = [row(k, None, earned=1.0) for k in range(5)]
     after = [row(k, None, earned=gain) for k, gain in enumerate([2.0, 9.0, 0.5, 3.0, 4.0])]
     assert select_episodes_to_record(before, after, 2) == [1, 2]

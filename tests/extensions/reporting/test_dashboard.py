@@ -37,7 +37,7 @@ def cells(lines: list[str], name: str) -> list[str]:
     return next(line[line.index(name) + len(name) :] for line in lines if name in line).split()
 
 
-def test_sparklines_span_their_range_and_keep_the_newest():
+def test_sparklines_span_their_range_and_keep_the_newest_values():
     assert sparkline([0, 1, 2, 3], 4) == "▁▃▆█"
     assert sparkline([9, 0, 1], 2) == "▁█"
     assert sparkline([5, 5], 4) == "▄▄"

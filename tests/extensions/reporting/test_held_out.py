@@ -140,7 +140,7 @@ def test_used_states_include_all_demonstrations(tmp_path: Path) -> None:
     assert f"demonstrations of {start} uses 1;" in began, "also of the run that it started from"
 
 
-def test_initial_states_unknown_to_the_evaluation_are_ignored(tmp_path: Path) -> None:
+def test_states_outside_the_evaluated_environment_are_ignored(tmp_path: Path) -> None:
     run = tmp_path / "more"
     (run / "checkpoints").mkdir(parents=True)
     words = ["env=libero_object", "model=openvla_oft_tiny", "runner.val_check_interval=5"]
@@ -151,7 +151,7 @@ def test_initial_states_unknown_to_the_evaluation_are_ignored(tmp_path: Path) ->
     assert f"of these 100 initial states training of {run} uses 50, validation of {run} uses 0;" in told
 
 
-def test_images_that_differ_from_those_of_training_warn() -> None:
+def test_images_that_differ_from_training_images_give_a_warning() -> None:
     def told(*words: str) -> str | None:
         words = ("ckpt=assets/openvla_oft_tiny_object", *words)
         return dict(evaluation_facts(build_run_plan(load_config("eval", words), training=False))).get("rendering")

@@ -122,7 +122,7 @@ def test_samples_of_one_state_are_paired_by_number() -> None:
     assert (fewer.pairs, fewer.only_first, fewer.only_second) == (10, 0, 0)
 
 
-def test_pairs_of_one_state_are_one_cluster():
+def test_pairs_of_one_initial_state_form_one_cluster():
     assert mcnemar([1] * 4 + [-1]) == pytest.approx(12 / 32)  # one pair per state: the binomial, 2 * (1 + 5) / 2^5
     assert mcnemar([10] * 5) == pytest.approx(2 / 32)
     assert mcnemar([]) == mcnemar([0, 0]) == 1.0

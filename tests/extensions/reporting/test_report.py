@@ -189,7 +189,7 @@ def test_return_is_reported_if_success_is_unknown() -> None:
     assert line.endswith("(differ)")
 
 
-def test_time_tree_accounts_for_the_whole_step() -> None:
+def test_phase_times_sum_to_the_whole_step() -> None:
     row = {"time/step": 10.0, "time/validate": 5.0, "time/rollout": 6.0, "time/simulate": 4.0, "time/update": 3.0}
     tree = {phase.name: (phase.depth, phase.seconds, phase.share) for phase in time_tree(row)}
     assert tree["rollout"] == (0, 6.0, 0.4)

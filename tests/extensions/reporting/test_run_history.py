@@ -50,7 +50,7 @@ def test_video_is_found_after_moving_the_run(tmp_path: Path) -> None:
     assert history.find_video("videos/a/y.mp4") is None
 
 
-def test_report_of_a_long_run_parses_each_value_few_times(tmp_path):
+def test_report_of_a_long_run_parses_each_value_once(tmp_path):
     """Each value is parsed once, not once per row, which took minutes."""
     run = write_run(tmp_path / "run")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])

@@ -16,7 +16,7 @@ from embodyrl.extensions.reporting.samples import pick_samples
 from embodyrl.monitor.history import EpisodeRow
 
 
-def test_samples_are_ordered_by_newly_solved_failed_solved() -> None:
+def test_samples_list_newly_solved_before_failed_before_solved() -> None:
     def row(episode: int, success: bool) -> EpisodeRow:
         said = (("user", "copy"), ("assistant", "x"))
         raw = dict.fromkeys(("terminated", "truncated"), False) | {"return": 0.0, "seconds": 0.0, "steps": 1}
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
-def test_sample_rows_contain_turns_and_one_task(trained: Path) -> None:
+def test_sample_rows_contain_the_conversation_and_task(trained: Path) -> None:
     first, last = read_history(trained).evaluations
     assert {row.task for row in (*first.episodes, *last.episodes)} == {"copy"}
     for row in last.episodes:

@@ -108,7 +108,7 @@ def scored(tmp_path: Path, name: str, *successes: Sequence[bool | None], tasks: 
     return SeedGroup(tuple(runs))
 
 
-def test_permutation_test_detects_chance_improvements(tmp_path: Path) -> None:
+def test_improvement_requires_a_significant_permutation_test(tmp_path: Path) -> None:
     """The verdict is that of the permutation test; the score of a run is its last evaluation."""
     first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
     mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
@@ -194,7 +194,7 @@ def test_group_contains_tasks_common_to_all_runs(tmp_path: Path) -> None:
     assert group.matrix(group.tasks, rates=True).tolist() == [[1.0], [1.0]]
 
 
-def test_repeated_seed_prevents_grouping(tmp_path: Path) -> None:
+def test_group_with_a_repeated_seed_is_split(tmp_path: Path) -> None:
     runs = [read_history(write_run(tmp_path / f"r{k}", f"seed={seed}")) for k, seed in enumerate((3, 3, 4))]
     assert [len(group.runs) for group in seed_groups(runs)] == [1, 1, 1]
 

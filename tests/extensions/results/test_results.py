@@ -101,7 +101,7 @@ def test_prediction_interval_has_nominal_coverage(seeds: int) -> None:
     assert 0.92 <= inside / 3000 <= 0.98
 
 
-def test_return_without_an_interval_has_no_prediction_interval() -> None:
+def test_return_without_an_interval_has_an_infinite_prediction_interval() -> None:
     rows = [{"kind": "return", "value": 0.0, "high": None, "episodes": 10}]
     assert prediction_interval(rows, 1) == (-np.inf, np.inf)
 

@@ -74,7 +74,7 @@ def test_replayed_response_is_refused(meeting):
         peer.close()
 
 
-def test_response_in_pieces_is_accepted():
+def test_fragmented_response_is_accepted():
     secret = b"secret"
     with (
         socket.create_server(("127.0.0.1", 0)) as store,
@@ -91,7 +91,7 @@ def test_response_in_pieces_is_accepted():
         proxy.shutdown(socket.SHUT_RDWR)
 
 
-def test_silent_peers_use_few_threads_and_do_not_keep_clients_out(meeting):
+def test_idle_connections_use_few_threads_and_do_not_block_clients(meeting):
     before = threading.active_count()
     silent = [greet(meeting)[0] for _ in range(400)]
     assert wait_until(lambda: threading.active_count() - before < 140, 10)

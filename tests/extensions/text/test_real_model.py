@@ -124,7 +124,7 @@ def test_grpo_step_of_the_full_model_and_its_export(whole: Path, tmp_path: Path)
     assert {prompt: generated(out, prompt) for prompt in said} == said
 
 
-def test_credit_per_turn_of_tool_dialogues_matches_a_hand_made_table(whole: Path, tmp_path: Path):
+def test_per_turn_credit_of_tool_dialogues_matches_hand_computed_values(whole: Path, tmp_path: Path):
     """GiGPO: first turns are compared in the group, second turns among the dialogues with the same call."""
     small = ("env.train.total_num_envs=8", "data.kwargs.shown=2", "algorithm.normalize_advantages=false", "seed=3")
     words = ["experiment=smollm2_calculator", *QUIET, *small, f"model.path={whole}", f"runner.output_dir={tmp_path}"]
@@ -204,7 +204,7 @@ def test_reward_model_scores_the_replies_of_a_run(cut: Path, tmp_path: Path):
     assert row["actor/grad_norm"] > 0
 
 
-def test_distillation_from_its_own_trained_adapters_reduces_the_divergence(cut: Path, tmp_path: Path):
+def test_distillation_from_trained_adapters_reduces_the_kl(cut: Path, tmp_path: Path):
     trained = grpo(tmp_path, cut, "runner.max_steps=2", "actor.optim.lr=1e-2", *VARIED)
     teacher = export(trained, 2, tmp_path / "teacher")
     only = ("algorithm.kl_beta=1", "algorithm.kl_penalty_type=k2", "algorithm.entropy_bonus=0")
@@ -217,7 +217,7 @@ def test_distillation_from_its_own_trained_adapters_reduces_the_divergence(cut: 
     assert found[-1] < 0.5 * found[0]
 
 
-def test_bfloat16_run_with_divergence_from_the_start_resumes_identically(cut: Path, tmp_path: Path):
+def test_bfloat16_run_with_kl_to_the_initial_policy_resumes_identically(cut: Path, tmp_path: Path):
     words = ("model.precision=bf16", "model.is_lora=false", "algorithm.kl_beta=0.01", *VARIED)
     words += ("actor.optim.lr=1e-3", "runner.deterministic=true")
     first, second = comparable(grpo(tmp_path, cut, *words, "runner.max_steps=2", "runner.experiment_name=once"))

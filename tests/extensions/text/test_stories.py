@@ -30,7 +30,7 @@ def test_validation_numbers_do_not_occur_in_training():
 
 
 @pytest.mark.parametrize("rows", [stories(rows=300, seed=3), held_out_stories(rows=300, seed=3)])
-def test_each_step_of_a_solution_is_right_and_the_last_one_is_the_answer(rows: list[TextRow]):
+def test_each_step_of_a_solution_is_correct_and_the_last_step_gives_the_answer(rows: list[TextRow]):
     for row in rows:
         *steps, answer = row.reference.split("\n")
         known = {*numbers([row]), "2"}

@@ -46,7 +46,7 @@ def test_json_lines_are_read_with_template_and_splits(tmp_path: Path):
     assert (len(both), both.held_out, both[10].reference) == (13, 3, "1")
 
 
-def test_json_rows_end_at_line_feeds_only(tmp_path: Path):
+def test_json_rows_are_split_only_at_line_feeds(tmp_path: Path):
     """JSON does not escape U+2028 and similar characters, which Python treats as line ends."""
     rows = [{"prompt": f"a{sep}b", "answer": "c"} for sep in ("\u2028", "\u2029", "\x85")]
     path = tmp_path / "odd.jsonl"
@@ -265,7 +265,7 @@ def test_invalid_image_error_names_the_row(tmp_path: Path, prompt: str, shown: o
         open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
 
 
-def test_shuffled_colour_labels_belong_to_other_images():
+def test_most_shuffled_colour_labels_do_not_match_their_image():
     def named(row: TextRow) -> bool:
         return bool((np.abs(row.pictures[0].astype(int) - tasks.COLOURS[row.reference]).max(-1) <= 40).sum() >= 30)
 

@@ -6,7 +6,7 @@ from embodyrl.extensions.findings import GpuParts
 from embodyrl.extensions.text import gpu_check
 
 
-def test_engine_check_compares_log_probs_after_new_weights(tmp_path: Path) -> None:
+def test_engine_check_compares_log_probs_after_a_weight_update(tmp_path: Path) -> None:
     small = {"hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
     gpu_check.write_model(tmp_path, gpu_check._SIZES | small)
     parts = GpuParts()

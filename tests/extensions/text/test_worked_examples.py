@@ -17,7 +17,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("rows", "count"), [(tagged_sums(shown=4), 433), (calculator_products(shown=4), 8092)])
-def test_every_pair_occurs_once_in_each_order_and_never_as_an_example(rows: list[TextRow], count: int):
+def test_every_pair_occurs_in_both_orders_and_never_as_an_example(rows: list[TextRow], count: int):
     asked = [numbers(row.messages[-1].content) for row in rows]
     assert len({*asked}) == len(asked) == count
     assert {pair[::-1] for pair in asked} == {*asked}
@@ -28,7 +28,7 @@ def test_every_pair_occurs_once_in_each_order_and_never_as_an_example(rows: list
     assert all(first.index(group) in (i, i - 1) for i, group in enumerate(first[:100]))
 
 
-def test_example_replies_have_the_rewarded_format_and_the_right_answer():
+def test_example_replies_have_the_rewarded_format_and_the_correct_answer():
     row = tagged_sums(shown=3)[0]
     turns = row.messages[:-1]
     for asked, reply in zip(turns[::2], turns[1::2], strict=True):
@@ -37,7 +37,7 @@ def test_example_replies_have_the_rewarded_format_and_the_right_answer():
     assert row.reference == str(sum(numbers(row.messages[-1].content)))
 
 
-def test_example_calls_contain_the_answers_of_the_calculator():
+def test_example_calls_contain_calculator_results():
     row = calculator_products(shown=3)[0]
     turns = row.messages[:-1]
     for call, told, reply in zip(turns[1::4], turns[2::4], turns[3::4], strict=True):
@@ -51,12 +51,12 @@ def test_example_calls_contain_the_answers_of_the_calculator():
 
 @pytest.mark.parametrize("rows", [tagged_sums, calculator_products])
 @pytest.mark.parametrize("shown", [-1, 5])
-def test_more_worked_examples_than_there_are_raise_an_error(rows: Callable[..., list[TextRow]], shown: int):
+def test_requesting_too_many_worked_examples_raises_an_error(rows: Callable[..., list[TextRow]], shown: int):
     with pytest.raises(ConfigError, match=f"shown={shown}: there are 4"):
         rows(shown=shown)
 
 
-def test_dialogues_call_the_calculator_and_repeat_its_answer():
+def test_dialogues_call_the_calculator_and_repeat_its_result():
     rows, products = calculator_dialogues(seed=1), calculator_products(shown=0, seed=1)
     assert len(rows) == 2 * len(products)
     for first, second, product in zip(rows[:40:2], rows[1:40:2], products, strict=False):

@@ -20,7 +20,7 @@ GROUPS = ASKED * 4
 
 @pytest.mark.parametrize("is_lora", [False, True])
 @pytest.mark.parametrize("value_dim", [0, 6])
-def test_shared_prompts_keep_scores_and_gradients(is_lora: bool, value_dim: int, monkeypatch: pytest.MonkeyPatch):
+def test_shared_prompts_keep_log_probs_and_gradients(is_lora: bool, value_dim: int, monkeypatch: pytest.MonkeyPatch):
     cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": TextLoraSettings(r=2, lora_alpha=2)})
     tested = build(cfg, value_dim=value_dim, temperature=0.7, trainable=True)
     with torch.no_grad():  # attention of small random weights hardly depends on positions

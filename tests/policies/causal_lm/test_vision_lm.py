@@ -164,7 +164,7 @@ def test_reply_depends_on_the_image():
     assert gap[2] == 0, "the row without images"
 
 
-def test_pixels_reach_the_tower_with_gradients_and_adapters():
+def test_vision_encoder_gets_gradients_with_and_without_adapters():
     obs = observe()
     for policy in (build(), build(is_lora=True)):
         tokens = policy.act(obs, noise=np.full((4, 6), 0.5, np.float32)).tokens

@@ -220,7 +220,7 @@ def test_half_of_the_simulated_delays_are_zero():
     assert simulated_delays(np.array([0.2, 0.999999], np.float32), 0).tolist() == [0, 0]
 
 
-def test_sft_with_simulated_delays_trains_on_plain_observations(tmp_path):
+def test_sft_with_simulated_delays_needs_no_delay_inputs(tmp_path):
     policy = build(tmp_path, PLAIN, rtc="trained", rtc_delay=5)
     actions = np.random.default_rng(2).random((2, H, A), np.float32)
     torch.manual_seed(0)

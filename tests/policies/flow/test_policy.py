@@ -156,7 +156,7 @@ def test_actions_have_the_units_of_the_data(folder):
 
 
 @pytest.mark.parametrize("start", ["zero", "random"])
-def test_greedy_actions_follow_the_ode_batch_independently(folder, start):
+def test_greedy_actions_follow_the_ode_and_are_batch_independent(folder, start):
     policy = build(folder, greedy_start=start)
     stir(policy)
     obs = observe(5)
@@ -317,7 +317,7 @@ def test_chunk_record_contains_about_two_action_chunks(folder):
     assert build(folder, likelihood="fpo").spec.tokens_per_chunk == 9  # 1 + 12 / 2
 
 
-def test_records_do_not_depend_on_statistics(folder):
+def test_spec_does_not_depend_on_statistics(folder):
     """`eval ckpt=RUN` plans with the initial folder, which has no statistics; the weights contain them."""
     policy = build(folder)
     (folder / "dataset_statistics.json").unlink()
@@ -331,7 +331,7 @@ def test_statistics_of_another_size_are_refused(folder):
         build(folder)
 
 
-def test_longer_instructions_only_widen_the_batch(folder):
+def test_longer_instruction_in_the_batch_does_not_change_other_rows(folder):
     policy = build(folder)
     stir(policy)
     obs = observe(2)

@@ -65,7 +65,7 @@ def test_record_contains_the_executed_correction(folder, start, repeated):  # no
     np.testing.assert_allclose(policy._scale.to_actions(executed, obs), out.actions, atol=1e-5)
 
 
-def test_residual_features_are_first_step_and_proposal(folder):  # noqa: F811
+def test_residual_features_contain_the_first_denoising_step(folder):  # noqa: F811
     policy, obs = correct(folder), observe(6)
     network, middle = policy.module.network, torch.zeros(6, 3, 4)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_residual_actor_is_saved_with_the_flow(folder, tmp_path):  # noqa: F811
         (("model.value_from=expert",), "model.value_from"),
     ],
 )
-def test_keys_without_effect_warn(words, says):
+def test_keys_without_effect_give_a_warning(words, says):
     (line,) = load_config("train", [*RUN, *words]).warnings
     assert line.startswith(f"{says} has no effect")
 

@@ -145,7 +145,7 @@ def test_different_statistics_of_the_postprocessor_are_refused(tmp_path):
         build("smolvla", folder)
 
 
-def test_renamed_cameras_are_accepted_with_chosen_cameras(tmp_path):
+def test_renamed_cameras_are_accepted_if_model_cameras_is_set(tmp_path):
     folder = lerobot_folder("smolvla", tmp_path)
     renamed = {"observation.images.wrist": "observation.images.front"}
     edit(folder, BEFORE, lambda s: named(s, "rename_observations_processor").update(rename_map=renamed))

@@ -273,7 +273,7 @@ def test_different_action_statistics_of_the_processors_are_refused(tmp_path):
         policy_of(folder)
 
 
-def test_processors_without_statistics_change_nothing(tmp_path):
+def test_processors_without_statistics_leave_values_unchanged(tmp_path):
     """LeRobot writes no file of statistics without statistics, and leaves the values unchanged."""
     folder = folder_of("act/state", tmp_path / "in")
     for name, step in (("policy_preprocessor", 3), ("policy_postprocessor", 0)):

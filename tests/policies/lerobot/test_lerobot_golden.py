@@ -267,7 +267,7 @@ PARTS = {
 
 @pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
 @within_rounding
-def test_outputs_of_modules_match_lerobot(cases, case, monkeypatch):
+def test_module_outputs_match_lerobot(cases, case, monkeypatch):
     policy, config, data = cases[case]
     kind, network, found, hooks = case.partition("/")[0], policy.module.network, {}, []
     for name, module in PARTS[kind].items():

@@ -295,7 +295,7 @@ def check_runs(python: str, base: Path, tmp_path: Path, learner: str) -> None:
 
 @pytest.mark.needs("off_policy", "checkpoints")
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_run_on_a_frozen_lerobot_policy_trains_resumes_and_exports(python, tmp_path, learner):
+def test_frozen_policy_in_a_lerobot_process_trains_resumes_and_exports(python, tmp_path, learner):
     check_runs(python, write_policy(tmp_path / "base", noise=True, state=3, action=1), tmp_path, learner)
 
 
@@ -311,7 +311,7 @@ PENDULUM = {
 @pytest.mark.parametrize(
     ("kind", "learner"), [("act", "residual"), ("diffusion", "residual"), ("diffusion", "dsrl"), ("act", "filtered_bc")]
 )
-def test_run_on_a_policy_of_lerobot_trains_resumes_and_exports(kind, learner, tmp_path):
+def test_frozen_policy_of_real_lerobot_trains_resumes_and_exports(kind, learner, tmp_path):
     assert LEROBOT
     check_runs(LEROBOT, made_by_lerobot(tmp_path / "base", kind, PENDULUM[kind], "environment"), tmp_path, learner)
 

@@ -63,7 +63,7 @@ def test_saved_tiny_preset_does_not_request_random_weights(make_policy, tmp_path
         assert torch.equal(a, b), name
 
 
-def test_load_weights_works_in_place(checkpoint, make_policy, tmp_path):
+def test_load_weights_updates_tensors_in_place(checkpoint, make_policy, tmp_path):
     policy = make_policy(checkpoint, value_dim=1)
     policy.save(tmp_path / "saved")
     before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
@@ -183,7 +183,7 @@ def test_config_must_match_the_weights(checkpoint, make_policy, edit_json):
         make_policy(checkpoint)
 
 
-def test_master_weights_are_fp32_when_trainable_and_bf16_when_not(checkpoint, make_policy):
+def test_trainable_weights_are_fp32_and_frozen_weights_are_bf16(checkpoint, make_policy):
     for trainable, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         policy = make_policy(checkpoint, precision=Precision.bf16, trainable=trainable, value_dim=1)
         dtypes = {name: p.dtype for name, p in policy.module.named_parameters()}

@@ -15,7 +15,7 @@ from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import PolicyCosts
 
 
-def test_policy_check_acts_scores_and_trains() -> None:
+def test_policy_check_measures_inference_and_training() -> None:
     result = measure_policy(GpuParts(), "cpu", "tiny")
     assert result.level == "ok", result
     assert result.values["plain: gap of log-probabilities"] < 0.05

@@ -39,7 +39,7 @@ def observe(count: int) -> Observation:
     )
 
 
-def test_cuda_graphs_use_few_batch_sizes():
+def test_cuda_graphs_use_a_small_number_of_batch_sizes():
     sizes = {bucket(count) for count in range(1, 257)}
     assert len(sizes) == 16
     assert all(count <= bucket(count) <= 1.5 * count for count in range(2, 257))

@@ -177,7 +177,7 @@ def test_sampling_at_the_bounds_of_the_noise_interval_is_valid():
     assert sample_inverse_cdf(scaled, noise).tolist() == [[7, 7]]
 
 
-def test_gradients_reach_both_towers_and_the_value_head(make_policy):
+def test_gradients_reach_both_vision_encoders_and_the_value_head(make_policy):
     policy = make_policy(TINY, value_dim=1)
     obs = observe(instructions=("pick up the milk and place it in the basket",))
     scores = policy.score(obs, policy.act(obs, noise=uniforms(4)).tokens)
@@ -199,7 +199,7 @@ def test_tiny_preset_action_distribution_starts_near_uniform(make_policy):
     assert not np.array_equal(a, c)
 
 
-def test_tiny_preset_can_fit_images_and_tasks(make_policy):
+def test_tiny_preset_can_learn_images_and_tasks(make_policy):
     """Four samples with different targets are fitted in 30 steps, which requires images and instructions."""
     policy = make_policy(TINY, temperature=1.0)
     tasks = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")

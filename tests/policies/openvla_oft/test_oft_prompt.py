@@ -46,7 +46,7 @@ def test_batch_has_the_width_of_the_longest_task(encoder):
     assert ids[0, 17:].tolist() == [0] * 4
 
 
-def test_longer_instruction_widens_to_a_multiple_of_16(encoder):
+def test_prompt_batch_width_is_a_multiple_of_16(encoder):
     ids, lengths = encoder.batch(["put the", *RECORDED])
     assert lengths.tolist() == [17, 29, 35]
     assert ids.shape == (3, 48)

@@ -172,7 +172,7 @@ def test_contradictory_residual_keys_are_rejected(words, says, tmp_path):
         (("model.likelihood=head", "model.residual_scale=0.1"), "model.residual_scale"),
     ],
 )
-def test_keys_without_effect_warn(words, key):
+def test_keys_without_effect_give_a_warning(words, key):
     (line,) = load_config("train", [*RUN, "algorithm=sac", *words]).warnings
     assert line.startswith(f"{key} has no effect")
 

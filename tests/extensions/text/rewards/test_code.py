@@ -151,11 +151,11 @@ def test_program_cannot_kill_its_verifier():
 
 
 @pytest.mark.skipif(LANDLOCK < 1, reason="the kernel has no Landlock")
-def test_no_attempt_of_doctor_leaves_the_sandbox():
+def test_sandbox_blocks_every_escape_attempt_of_doctor():
     assert "reaching" not in confinement()[1]
 
 
-def test_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
+def test_escape_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
     """Otherwise they would show nothing; kernels and containers may refuse some of them to everybody."""
     (tmp_path / "work").mkdir()
     source = sandbox.attempts().replace("/dev/shm/embodyrl", f"{tmp_path}/shm").replace("os.getppid()", "os.getpid()")

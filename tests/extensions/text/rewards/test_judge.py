@@ -94,7 +94,7 @@ def test_non_finite_reward_counts_as_an_error():
 
 
 @pytest.mark.integration
-def test_crashed_verifier_process_is_replaced():
+def test_killed_verifier_process_is_replaced():
     judge = build_judge(JudgeSettings(path="test_judge:moody", workers=2), 8)
     try:
         judge([ask("fine"), ask("fine")])

@@ -181,11 +181,11 @@ def test_attacks_on_the_interpreter_get_no_reward(name: str):
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_attacks_on_output_earn_nothing(name: str):
+def test_attacks_through_printed_output_get_no_reward(name: str):
     assert run_tests(PRINTED[name].replace("ANSWER", ANSWER), NUMBERS, seconds=5) == [False]
 
 
-def test_printed_answer_is_right_without_an_attack():
+def test_printing_the_correct_answer_passes_the_test():
     assert run_tests(f"print({ANSWER})", NUMBERS, seconds=5) == [True]
 
 
