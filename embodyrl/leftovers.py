@@ -20,7 +20,7 @@ from multiprocessing import util
 from pathlib import Path
 
 _PATIENCE_S = 5.0
-"""Seconds that threads and processes get to exit by themselves."""
+"""Maximum time in seconds to wait for threads and processes to end."""
 _NAMED = 3
 """Maximum number of threads and processes listed in a message."""
 _PR_SET_PDEATHSIG = 1
@@ -106,7 +106,7 @@ def _running_forks(mark: str, forks: int) -> Iterator[int]:
 
 
 def _end_marked(mark: str, forks: int) -> None:
-    """Kill all processes whose mark is `mark` or starts with `<mark>/`; repeat while they start further processes."""
+    """Kill all processes whose mark is `mark` or starts with `<mark>/`, repeatedly, until no process is left."""
     ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
     while time.monotonic() < ends:
         found = [*_running_forks(mark, forks)]

@@ -305,7 +305,7 @@ class PolicySpec:
     scored: int = 0
     """P: number of log-probabilities per action; 0: one per token. Dimensions with constant statistics are omitted."""
     imitated: int = 0
-    """H: number of actions per chunk in SFT if it exceeds K; 0: K."""
+    """H: number of actions per chunk in SFT, if larger than K; 0: SFT uses K actions."""
     reply_bytes: int = 0
     """Maximum number of UTF-8 bytes of a chunk's text; 0: the policy outputs no text."""
     value_dim: int = 0

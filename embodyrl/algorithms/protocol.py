@@ -28,7 +28,7 @@ class Scores:
     ref_logprob: tuple[FloatArray, ...] = ()
     """[T, L] log-probabilities of each episode's tokens under the reference policy."""
     states: tuple[IntArray, ...] = ()
-    """[T] hashes of each episode's observations, one before each chunk."""
+    """For each episode, hashes [T] of the observations before its T chunks."""
     greedy: tuple[Episode | None, ...] = ()
     """Greedy episode of each episode's group; None: the greedy episode was lost in a worker crash."""
     part_weights: tuple[float, ...] = ()

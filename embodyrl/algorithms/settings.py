@@ -117,8 +117,8 @@ class AlgorithmSettings(ActingAlgorithm):
     old_logprob: OldLogprob = OldLogprob.rollout
     """Old log-probabilities of the ratio: rollout (recorded while sampling) or recompute (before the update)."""
     behave_weight_threshold: Positive | None = None
-    """Multiply the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null:
-    off."""
+    """Threshold of the loss weight pi_old / pi_rollout (decoupled PPO; with old_logprob=recompute), see
+    behave_weight_mode; null: no weight."""
     behave_weight_mode: WeightMode = WeightMode.mask
     """Treatment of weights above behave_weight_threshold: mask (weight 0) or truncate (weight = threshold)."""
     behave_weight_level: WeightLevel = WeightLevel.token
@@ -172,8 +172,8 @@ class GroupSettings(AlgorithmSettings):
     """[low, high]: exclude groups with a mean return (before reward_scale) outside this range; for rewards other than
     success."""
     filter_refills: Index = 0
-    """Maximum rounds in which new groups replace filtered groups; if all groups are filtered, the weights do not
-    change."""
+    """Maximum number of rounds in which new groups replace filtered groups. If all groups are filtered, the weights do
+    not change."""
 
     def problems(self) -> Iterator[str]:
         """Yield one message per contradiction between settings."""

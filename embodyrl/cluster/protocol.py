@@ -228,7 +228,7 @@ class OpenRequests(Generic[H]):
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """Assign all components to this host."""
+        """Return the nodes of each component: only this host."""
         return ON_THIS_HOST
 
     def _ask(self, worker: str, timeout_s: float) -> H:

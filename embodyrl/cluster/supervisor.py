@@ -1,4 +1,4 @@
-"""Supervision of all workers: pass replies to callbacks, and restart dead workers or end the run."""
+"""Supervision of all workers: delivery of replies to callbacks, and restarts after worker deaths."""
 
 import signal
 import time

@@ -258,7 +258,7 @@ def _processor() -> str:
 
 
 def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
-    """Return the folder of the weights in `ckpt` after checking that they fit the model and the environment.
+    """Check that the weights in `ckpt` fit the model and the environment, and return their folder.
 
     Returns None if `ckpt` is not set, or is the folder from which the policy is built.
 
@@ -285,7 +285,8 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
         return folder
     raise ConfigError(
         f"ckpt={cfg.ckpt} replaces the weights that the adapter model.lora.path={model.lora.path} is merged into. "
-        f"Remove one of them, or, to merge the adapter into those weights, set model.path={folder} and remove ckpt."
+        f"Remove one of these keys; or, to merge the adapter into the weights of ckpt, set model.path={folder} and "
+        "remove ckpt."
     )
 
 

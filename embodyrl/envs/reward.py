@@ -115,7 +115,7 @@ class StepReward:
     """Reward function or reward model of `reward.path`, with the weights of its components."""
 
     def __init__(self, cfg: StepRewardSettings) -> None:
-        """Look up the function.
+        """Look up the reward function or reward model in `reward.path`.
 
         Raises:
             UnknownNameError: the path names no function.

@@ -46,8 +46,8 @@ class TrainSplit(EnvSplit):
     auto_reset: bool = True
     """If true, a slot starts its next episode when an episode ends; false: one episode per slot and rollout epoch."""
     continue_episodes: bool = False
-    """If true, an episode that is unfinished at the end of a training step continues in the next training step (only
-    for algorithms that count env steps, such as GAE). Every episode then starts from a separate initial state."""
+    """If true, unfinished episodes continue in the next training step (only for algorithms that count env steps, such
+    as GAE). Every episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
     """If true, all members of a group, and all episodes of a slot within one rollout epoch, share one reset id."""
     max_steps_per_rollout_epoch: Count | None = None
@@ -91,7 +91,7 @@ class EnvSettings(Settings):
 
     @property
     def max_chunks(self) -> int:
-        """Maximum number of chunks per episode if episode lengths count chunks; 0 if they count env steps."""
+        """Maximum number of chunks per episode; 0 if the episode length is limited in env steps instead."""
         return 0
 
     @property

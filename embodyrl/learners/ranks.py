@@ -24,7 +24,7 @@ class Ranks(Protocol):
     """True if the module contains shards of the weights, except between `act` and `train`."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass (collective); `last` marks the last micro-batch of the gradient accumulation."""
+        """Run the forward pass `compute` (collective); `last`: last micro-batch before the optimizer step."""
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -45,7 +45,7 @@ class Ranks(Protocol):
         """Restore the default placement (collective): full weights if the process acts, shards if it only trains."""
 
     def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
-        """Provide full, unsharded parameters inside the block (collective); `write` keeps changes made to them."""
+        """Provide full, unsharded parameters inside the block (collective); with `write`, changes are kept."""
         ...
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:

@@ -31,8 +31,8 @@ class FsdpSettings(Settings):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """Frequency of gradient reduction: step (once per optimizer step; every rank stores full gradients), micro_batch
-    (less memory, more communication), or auto (step if the GPU memory suffices)."""
+    """Frequency of gradient reduction. step: once per optimizer step; every rank stores full gradients. micro_batch:
+    less memory, more communication. auto: step if the GPU memory suffices."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory (FSDP CPU offload)."""
 

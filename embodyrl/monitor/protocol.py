@@ -18,7 +18,7 @@ class RunInfo:
     run_id: str
     project: str = "embodyrl"
     offline: bool = False
-    """Write local files only, without contacting a server."""
+    """If True, write local files only, without contacting a server."""
     total_steps: int = 0
     """Number of training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None
@@ -36,8 +36,8 @@ class Monitor:
     """
 
     prompt: ClassVar[bool] = False
-    """True if the logger is called in the training thread; False: a background thread calls the logger, but never
-    `banner`, `progress` and `results`."""
+    """True if the logger is called in the training thread. False: a background thread calls the logger, and `banner`,
+    `progress` and `results` are not called."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Open the logger; an error here ends the run."""

@@ -219,7 +219,7 @@ def _derived(cfg: Config) -> dict[str, Any]:
 
 
 def _located(cfg: Config) -> dict[str, Any]:
-    """Return values that depend on this host and the hub: repository commits, reference weights, and precision."""
+    """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
     found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
     found |= {key: fetched_program(key, value) for key, value in program_keys(cfg)}
     if cfg.trains and cfg.algorithm.reference_path is not None:

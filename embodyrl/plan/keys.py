@@ -323,7 +323,7 @@ def _is_for_others(command: str, setting: Setting) -> bool:
 def _report_unread(
     setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]
 ) -> None:
-    """Record a known key without effect; reject a key of another environment or model, and a wrong value."""
+    """Add a known key without effect to `unread`, and an error for an unknown key or a wrong value to `problems`."""
     name = setting.key
     if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
         problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")

@@ -31,7 +31,7 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 
 
 def run_config(path: Path) -> Path | None:
-    """Return the path of the config.yaml of the run that contains a path; None: it is not in a run with checkpoints."""
+    """Return the config.yaml of the run that contains a path; None if no run with checkpoints contains the path."""
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder / "config.yaml"

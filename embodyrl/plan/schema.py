@@ -175,7 +175,7 @@ SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-"""Conditions, as in `Settings.needs`, of commands that run episodes without RL training."""
+"""Sampling keys and their condition (see `Settings.needs`), for commands that run episodes without RL training."""
 READS.add(
     "train",
     Reads(

@@ -1,4 +1,4 @@
-"""Resolution of config keys that name weights to policy folders."""
+"""Resolution of the values of weight keys, such as `ckpt`, to policy folders."""
 
 from pathlib import Path
 

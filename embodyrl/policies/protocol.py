@@ -216,7 +216,7 @@ def fitting_models(env: EnvSpec) -> str:
 
 
 def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:
-    """Write a folder of `Policy.save` as a self-contained checkpoint: adapters merged, in the compute precision.
+    """Convert a folder written by `Policy.save` to a self-contained checkpoint: adapters merged, compute precision.
 
     Args:
         cfg: model settings of the run.

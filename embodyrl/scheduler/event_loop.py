@@ -202,7 +202,7 @@ class PolicyClient:
             on_done(message)
 
     def _on_death(self, worker: str) -> None:
-        """Keep the unanswered requests of a dead rollout process, and continue a transfer of weights without it."""
+        """Keep the unanswered requests of a dead rollout process, and end the transfer of weights to the process."""
         if worker == self._receiving:
             self._receiving = ""
         if worker in self._restarted:
@@ -237,7 +237,7 @@ class PolicyClient:
 
 
 def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Replies]:
-    """Wait for the transfers in `under_way` and free their buckets; yield the replies to wait for."""
+    """Yield the replies of each transfer in `under_way`, then free its bucket; the caller waits for the replies."""
     while under_way:
         ticket, replies = under_way.pop()
         yield replies

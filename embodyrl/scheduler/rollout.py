@@ -53,13 +53,13 @@ class RolloutResult:
     filtered: list[Episode] = field(default_factory=list)
     """Filtered episodes that refill groups replaced; their records are freed."""
     refills: int = 0
-    """Number of refill groups."""
+    """Number of additional groups that were run to replace filtered groups."""
     greedy: dict[int, Episode] = field(default_factory=dict)
     """Greedy episode of each group by group id, if the algorithm needs greedy episodes."""
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
     continues: bool = False
-    """True if the next rollout continues the episodes that this rollout cut."""
+    """True if the next rollout continues the episodes that are unfinished at the end of this rollout."""
     reward_errors: list[str] = field(default_factory=list)
     """Reward errors, one per affected episode."""
 
@@ -166,7 +166,7 @@ class Rollout:
         return queue.pop()
 
     def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
-        """Discard an attempt at an episode, which uses no quota. With `again`, return the episode to the queue."""
+        """Discard an attempt at an episode without using quota. With `again`, return the episode to the queue."""
         queue = self._queue_of(slot)
         if again and queue is not None:
             queue.put_back(spec)

@@ -74,7 +74,7 @@ class RolloutScheduler(EventLoop):
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
-        """Queue a rollout behind earlier rollouts, or before them with `first`; its episodes start in free slots."""
+        """Queue a rollout, at the front with `first`; its episodes start in free slots."""
         self._num_opened += 1
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()

@@ -53,7 +53,7 @@ def following_action(valid: BoolArray, chunk_steps: int) -> int:
 
 @dataclass(frozen=True)
 class Open:
-    """A cut episode that may continue: its earlier part and its current observation."""
+    """Episode cut at the end of a rollout, which may continue in the next rollout."""
 
     so_far: EarlierPart
     observation: Mapping[str, np.ndarray]

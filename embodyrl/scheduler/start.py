@@ -93,7 +93,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
 
 
 def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
-    """Return the init settings of a policy process that acts and trains alone."""
+    """Return the init settings of a single policy process, which runs both inference and training."""
     cfg = run_plan.cfg
     learner = cfg if cfg.trains and run_plan.algorithm is not None else None
     planned = run_plan.resources

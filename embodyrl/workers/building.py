@@ -33,7 +33,7 @@ RANKS: Registry[Callable[..., Ranks]] = Registry(
 
 
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
-    """Join the process group of the actor ranks and shard the policy's weights; a collective call."""
+    """Join the process group of the actor ranks and shard the policy's weights (collective)."""
     if not init.shards:
         return OneRank(init.rank_info)
     sync = init.gradient_sync or init.actor.fsdp.gradient_sync

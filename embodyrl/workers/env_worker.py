@@ -78,7 +78,7 @@ class EnvWorker:
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
         self._converses = self._arena[Record.reply].shape[1] > 0
-        """True if the instruction is a conversation that grows with each reply; False: it is fixed per episode."""
+        """True if the instruction is a conversation that grows with each reply, False if it is fixed per episode."""
         self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
         """[N, bytes] encoded instruction of each slot's episode."""
 

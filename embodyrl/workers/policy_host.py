@@ -252,7 +252,7 @@ class RolloutWorker:
             arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
 
     def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action of running chunks; return the request for the remaining slots, and their env steps."""
+        """Write the next action of each running chunk; return the request and the env steps of the other slots."""
         waiting: list[int] = []
         about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
         for place, (row, seed, step) in enumerate(about):

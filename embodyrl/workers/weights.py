@@ -58,7 +58,7 @@ def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) ->
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer by name; listing all parameters for each bucket takes longer than copying them."""
+    """Return a parameter or buffer by name, without a slow list of all parameters."""
     owner, _, attribute = name.rpartition(".")
     return getattr(module.get_submodule(owner), attribute)
 

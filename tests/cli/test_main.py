@@ -82,7 +82,7 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
         (["train", "--json", "--dry-run"], "--json cannot be combined with --dry-run"),
         (["train", "--resume", "nowhere"], "no config.yaml"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
-        (["list"], "the kind to list is missing"),
+        (["list"], "embodyrl list needs the kind"),
         (["list", "env"], "Did you mean 'envs'?"),
         (["list", "envs", "seed=1"], "no more arguments"),
         (["show", "algoritm"], "Did you mean 'algorithm'?"),

@@ -202,7 +202,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
-        """Return `base` and the perturbations, without the configured suite; empty without perturbations."""
+        """Return the other suites: `base` and the perturbations; empty if the suite has no perturbations."""
         own = self.own_suite(cfg)
         return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 

@@ -23,7 +23,7 @@ ASSET_AXES = {"light": "lights", "background": "textures of walls and tables", "
 
 _UNMOVED = (0, 0, 100, 0, 0)
 _PIVOT = np.array([0.0, 0.0, 0.8])
-"""Centre of camera rotations and translations, m."""
+"""Fixed point, in metres, around which the camera rotates and changes its distance."""
 _JOINTS = np.array([0.0, -0.161037389, 0.0, -2.44459747, 0.0, 2.2267522, np.pi / 4])
 """Initial joint positions of LIBERO's arm, rad."""
 

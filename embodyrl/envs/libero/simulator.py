@@ -140,8 +140,9 @@ class TaskSimulator:
         expected = (1 + self._model.nq + self._model.nv,)
         if init_state.shape != expected:
             raise EnvError(
-                f"LIBERO task '{self.instruction}': the initial state has shape {init_state.shape}, the "
-                f"model expects {expected}. The package's states and scenes have different versions. Reinstall LIBERO."
+                f"LIBERO task '{self.instruction}': the initial state has shape {init_state.shape}, but the model has "
+                f"states of shape {expected}. The package's states and scenes have different versions. Reinstall "
+                "LIBERO."
             )
         self._model.site_rgba[:] = self._new_sites
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)

@@ -49,7 +49,7 @@ class Description:
     state_dim: int
     cameras: tuple[str, ...]
     max_episode_steps: int
-    """Time limit of the task itself, env steps; 0: no limit."""
+    """Time limit of the task itself, in env steps; 0: no limit."""
     draws_scene: bool = False
     """True if objects are sampled when the scene is built, so that a reset id does not determine an episode of a
     batch."""

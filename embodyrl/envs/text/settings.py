@@ -11,7 +11,7 @@ class TextSettings(EnvSettings):
     """Config keys for conversations; the section `data` contains the prompts, and `reward` the reward functions."""
 
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Maximum number of replies per episode; more than one only with tools."""
+    """Maximum number of replies per episode; values above 1 need tools."""
     tools: list[str] = []
     """Tools that a reply may call: calculator, python, or package.module:function that takes a text and returns a
     text (at most 1024 bytes, or the number in its attribute answer_bytes)."""

@@ -81,7 +81,7 @@ class BackgroundMonitor(Monitor):
         if self._failure is not None:
             raise self._failure
         if time.monotonic() - self._since > self._patience_s:
-            raise TimeoutError(f"a call of the logger has not finished within {self._patience_s:g} s")
+            raise TimeoutError(f"a call to the logger has not finished within {self._patience_s:g} s")
 
     def _work(self) -> None:
         try:

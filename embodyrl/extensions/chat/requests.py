@@ -13,7 +13,7 @@ from embodyrl.extensions.conversation import MARK, Message
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 8, 20, 4
 """Maximum `n`, maximum `top_logprobs`, and maximum number of `stop` strings of a request."""
 _ROLES = {"developer": "system"}
-"""Chat template role for each OpenAI role that chat templates do not have."""
+"""Role in chat templates for each OpenAI role that chat templates do not support."""
 
 
 class ApiError(Exception):

@@ -305,7 +305,7 @@ def slots(h: Harness) -> None:
     h.env.reset([0], [other])
 
     def keep_busy() -> None:
-        """Run some steps of the second episode, and reset it at its end."""
+        """Run some steps of a second episode in slot 0, and reset the slot when the episode ends."""
         if h.env.step_chunk([0], h.actions(2, stream=2)[None]).done.any():
             h.env.reset([0], [other])
 

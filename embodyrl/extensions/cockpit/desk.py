@@ -74,7 +74,7 @@ class Desk:
         return self._answer(client, content, image=True)
 
     def view(self, body: dict[str, Any]) -> Answer:
-        """Return the state of the scene, and the image if it is newer than the request's `after`."""
+        """Return the state of the scene, and the image unless the request's `after` is the number of this image."""
         moment = self.scene.moment if self.scene else 0
         return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
 

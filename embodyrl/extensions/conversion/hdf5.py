@@ -128,7 +128,7 @@ def _group(parent: Any, name: str) -> Any:
 
 
 def _member(parent: Any, name: str) -> Any:
-    """Return the member `name` of `parent`; raise ValueError if it is missing or stored in another file.
+    """Return the member `name` of `parent`; raise ValueError if the member is missing or stored in another file.
 
     Links and external data are rejected, because they can refer to any file of the computer.
     """

@@ -43,7 +43,7 @@ _LEAVES = {"image": Kind.image, "tensor": Kind.numbers, "text": Kind.text}
 
 
 def find_rlds(source: Path) -> Path | None:
-    """Return the folder with the metadata: the source itself, or the folder of its only version; None: not RLDS."""
+    """Return the folder with the RLDS metadata: `source` or the folder of its only version; None without metadata."""
     folders = [path.parent for path in (source / FEATURES, *sorted(source.glob(f"*/{FEATURES}"))) if path.is_file()]
     if len(folders) > 1 and folders[0] != source:
         names = ", ".join(folder.name for folder in folders)

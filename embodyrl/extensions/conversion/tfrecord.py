@@ -116,8 +116,8 @@ def _length(path: Path, file: BinaryIO, number: int) -> int:
     if len(stored) < 4:
         raise _damaged(path, f"record {number} is truncated")
     if struct.pack("<I", masked_crc(head)) != stored:
-        what = "has a wrong length checksum, or the file is compressed or not a TFRecord file"
-        raise _damaged(path, f"record {number} {what}")
+        what = f"record {number} has a wrong length checksum, or the file is compressed or not a TFRecord file"
+        raise _damaged(path, what)
     return struct.unpack("<Q", head)[0]
 
 

@@ -27,7 +27,7 @@ class Labels:
     returns: FloatArray
     """[N] normalised return-to-go, in -1..0."""
     value: FloatArray
-    """[N] predicted value; with several folds, the model was not trained on the episode."""
+    """[N] predicted value; with several folds, by a model that was not trained on the episode."""
     advantage: FloatArray
     positive: BoolArray
 

@@ -22,7 +22,7 @@ def _choose(chosen: Chosen) -> type[Settings] | None:
 
 
 def _problems(cfg: Any) -> Iterator[str]:
-    """Yield an error if the SFT objective needs another type of data than `data.path` contains."""
+    """Yield an error if `data.path` does not contain the type of data that the SFT objective needs."""
     objective = getattr(cfg, "objective", None)
     if objective is None or objective.name in ("imitation", "dpo"):
         return

@@ -73,8 +73,8 @@ class ObjectiveSettings(Settings):
     reference_path: Path | None = None
     """dpo: weights of the reference; default: the initial weights."""
     labels: Path | None = None
-    """File with the advantage label of each frame, from `embodyrl recap`: instructions get the suffix "Advantage:
-    positive" or "Advantage: negative", and the trained policy acts with the positive suffix."""
+    """File with the advantage label of each frame, written by `embodyrl recap`. Instructions get the suffix "Advantage:
+    positive" or "Advantage: negative"; the trained policy acts with the positive suffix."""
     label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """Fraction of training samples without the suffix; a guidance weight other than 1 needs such samples."""
     guidance: Annotated[float, Field(ge=0, lt=1000)] = 1.0

@@ -22,8 +22,8 @@ def list_things(args: argparse.Namespace) -> int:
     kinds = [*groups, "extensions", "runs"]
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
     if what not in kinds:
-        said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "the kind to list is missing."
-        raise ConfigError(f"embodyrl list: {said} Kinds: {', '.join(kinds)}.")
+        said = f" '{what}' is unknown.{closest(what, kinds)}" if what else ""
+        raise ConfigError(f"embodyrl list needs the kind of names to list.{said} Kinds: {', '.join(kinds)}.")
     if what == "runs":
         folder = _runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]

@@ -100,7 +100,7 @@ def _free(gpu: str) -> int:
 
 
 def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int]:
-    """Return the total frames per second of `count` processes, and the free GPU memory while they run."""
+    """Return the total frames per second of `count` processes, and the free GPU memory while the processes run."""
     environ = rendering(backend, device)
     command = [sys.executable, "-c", _FRAMES]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

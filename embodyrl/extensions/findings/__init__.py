@@ -62,7 +62,7 @@ class GpuParts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run the block as a part of the check; after an exception, the part has failed and its traceback is stored."""
+        """Run the block as a named part of the check. An exception fails only this part; its traceback is stored."""
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             yield

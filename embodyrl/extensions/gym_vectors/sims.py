@@ -84,7 +84,7 @@ class VectorSims(GymSlots):
             self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
 
     def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
-        """Restore the final observations of the ended slots `over`; return `success` [N] with the final values."""
+        """Store the final observations of the ended slots `over`; return `success` [N] with their final values."""
         ends, said = infos.get("final_obs"), infos.get("final_info", {})
         if ends is None:
             raise EnvError(

@@ -105,7 +105,7 @@ VECTORS = GymVectors()
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the argument for the number of environments, and other required arguments of LeRobot's `make_env`."""
+    """Return the arguments that `creator` needs to build `num_envs` environments, for example LeRobot's `make_env`."""
     if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).

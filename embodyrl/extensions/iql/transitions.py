@@ -38,7 +38,7 @@ def ends_of(demos: Demonstrations) -> BoolArray:
 def transitions_of(
     parts: Sequence[Demonstrations], length: int, gamma: float, reward_scale: float
 ) -> tuple[Demonstrations, DataTransitions]:
-    """Concatenate the data sets; return them with the transitions of all chunks of `length` actions.
+    """Return the concatenated data sets, and the transitions of all chunks of `length` actions.
 
     A chunk without a next observation is left out, unless the episode ends in a terminal state.
     """

@@ -151,7 +151,7 @@ def answer() -> None:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Describe the threads and child processes, other than those given, that still run after `seconds`."""
+    """Describe the new threads and child processes (not in `threads` or `children`) that still run after `seconds`."""
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),

@@ -37,7 +37,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     def __init__(
         self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None, *, takes_delay: bool = False
     ) -> None:
-        """Build the simulator of these settings in this process.
+        """Build the simulator in this process.
 
         Args:
             cfg: config of the run.

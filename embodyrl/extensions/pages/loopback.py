@@ -94,7 +94,7 @@ class Loopback(LimitedServer):
         self._stopped = True
 
     def call(self, act: Callable[[], Answer]) -> Answer:
-        """Run a function in the answering thread; raise its exceptions.
+        """Run a function in the thread of `answer_forever`; return its result or raise its exception.
 
         Raises:
             EmbodyError: the server has stopped before the function ran.

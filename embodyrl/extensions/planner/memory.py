@@ -41,16 +41,16 @@ class MemoryPlan:
     weights: int
     """Weights, and the moving average of the weights if the run trains one."""
     gathered: int
-    """Full weights gathered for rollouts, if the training weights are sharded."""
+    """Bytes of the full weights that are gathered for rollouts, if the training weights are sharded."""
     reference: int
     gradients: int
     optimizer: int
     activations: int
-    """Activations of a micro-batch, including the log-probabilities."""
+    """Bytes of the activations of a micro-batch, including the log-probabilities."""
     in_use: int
-    """Weights of the layers that FSDP gathers at the same time during training."""
+    """Bytes of the weights of the layers that FSDP gathers at the same time during training."""
     acting_batch: int
-    """Activations of the largest inference batch."""
+    """Bytes of the activations of the largest inference batch."""
     keeps_acting: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int

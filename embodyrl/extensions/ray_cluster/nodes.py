@@ -145,7 +145,7 @@ def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
 
 
 def left_of(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
-    """Return the usable nodes by number; a host that rejoined is a new node with the same address."""
+    """Return the usable nodes by number. A host that rejoined keeps its number, although its node id is new."""
     by_id, known = {node.id: node for node in usable}, {node.id for node in nodes}
     returned = {node.address: node for name, node in by_id.items() if name not in known}
     found = {number: by_id.get(node.id, returned.get(node.address)) for number, node in enumerate(nodes)}

@@ -70,7 +70,7 @@ def stages_of(name: str) -> set[str]:
 
 
 def read_arguments(words: Sequence[str]) -> Arguments:
-    """Assign the arguments to the stages.
+    """Assign the command-line arguments to the stages of a RECAP run.
 
     Raises:
         ConfigError: a required argument is missing, or an argument is invalid; one line per problem.

@@ -195,7 +195,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
     if differs := other_worlds(history.config, plain(cfg), state_keys()):
         raise ConfigError(
             f"eval.baseline={run}: its initial states are different ({differs}), so episodes cannot be paired. "
-            "Evaluate both with the same settings, or remove eval.baseline."
+            "Evaluate both policies with the same settings, or remove eval.baseline."
         )
     return partial(pair_suites, history.evaluations[-1].episodes)
 

@@ -49,7 +49,7 @@ def new(args: argparse.Namespace) -> int:
     chosen, files = KINDS[kind], render(kind, name)
     taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:
-        raise ConfigError(f"{', '.join(taken)} already exists. Choose another name, or remove it.")
+        raise ConfigError(f"These paths already exist: {', '.join(taken)}. Choose another name, or remove the paths.")
     if chosen.group and name in tree.options(chosen.group):
         raise ConfigError(f"{chosen.group}={name} is already an option of embodyrl. Choose another name.")
     if chosen.entries and importlib.util.find_spec(name) is not None:

@@ -275,7 +275,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
 
 
 def _repeated(column: Any) -> int:
-    """Return the additional bytes of a dictionary-encoded column after each row has a copy of its text."""
+    """Return the additional memory in bytes if a dictionary-encoded column is expanded to one value per row."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 

@@ -205,7 +205,7 @@ def _own_user(place: str) -> int:
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """Wait for a child; return its message, whether the child exited, and otherwise the reason to stop it."""
+    """Wait for a child until `end`; return its message, True if the child exited, and the exceeded limit, if any."""
     heard = b""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:

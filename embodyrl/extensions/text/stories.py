@@ -10,9 +10,9 @@ from embodyrl.extensions.text.conversation import TextRow
 ROWS, HELD_OUT_ROWS = 2000, 500
 _ASKS = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
-"""Exclusive upper bound of numbers n, divisor and remainder.
+"""Exclusive upper bound of the numbers, and the divisor and remainder of validation numbers.
 
-Numbers with n mod 5 = 3 occur only in validation, and all other numbers only in training."""
+Numbers n with n mod 5 = 3 occur only in validation, and all other numbers only in training."""
 _TRIES = 100
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")

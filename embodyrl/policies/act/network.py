@@ -85,7 +85,7 @@ class EncoderLayer(_FeedForward):
         self.self_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
 
     def forward(self, x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
-        """Map tokens [N, B, D] to the same shape; `padding` [B, N]: tokens that are not attended to.
+        """Map tokens [N, B, D] to the same shape; `padding` [B, N] is True for ignored tokens.
 
         Positions are added to queries and keys.
         """

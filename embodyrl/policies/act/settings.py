@@ -19,5 +19,5 @@ class ActSettings(LeRobotSettings):
     action_std: Positive = 0.1
     """gaussian: standard deviation of the noise on normalized actions."""
     temporal_ensemble: bool = False
-    """Temporal ensembling (evaluation only): pass whole chunks to an environment that averages them, see
-    env.ensemble_chunk."""
+    """Temporal ensembling (evaluation only): pass whole chunks to an environment that averages overlapping chunks (see
+    env.ensemble_chunk)."""

@@ -314,7 +314,7 @@ def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def untie(lm: Any, like: Any) -> None:
-    """Untie the output matrix from the input embeddings if the two are untied in model `like`."""
+    """Untie the output matrix of `lm` from the input embeddings if the two are tied in `lm` but not in `like`."""
     head = lm.get_output_embeddings()
     tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (lm, like)]
     if tied == [True, False]:

@@ -37,7 +37,7 @@ class DiffusionSettings(LeRobotSettings):
     greedy_start: GreedyStart = GreedyStart.random
     """Initial noise and sampler noise of greedy actions. random: noise seeded by the observation; zero: no noise."""
     noise_repeated: bool = False
-    """dsrl: the actor chooses one noise vector for all actions of a chunk; false: one per action."""
+    """dsrl: one noise vector for all actions of a chunk; false: one vector per action."""
     stochastic_steps: Stochastic = Stochastic.one
     """chain: train on one random denoising step per chunk, or on all steps; each step needs a forward pass."""
     diffusion_eta: Share = 1.0

@@ -30,7 +30,7 @@ class Committed:
 
     @classmethod
     def of(cls, rows: Tensor, counts: Tensor, mask: RtcMask) -> Self:
-        """Build from remaining actions `rows` [B, H, D] and `counts` [B, 2]: delay, number of remaining actions."""
+        """Create a `Committed` from actions `rows` [B, H, D] and `counts` [B, 2]: delay and number of actions."""
         delay, end = torch.minimum(counts[:, 0], counts[:, 1]), counts[:, 1]
         place = torch.arange(rows.shape[1], device=rows.device)
         return cls(

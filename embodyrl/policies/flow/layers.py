@@ -80,7 +80,7 @@ class RmsNorm(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the norm of [B, T, width] and the gate, None without a condition [B, D] or [B, T, D]."""
+        """Return the normalised x [B, T, width], and the gate (None without a condition [B, D] or [B, T, D])."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(spec, condition_width)
 
     def forward(self, x: Tensor, views: Sequence[View], condition: Tensor | None = None) -> Tensor:
-        """Map tokens [B, T, width] to the hidden states after the final norm; one view per layer."""
+        """Map tokens [B, T, width] to the hidden states after the final norm; `views` has one element per layer."""
         for layer, view in zip(self.layers, views, strict=True):
             x, _ = self._run(layer, x, view, condition)
         return self.norm(x, condition)[0]

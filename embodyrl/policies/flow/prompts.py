@@ -81,7 +81,7 @@ class FlowPrompts:
         self.width = 0 if form.reads_state else max((len(self.encode(task)) for task in tasks), default=0)
 
     def encode(self, task: str, state: npt.ArrayLike | None = None) -> tuple[int, ...]:
-        """Return token ids of one instruction and, if the format has it, a normalised state [S].
+        """Return the token ids of an instruction and, in formats with state, of the normalised state [S].
 
         Raises:
             ConfigError: the prompt exceeds the model's maximum length.

@@ -128,7 +128,7 @@ class FlowSettings(ResidualSettings):
 
     @property
     def sampled_steps(self) -> int:
-        """Number of candidate steps for the single stochastic step; the last step of CPS is deterministic."""
+        """Number of denoising steps from which the single stochastic step is sampled."""
         skips = self.ignore_last or self.likelihood is Likelihood.flow_cps
         return self.num_steps - 1 if skips else self.num_steps
 

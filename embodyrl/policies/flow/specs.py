@@ -209,7 +209,7 @@ _THEIRS = {
 
 
 def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Map sizes in transformers' configs to field names here; names in `more` are the same in both."""
+    """Return the sizes in a transformers config by field name; names in `more` are not translated."""
     return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 

@@ -48,7 +48,7 @@ class LeRobotModule(HeadedModule):
 
 
 class Read(NamedTuple):
-    """Output of the network for B observations, shared by all samples."""
+    """Encoding of B observations, shared by all chunks that are sampled for the same observation."""
 
     pooled: Tensor
     """[B, F] input of value heads and actors."""

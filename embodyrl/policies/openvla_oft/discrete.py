@@ -72,7 +72,7 @@ class DiscreteTokens:
         return *self._scores(logits, ids - self._columns.start, temperature), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """Return values [B, V]."""
+        """Return the value estimates [B, V] of observations."""
         # Values depend on the prompt; in an autoregressive model it precedes all action tokens.
         shape = len(inputs.prompt_ids), self._model.options.num_action_tokens
         return self._forward(inputs, torch.full(shape, self._columns.start, device=inputs.prompt_ids.device))[1]

@@ -255,7 +255,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Add the attention output of x [B, T, D] to `onto`; [B, R, D] if only queries of `rows` are needed."""
+        """Add the attention output of tokens x [B, T, D] to `onto`; with `rows`, only of these R queries: [B, R, D]."""
         rope, mask = plan.rope, plan.mask
         if rows is not None:  # only queries are skipped: keys and values of all tokens are needed
             (q,) = linears([self.q_proj], pick_rows(x, rows))

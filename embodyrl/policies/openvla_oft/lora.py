@@ -25,7 +25,7 @@ from embodyrl.policies.vla.adapter import (
 )
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
-"""Parts that may have adapters. Value head and proprioception projector are always fully trained."""
+"""Prefixes of the modules that may have adapters. Other modules, such as the value head, are trained in full."""
 _PUBLIC_PREFIX = "base_model.model."
 _OURS = ".default."
 

@@ -177,7 +177,7 @@ class OpenVlaOft(nn.Module):
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
-        """Embed like `embed` without slots, with a single token for all identical zero slots: [B, S, D]."""
+        """Embed the inputs like `embed`, but with a single token in place of all identical zero slots: [B, S, D]."""
         more = self.options.num_action_tokens - 1
         embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
         slot = last_prompt[:, None] + 1

@@ -251,7 +251,7 @@ VLA_EVAL = Names(
 
 
 def names_of(cfg: ConversationSettings) -> Names:
-    """Return the field names of the protocol, or the names in the config."""
+    """Return the keys of message fields: the config's keys if set, else those of the protocol."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
     return Names(
         images=names.images if cfg.image_names is None else tuple(cfg.image_names),

@@ -124,7 +124,7 @@ class CriticsOfExecuted(Critics):
         self._shape = shape
 
     def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """Return values [count, B] of features [B, F] and corrections [B, A or K A] relative to their bound."""
+        """Return Q values [count, B] of features [B, F] and corrections [B, A or K A] in units of their bound."""
         return super().forward(features, executed(features, actions, self._shape).flatten(1))
 
 
@@ -198,7 +198,7 @@ class Steered(ABC):
 
     @abstractmethod
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
-        """Return actions [B, K, A] in the units of the proposal."""
+        """Return actions [B, K, A] in the frozen model's normalised units."""
 
     @property
     def _key(self) -> str:

@@ -67,7 +67,7 @@ class Chosen:
 
     @classmethod
     def greedily(cls, state: Tensor) -> Self:
-        """Build from greedy chunks [B, H, D], with empty tokens and log-probabilities."""
+        """Create a `Chosen` from greedy chunks [B, H, D], with empty tokens and log-probabilities."""
         nothing = torch.zeros(len(state), 1, 0, device=state.device)
         return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
 

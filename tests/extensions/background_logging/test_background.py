@@ -85,7 +85,7 @@ def test_a_logger_that_hangs_is_dropped_with_one_warning(tmp_path: Path, gate: t
     assert [
         line
         for line in said
-        if "'hosted' failed and was dropped" in line and "a call of the logger has not finished" in line
+        if "'hosted' failed and was dropped" in line and "a call to the logger has not finished" in line
     ] == said
     assert len(said) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
@@ -101,7 +101,7 @@ def test_closing_a_logger_times_out(tmp_path: Path, gate: threading.Event, caplo
 
 def test_hanging_logger_start_ends_the_run(tmp_path: Path, gate: threading.Event):
     with pytest.raises(
-        ConfigError, match=r"'hosted' cannot start .* a call of the logger has not finished within 0\.1 s"
+        ConfigError, match=r"'hosted' cannot start .* a call to the logger has not finished within 0\.1 s"
     ):
         run_of(tmp_path, Stuck("open", gate), patience_s=0.1)
 

@@ -177,7 +177,7 @@ def test_invalid_data_commands_are_refused(two, tmp_path: Path) -> None:
     own, shown, _ = two
     out = tmp_path / "out"
     for words, flags, reason in (
-        (("join", own), {}, "unknown action 'join'"),
+        (("join", own), {}, "'join' is unknown"),
         (("merge", out, own), {}, "at least two"),
         (("filter", own, out), {}, "needs a condition"),
         (("info", own), {"success": True}, "--success applies only"),

@@ -168,7 +168,7 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
     changed = next(iter(before))
     changed.write_text("my own work")
     assert main(["new", kind, "mine"]) == 2
-    assert "already exists. Choose another name" in capsys.readouterr().err
+    assert "already exist: " in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before.keys()
     assert changed.read_text() == "my own work"
 

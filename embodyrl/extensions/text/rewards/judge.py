@@ -187,7 +187,7 @@ class _Child:
         return replies
 
     def _line(self, seconds: float, clock: RunClock) -> bytes | None:
-        """Return the next output line of the process; empty: the process exited; None: timeout."""
+        """Return the next output line of the process: empty if the process exited, None after a timeout."""
         assert self._process is not None and self._process.stdout is not None
         while b"\n" not in self._buffer:
             if (left := seconds - clock.now()) <= 0:

@@ -186,7 +186,7 @@ def _plain(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _beside(module: nn.Module) -> dict[str, Tensor]:
-    """Return the fully trained weights next to adapters: heads, and the projections of the flow."""
+    """Return the weights that have no adapters and are trained in full: heads, and the projections of the flow."""
     parts = ("vision.", "projector.", "language.", "expert.")
     return {key: tensor for key, tensor in _plain(module).items() if not key.startswith(parts)}
 

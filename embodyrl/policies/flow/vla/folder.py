@@ -281,7 +281,7 @@ def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Add embodyrl's statistics to the LeRobot files of a folder, if there are such files."""
+    """Return the files of a checkpoint with embodyrl's statistics copied into the LeRobot files, if any."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}

@@ -130,7 +130,7 @@ class SmolVla(FlowModel):
         return self._mix_time(self.action_in_proj(x), when), None
 
     def _append_state(self, prefix: Prefix, view: View) -> tuple[KeysValues, ...]:
-        """Return keys and values of images, text and the state token, which attends to all of them."""
+        """Append the keys and values of the state token to the keys and values of images and text."""
         token = self.state_proj(prefix.state.to(self.state_proj.weight.dtype))[:, None]
         views = [View(view.rope, view.mask, pair) for pair in prefix.layers]
         own, _ = self.language.remember(token, views)

@@ -53,7 +53,7 @@ def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Process
 
 
 def prompt_limit(folder: Path) -> int | None:
-    """Return the maximum number of tokens of a prompt in a checkpoint's files, or None.
+    """Return the maximum number of prompt tokens, read from the checkpoint's files; None if the files set no limit.
 
     The tokenizer step of LeRobot's preprocessor overrides config.json (lerobot: tokenizer_max_length, openpi:
     max_token_len).
