@@ -195,7 +195,7 @@ class BenchmarkSpec:
     """Suite of each task, if evaluations cover several suites.
     All suites have the tasks of the first suite, the training suite."""
     held_out: int = 0
-    """Number of initial states, the last of each task, that are held out for evaluation; `state_ids` overrides it."""
+    """Number of the last initial states of each task that are held out for evaluation, unless `state_ids` is set."""
     unnorm_key: str | None = None
     """Key of the action statistics in the published `dataset_statistics.json`."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
-"""Modes of `loss_agg_func` that sum over the tokens of an action; the other modes average."""
+"""Modes of `loss_agg_func` that sum over the tokens of an action instead of averaging."""
 
 
 def scored_columns(values: Any, actions: int, scored: int) -> Any:

@@ -81,7 +81,7 @@ class Deadline:
             raise Abandoned(f"did not respond for {self._limit_s:g} s")
 
     def _watch(self) -> None:
-        """Postpone the watchdog's stack dump, at most once per second, because each call starts a thread."""
+        """Postpone the watchdog's stack dump at most once per second, because each call starts a thread."""
         if self._clock.now() - self._watched >= _TICK_S:
             self._watched = self._clock.now()
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _LAST_RESORT_S, file=2)

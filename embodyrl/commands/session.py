@@ -216,7 +216,7 @@ class Session:
             self._best, self._best_step = [*score], self.step
 
     def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of the current step unless it exists, delete old checkpoints, and return its path.
+        """Write the checkpoint of the current step if it is missing, delete old checkpoints, and return the path.
 
         With `checkpoint.async_save` the checkpoint is complete when `wait_for_save` returns.
         """

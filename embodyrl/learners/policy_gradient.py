@@ -40,7 +40,7 @@ class _Part:
     """A micro-batch of B samples."""
 
     seen: IntArray | Observation
-    """Observations, or record indices [B] from which observations are read when they are needed."""
+    """Observations, or record indices [B] from which the observations are read on demand."""
     tokens: IntArray
     """[B, L] sampled tokens."""
     inputs: LossInputs

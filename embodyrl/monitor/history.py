@@ -25,7 +25,7 @@ VIDEO_FOLDER = "videos"
 
 
 _DOUBTS = 5
-"""Number of least probable tokens shown for each episode."""
+"""Number of tokens with the lowest probability that are shown for each episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ class RunInfo:
 
 
 class Monitor:
-    """Base class of loggers; subclasses override the methods that they need.
+    """Base class of loggers, whose methods do nothing by default.
 
     If a method raises an exception, the caller drops the logger.
     """

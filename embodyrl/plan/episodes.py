@@ -1,4 +1,4 @@
-"""Lists of the episodes of training steps and evaluations, planned before they start."""
+"""Lists of the episodes of training steps and evaluations, which are planned in advance."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class StepRollouts:
         return collection
 
     def ahead(self, step: int) -> None:
-        """Queue the next rollouts: idle slots reset immediately, and the policy acts once it has new weights."""
+        """Queue the next rollouts: idle slots reset immediately, and inference waits for the new weights."""
         self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:

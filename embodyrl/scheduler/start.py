@@ -197,7 +197,7 @@ class Started:
     def wait_until_ready(
         self, loop: EventLoop, hosts: list[WorkerSpec], envs: dict[str, tuple[WorkerSpec, Callback]]
     ) -> None:
-        """Wait until all workers are ready; after an error, stop all of them."""
+        """Wait until all workers are ready; after an error, stop all workers."""
         policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in hosts}
         try:
             with self.supervisor.signals():

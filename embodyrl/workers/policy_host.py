@@ -271,7 +271,7 @@ class RolloutWorker:
         return replace(request, chunks=steps // self._steps, **picked), steps
 
     def values(self, request: ValueRequest) -> None:
-        """Compute the values of final observations for bootstrapping, and write them into the records."""
+        """Compute the values of final observations for bootstrapping, and write the values into the records."""
         size = request.padded_size or ROWS_AT_A_TIME
         for part in self._rank_info.share(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])

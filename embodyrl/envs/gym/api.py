@@ -108,7 +108,7 @@ def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple
 
 
 def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """Return the result of `step`; raise EnvError unless it has five values and ends with a dict.
+    """Return the result of `step`; raise EnvError unless the result has five values and the last is a dict.
 
     >>> require_step("mine", ([0.0], 1.0, False, False, {}))[1]
     1.0

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loaded:
-    """Loaded task model, and the slot that uses it."""
+    """Loaded task model, and the slot that uses the model."""
 
     simulator: TaskSimulator
     occupant: int | None = None

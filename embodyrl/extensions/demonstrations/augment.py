@@ -24,7 +24,7 @@ CROP_AREA = 0.9
 
 
 def draw(count: int, seed: int) -> Tensor:
-    """Sample uniform numbers [6, count] that determine the augmentation of `count` frames on any device."""
+    """Sample the uniform random numbers [6, count] that determine the augmentation of `count` frames."""
     return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
 
 

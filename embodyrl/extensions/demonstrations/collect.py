@@ -254,7 +254,7 @@ class _Collecting:
         return trials
 
     def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
-        """Run the episodes of `trials`, and write the kept episodes in this order."""
+        """Run the episodes of `trials`, and write the kept episodes in the order of `trials`."""
         ended: dict[int, Demonstration | None] = {}
         waiting = list(range(len(trials)))
 

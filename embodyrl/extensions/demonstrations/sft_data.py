@@ -104,7 +104,7 @@ def further_folders(cfg: Config) -> tuple[list[Path], Path | None]:
 
 
 def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
-    """Return the path of `folder` after checking that its demonstrations can be combined with those of `data.path`.
+    """Check that the demonstrations in `folder` can be combined with those in `data.path`; return the path of `folder`.
 
     Raises:
         ConfigError: the demonstrations differ from those of `data.path`.

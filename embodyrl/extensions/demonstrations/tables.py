@@ -109,7 +109,7 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
 
 
 def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number the steps of third-party data from 0 without gaps, like `find_rows`.
+    """Return the episode rows of third-party data with steps numbered from 0 without gaps (see `find_rows`).
 
     Overlapping or inconsistent episodes stay unchanged, and are reported by the checks.
     """

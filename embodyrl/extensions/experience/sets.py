@@ -90,7 +90,7 @@ def open_set(root: Path) -> DataSet:
 
 
 def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
-    """Add success and return to the metadata of a third-party data set, if its columns contain them."""
+    """Add success and return of each episode to the metadata of a third-party data set, if it has these columns."""
     found = find_rows(root, rows) if rows and len(card.without) < len(_OUTCOMES) else None
     success = None if found is None or SUCCESS in card.without else read_success(found)
     reward = None if found is None or REWARD in card.without else read_vectors(found, REWARD, 1)[:, 0]

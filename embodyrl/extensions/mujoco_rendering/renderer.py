@@ -184,7 +184,7 @@ def _first_error(output: str) -> str:
 
 
 def draw_without_display() -> None:
-    """Set MUJOCO_GL on a machine without a display, unless it is set or the backend cannot be loaded."""
+    """Set MUJOCO_GL on a machine without a display, unless MUJOCO_GL is set or the backend cannot be loaded."""
     silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
     if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
         return

@@ -44,7 +44,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return whether the final observation of terminated episodes is stored as an achieved goal."""
+        """True if the final observation of terminated episodes is stored, as an achieved goal."""
         return self.hindsight_goals > 0
 
 

@@ -20,7 +20,7 @@ from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
 
 MIB, GIB = 2**20, 2**30
 _PROCESS = 290 * MIB
-"""Host memory of a process with torch and a policy."""
+"""Host memory in bytes of a process with torch and a policy."""
 _ADAPTERS = 180 * MIB
 """Additional host memory of the adapter library, which imports transformers."""
 _CUDA = 600 * MIB

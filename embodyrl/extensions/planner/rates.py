@@ -155,7 +155,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
 
 
 def known_speed(kind: str) -> Speed | None:
-    """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for it."""
+    """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for the name."""
     # Match whole words: L4 does not match L40S.
     return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
 

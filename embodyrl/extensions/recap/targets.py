@@ -109,7 +109,7 @@ def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, 
 
 
 def forced(demos: Demonstrations) -> BoolArray:
-    """Return the mask [N] of frames whose action is not from the policy; their labels are always positive."""
+    """Return the mask [N] of frames whose action is not from the policy, so that the label is always positive."""
     return demos.actor != Actor.policy
 
 

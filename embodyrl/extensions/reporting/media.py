@@ -40,7 +40,7 @@ class Shelf:
     _keys: dict[Path, str] = field(default_factory=dict)
 
     def put(self, video: Path) -> str:
-        """Add a video to the page if it is new; return its key."""
+        """Add a video to the page, unless the page already contains the video; return the key of the video."""
         if video not in self._keys:
             key = self._keys[video] = f"v{len(self._keys)}"
             size = video.stat().st_size

@@ -132,7 +132,7 @@ def _looks(most: int) -> Iterator[int]:
 
 
 def _most_pairs(cfg: Config) -> int:
-    """Return the maximum number of pairs; raise an error if an initial state repeats.
+    """Return the maximum number of episode pairs of the test.
 
     Raises:
         ConfigError: an initial state occurs several times.

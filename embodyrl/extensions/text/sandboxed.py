@@ -333,7 +333,7 @@ def _run(program: str) -> None:
 
 
 def _exit_code(action: Callable[[], Any]) -> int:
-    """Call a function and return an exit code for the child; write the reason for a failure to stderr."""
+    """Call a function in the child process; return the exit code, and write the reason for a failure to stderr."""
     code = 0
     try:
         try:

@@ -206,7 +206,7 @@ class Foreign:
 
     @classmethod
     def of(cls, name, shown):
-        """Return the local class for exceptions with this name, derived from the built-in exception `shown`."""
+        """Return the local exception class with this name, derived from the built-in exception `shown`."""
         base = next((base for base in _SHOWN if base.__name__ == shown), Exception)
         return cls.known.setdefault(name, type(str(name), (base,), {}))
 

@@ -153,7 +153,7 @@ class FlowInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Output of the backbone for images and text; independent of the expert, its head and projections."""
+    """Output of the backbone for images and text, which does not depend on the action expert."""
 
     layers: tuple[KeysValues, ...]
     """Keys and values of each language layer."""

@@ -85,7 +85,7 @@ class LeRobotPolicy(OnlyActs):
         return {name: np.asarray(reply[name], np.float32) for name in ("chunk", "state")}
 
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
-        """Return LeRobot's features of each observed step, oldest first."""
+        """Return the observation of each step as a dict of LeRobot features, oldest step first."""
         count = self._saved.n_obs_steps
         images = obs.images[..., ::-1, ::-1, :] if self._env.cameras.rotation_deg == 180 else obs.images
         images = images.reshape(len(obs), count, -1, *images.shape[2:]) if self._views else images

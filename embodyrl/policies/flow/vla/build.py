@@ -239,7 +239,7 @@ def build_policy(
 
 
 def _fill(module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest) -> None:
-    """Read the weights of `model.path`, and merge the adapter of `model.lora.path` if no adapters are trained."""
+    """Load the weights of `model.path`, with the adapter of `model.lora.path` merged unless adapters are trained."""
     adapter = given_adapter(cfg)
     if starts_random(folder):
         module.network.model.initialise(request.seed)
