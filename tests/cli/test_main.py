@@ -270,7 +270,7 @@ def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.Captur
         cfg = yaml.safe_load(capsys.readouterr().out)
         assert (cfg["seed"], cfg["runner"]["max_steps"]) == (4, 11)
     assert main(["train", "--resume", str(run), "env=libero_10"]) == 2
-    assert "no groups" in capsys.readouterr().err
+    assert "no group options" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "ckpt=x"]) == 2
     assert "remove one of the two" in capsys.readouterr().err
 

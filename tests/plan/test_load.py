@@ -280,7 +280,12 @@ def test_saved_config_is_validated_strictly(tmp_path: Path) -> None:
         load_saved_config(tmp_path, ["env=libero_10", "seed=a"])
     text = str(caught.value)
     assert len(caught.value.problems) == 4, text
-    for fragment in (f"{file}: unknown key 'sed'", "algorithm.update_epoch=x must be", "no groups", "seed=a: must be"):
+    for fragment in (
+        f"{file}: unknown key 'sed'",
+        "algorithm.update_epoch=x must be",
+        "no group options",
+        "seed=a: must be",
+    ):
         assert fragment in text
     with pytest.raises(ConfigError, match="list runs"):
         load_saved_config(tmp_path / "nowhere", [])
