@@ -90,7 +90,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_small(path).decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
+        raise ValueError(f"the JSON in {path} is nested too deeply") from None
 
 
 def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:

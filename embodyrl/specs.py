@@ -337,7 +337,7 @@ class EnvCosts:
     task_bytes: int = 0
     """Bytes of memory per loaded task, if a worker cannot hold all tasks; 0: negligible."""
     gpu_bytes: tuple[int, int] = (0, 0)
-    """Bytes of GPU memory of an env worker: a fixed part, and a part per slot (with `task_bytes`: per task)."""
+    """GPU memory of an env worker in bytes: a fixed amount, and an amount per slot (with `task_bytes`: per task)."""
     chunk_s: float = 0.0
     """CPU seconds for simulating and rendering a chunk of 8 actions; 0: unknown or negligible."""
     gpu_s: float = 0.0
@@ -351,7 +351,7 @@ class PolicyCosts:
     """Estimated size, memory and work of a policy; 0: unknown."""
 
     SHARED_FRACTION = 0.5
-    """Maximum fraction of tokens that remains when equal prompts are computed only once, in a separate pass."""
+    """Maximum fraction of tokens left after deduplication for equal prompts to be computed once, in a separate pass."""
     num_parameters: int = 0
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""

@@ -192,7 +192,7 @@ class Episode:
 
     @property
     def whole(self) -> EarlierPart:
-        """Part of the episode so far, including earlier training steps."""
+        """Summary of the episode so far, including earlier training steps."""
         spec, length, earned, success, parts = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
         more = length + self.length, earned + self.episode_return, success or self.success_once
         return EarlierPart(spec, *more, parts + self.components.sum(axis=0))

@@ -87,7 +87,7 @@ class LossInputs:
         return {name: value for name, value in found if value is not None}
 
     def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
-        """Yield consecutive parts of the micro-batch with the given numbers of samples."""
+        """Yield consecutive slices of the micro-batch with the given numbers of samples."""
         parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
         for own in zip(*parts.values(), strict=True):
             yield replace(self, **dict(zip(parts, own, strict=True)))

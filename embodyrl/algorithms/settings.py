@@ -139,7 +139,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return True if terminated episodes need a final observation, as relabelled goals may undo the termination."""
+        """Return True if terminated episodes need a final observation: relabelled goals may undo the termination."""
         return False
 
     def problems(self) -> Iterator[str]:

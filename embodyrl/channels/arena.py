@@ -55,7 +55,7 @@ Tickets = Sequence[int] | npt.NDArray[np.int64]
 
 
 def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
-    """Return the record indices [n] (along the first axis of each field) of tickets [n], which may be stale."""
+    """Return the record indices [n] of tickets [n], which may be stale. They index the first axis of each field."""
     return np.asarray(tickets, np.int64) & _RECORDS
 
 

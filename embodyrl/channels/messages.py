@@ -79,10 +79,10 @@ class Request:
     sequence: int = 0
     """Sequence number of the request, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker reads, by name of the request attribute with the records' tickets; None: all
-    fields. The state of a record is always included."""
+    """Record fields that the worker reads, by name of the request attribute that contains the records' tickets; None:
+    all fields. The state of a record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker writes, by name of the request attribute with the records' tickets."""
+    """Record fields that the worker writes, by name of the request attribute that contains the records' tickets."""
     pool: ClassVar[int] = 0
     """Index of the shared memory that contains the records (see `Use.pool`)."""
 
@@ -159,7 +159,7 @@ class EnvReport:
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest(Request):
-    """Request to compute actions for a batch of observations and to write the actions into the same records."""
+    """Request to compute actions for a batch of observations, and to write them into the observations' records."""
 
     tickets: Tickets
     """[n] tickets of the records with the observations; `noise_seeds` and `chunks` also have length n."""

@@ -76,7 +76,7 @@ class ClusterSettings(Settings):
     silence_timeout_s: Seconds = 120.0
     """Time without a connection to the cluster, or without a response of its head node, after which workers exit."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
-    """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
+    """Nodes or hosts of each component with launcher=ray, such as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
 
     def problems(self) -> Iterator[str]:
         """Yield an error if `min_nodes` exceeds `num_nodes`."""

@@ -233,8 +233,8 @@ class Supervisor:
             )
         if spec.simulates and died.traceback and self._failures.get(name) == died.reason:
             raise WorkerError(
-                f"worker {name} {reason}, again after a restart and in the same step, so it is not restarted. Check "
-                f"the environment with `embodyrl check-env`.{where}\n{died.traceback}"
+                f"worker {name} {reason}; after its last restart it failed in the same step again, so it is not "
+                f"restarted. Check the environment with `embodyrl check-env`.{where}\n{died.traceback}"
             )
         self._failures[name] = died.reason
         # Restart immediately the first time, as most deaths are accidents; then after 0.5, 1, 2 ... s, at most 8 s.

@@ -87,7 +87,7 @@ CONVERSATIONS: Registry[Conversations] = Registry(
 
 
 class Comparison(Protocol):
-    """Comparison of two evaluations of a suite; the implementation is a dataclass, saved in `eval.json`."""
+    """Interface of the comparison of two evaluations of a suite: a dataclass, which is saved in `eval.json`."""
 
     def line(self, names: tuple[str, str]) -> str:
         """Return the comparison in one line, with the names of both evaluations."""

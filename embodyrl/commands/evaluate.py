@@ -165,7 +165,7 @@ def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
 def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None]) -> None:
     failed = collection.video_problems
     if failed and cfg.faults.on_video_error == OnVideoError.stop:
-        raise EmbodyError(f"{len(failed)} recordings failed (faults.on_video_error=warn continues): {failed[0]}")
+        raise EmbodyError(f"{len(failed)} recordings failed (set faults.on_video_error=warn to continue): {failed[0]}")
     for problem, times in Counter(failed).most_common(3):
         warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
     collection.report_reward_errors(warn, set())

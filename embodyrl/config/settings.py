@@ -90,7 +90,7 @@ class Settings(BaseModel):
     """Name of a field of type Settings whose keys are written without the field's name, next to the keys of this
     class."""
     inlined: ClassVar[Mapping[str, type[Settings]]] = {}
-    """Settings class of the flattened field (see `flattened`) by section name, for sections with such a field."""
+    """Settings class of each flattened field (see `flattened`), by name of the section that contains the field."""
 
     def __eq__(self, other: object) -> bool:
         """Return True for equal classes and values, regardless of the sources of the values."""

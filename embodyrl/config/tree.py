@@ -162,7 +162,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
         raw = _Loader(text).get_single_data() or {}
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file} is not valid YAML; correct it: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} is not a config; write `key: value` lines.")
     return raw

@@ -15,7 +15,7 @@ _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
 _PLAIN = ("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop")
-"""Keys whose values are never code or addresses; extensions add keys as `embodyrl.plain_keys`."""
+"""Keys whose values are never code or addresses; extensions add keys as entry points of `embodyrl.plain_keys`."""
 _PROGRAMS = ("env.id",)
 """Keys whose value may be a hub repository (owner/name@revision) with code that the run executes."""
 STARTED: Registry[Any] = Registry("program key", group="embodyrl.program_keys", wants="a class", fits=callable)

@@ -96,7 +96,7 @@ class ReportsSolvedStarts(Env, Protocol):
     """Interface of environments that report episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the slots whose goal was already reached before the first action."""
+        """Return the given slots whose goal was already reached before the first action."""
         ...
 
 

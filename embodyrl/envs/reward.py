@@ -152,7 +152,9 @@ class StepReward:
             value = self._function(step)
             # The parts are columns of metrics and records, which are allocated before the first step.
             if isinstance(value, Mapping) and {*value} != {*self._names}:
-                raise ValueError(f"the function returned {', '.join(value)}, expected {', '.join(self._names)}")
+                raise ValueError(
+                    f"the function returned components {', '.join(value)}, expected {', '.join(self._names)}"
+                )
             parts = [float(value[name]) for name in self._names] if isinstance(value, Mapping) else [float(value)]
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
                 raise ValueError(f"the function returned {value!r:.80}, expected {len(self._names)} finite number(s)")

@@ -166,7 +166,7 @@ class ConsoleMonitor(Monitor):
         self._picture = self._board = None
 
     def _broken(self, text: str) -> str:
-        """Wrap lines to the terminal's width, indented behind the label of a banner line; paths are not split."""
+        """Wrap lines to the terminal's width; indent continuation lines as in the banner, and do not split paths."""
         if not self._live:
             return text
         how: Any = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}

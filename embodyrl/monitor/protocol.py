@@ -55,7 +55,7 @@ class Monitor:
         """Show the banner, a list of lines about the run, before the first step."""
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Show that `done` of `total` parts of the phase `what` are finished. This method is called often."""
+        """Show that `done` of `total` units of the phase `what` are finished. This method is called often."""
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
         """Show the success rate or return of each task in the first and last validation, at the end of the run."""

@@ -227,7 +227,7 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
 
 
 def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
-    """Yield the settings that asynchronous rollouts do not support, one line each with the fix."""
+    """Yield an error, with its fix, for each setting that asynchronous rollouts do not support."""
     if lag and deterministic:
         yield (
             f"algorithm.max_staleness={lag}: the weights of an asynchronous rollout depend on timing, so "

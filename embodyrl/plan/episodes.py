@@ -326,7 +326,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
 
 @dataclass(frozen=True, slots=True)
 class _LazyEpisodes(Sequence[EpisodeSpec]):
-    """Queue whose episodes are created on access, because most of them never start within the quota."""
+    """Queue of one slot's episodes, which are created on access because most episodes never start."""
 
     specs: Callable[[int], list[EpisodeSpec]]
     slot: int

@@ -39,7 +39,7 @@ PLANNERS: Registry[Callable[[Any], Resources]] = Registry(
 
 
 def plan_resources(run_plan: Any) -> Resources:
-    """Return the settings from the first planner, or the settings that need the least memory without a planner."""
+    """Return the settings from the first planner; without a planner, return the settings that need the least memory."""
     for planner in PLANNERS.every():
         return planner(run_plan)
     cfg = run_plan.cfg

@@ -58,7 +58,7 @@ def check_weights(
         cure = next((text for part, text in (fixes or {}).items() if misfits[0].startswith(part)), fix or _MISFIT)
         shapes = [f"{shown(key)} {list(found[key].shape)} instead of {list(mine[key].shape)}" for key in misfits]
         raise CheckpointError(
-            f"{where}: {len(misfits)} weights have different shapes than in this model: {_some(shapes)}. {cure}"
+            f"{where}: {len(misfits)} weights differ in shape from this model: {_some(shapes)}. {cure}"
         )
 
 

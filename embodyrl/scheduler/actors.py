@@ -1,4 +1,4 @@
-"""Parts of a training step in the driver: rollouts, and requests to the actor ranks."""
+"""Training step in the driver: rollouts, and requests to the actor ranks."""
 
 import hashlib
 import json

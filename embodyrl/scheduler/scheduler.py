@@ -179,7 +179,7 @@ class RolloutScheduler(EventLoop):
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
     def _reset_requests(self, worker: str, rows: range, crashed: bool) -> tuple[ResetRequest, ...]:
-        """Start the next episodes of slots; slots that continue a cut episode need no reset."""
+        """Start the next episodes of idle slots; slots that continue a cut episode need no reset."""
         fresh: list[int] = []
         going_on: list[int] = []
         for row in self._slots.in_phase(Phase.IDLE, rows):

@@ -1,4 +1,4 @@
-"""Construction of the parts of a policy process: policy, reference policy, process group, learner."""
+"""Construction of the components of a policy process: policy, reference policy, process group, learner."""
 
 from collections.abc import Callable
 from dataclasses import replace

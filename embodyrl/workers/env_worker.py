@@ -49,7 +49,7 @@ class Recordings(Protocol):
         ...
 
     def add(self, slot: int, success: bool) -> Recording | None:
-        """Append the current frame of a slot; after a problem, which is returned, the slot is not recorded."""
+        """Append the current frame of a slot; on failure, stop the recording and return the problem."""
         ...
 
     def end(self, slot: int) -> Recording:

@@ -51,7 +51,7 @@ def test_repeated_error_after_restart_ends_the_run():
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
     for step in (3, 4):
         one._on_worker_death("env_0", WorkerDied(reason=f"raised x, step {step}", log="", traceback="Traceback"))
-    with pytest.raises(WorkerError, match="again after a restart and in the same step"):
+    with pytest.raises(WorkerError, match="after its last restart it failed in the same step again"):
         one._on_worker_death("env_0", WorkerDied(reason="raised x, step 4", log="", traceback="Traceback"))
     assert len(said) == 2
     launcher.stop()

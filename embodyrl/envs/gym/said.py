@@ -64,7 +64,7 @@ def instruction_of(
         what = f"is {found[0]!r:.60}, which is not a string" if found else "does not exist"
         raise EnvError(
             f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Text observations and info keys "
-            f"after reset: {there}. Set it to one of these keys, or set env.instruction."
+            f"after reset: {there}. Set env.instruction_key to one of these keys, or set env.instruction."
         )
     if texts:
         ranks = {name: rank for rank, name in enumerate(_INSTRUCTION)}

@@ -38,7 +38,7 @@ class HistorySettings(EnvSettings):
 
     @property
     def ensemble_delay(self) -> int:
-        """Number of env steps between an observation and the first averaged action that includes its chunk."""
+        """Number of env steps from an observation to the first averaged action that uses the observation's chunk."""
         return 0 if self.ensemble_chunk is None else super().delay[1]
 
     def problems(self) -> Iterator[str]:

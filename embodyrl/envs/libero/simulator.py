@@ -191,7 +191,7 @@ class TaskSimulator:
         return SimStep(reward=float(reward), terminated=done, success=done)
 
     def _run_stock(self, command: DoubleArray) -> None:
-        """Run the benchmark's own substeps and controller, bit-identical, with one evaluation of the dynamics each.
+        """Run the benchmark's substeps and controller, bit-identical, with one evaluation of the dynamics per substep.
 
         Robosuite evaluates the dynamics twice before its controller, which needs only positions and velocities
         (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
@@ -283,7 +283,7 @@ class TaskSimulator:
 
     @contextlib.contextmanager
     def _viewed(self) -> Iterator[None]:
-        """Set the poses of the observed substep inside the block, and restore the state afterwards."""
+        """Set the poses of the observed substep for the duration of the block, then restore the state."""
         qpos, sites = self._data.qpos.copy(), self._model.site_rgba.copy()
         self._data.qpos[:] = self._view_qpos
         self._model.site_rgba[:] = self._view_sites

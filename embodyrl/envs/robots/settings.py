@@ -27,7 +27,7 @@ class RobotSettings(GymSettings):
 
     @property
     def preset(self) -> Preset:
-        """Declared properties of the preset `robot`."""
+        """Preset that `robot` selects."""
         return (PIXEL_PRESETS if self.pixels else PRESETS)[self.robot]
 
     def problems(self) -> Iterator[str]:

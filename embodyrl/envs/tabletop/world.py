@@ -43,7 +43,7 @@ class Axis(StrEnum):
     """Variations of the environment for evaluation."""
 
     base = "base"
-    """No variation."""
+    """Task without variation."""
     colours = "colours"
     """Other shades of the same colours."""
     positions = "positions"

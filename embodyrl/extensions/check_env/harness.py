@@ -170,7 +170,7 @@ class Harness:
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
     def first_start(self, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Return the start of an episode in the first initial state of the first task."""
+        """Return the episode start for the first initial state of the first task."""
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:

@@ -68,7 +68,7 @@ def observe(h: Harness) -> None:
 
 @check("reset")
 def instruction(h: Harness) -> None:
-    """Check that the instruction is as declared, or a constant text if the environment provides the text."""
+    """Check that the instruction is as declared, or constant in an episode if the environment provides the text."""
     for task in h.tasks():
         first = h.start(h.reset_ids(task)[0])
         h.env.reset([0], [first])

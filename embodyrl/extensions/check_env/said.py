@@ -1,4 +1,4 @@
-"""Warnings about instructions, success flags and action masks of a Gymnasium environment that are ignored."""
+"""Warnings about ignored instructions, success flags and action masks of a Gymnasium environment."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -108,7 +108,7 @@ class Desk:
         return client.answer
 
     def _answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
-        """Return the body: length of the JSON (4 bytes, big-endian), the state as JSON, and the image as JPEG."""
+        """Return content type and body: length of the JSON (4 bytes, big-endian), state as JSON, and image as JPEG."""
         scene = self.scene
         content |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
         content["live"] = scene is not None
@@ -141,7 +141,7 @@ def _integer(body: dict[str, Any], name: str, least: int, default: int | None = 
 
 
 def _amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
-    """Return how far a person presses each input (0 to 1) by input index; None: the policy acts."""
+    """Return the pressed fraction (0 to 1) of each input, by input index; None: the policy acts."""
     found = body.get("inputs")
     if found is None:
         return None

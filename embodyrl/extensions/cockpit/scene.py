@@ -92,7 +92,7 @@ class Scene:
         self._render()
 
     def keep(self) -> None:
-        """Record and end the current episode."""
+        """End the current episode, and append its steps to the recording, if any."""
         if self._recording is not None and self._steps:
             self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
             self.kept += 1

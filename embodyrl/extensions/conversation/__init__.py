@@ -15,7 +15,7 @@ class Message:
 
 
 PICTURE = "<image>"
-"""Placeholder of an image in a message, as in data sets."""
+"""Placeholder of an image in the text of a message, as used in data sets."""
 _TURN, _ROLE = "\x1e", "\x1f"
 MARK = "\x1d"
 """Delimiter before and after each image size in the text of a message."""

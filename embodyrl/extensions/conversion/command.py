@@ -75,7 +75,7 @@ def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
             monitor.banner([f"embodyrl {__version__} · convert", *(f"  {name:<10} {text}" for name, text in facts)])
             result = convert(opened, plan, data, out, partial(monitor.progress, what="episodes converted"))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("stopped; run the same command to resume") from None
+            raise KeyboardInterrupt("the conversion was stopped; run the same command to resume it") from None
         finally:
             monitor.close()
     skipped = f", {result.left_out} left out (non-finite numbers)" if result.left_out else ""

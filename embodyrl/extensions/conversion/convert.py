@@ -229,7 +229,7 @@ def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
     if texts or not found:
         what = f"{len(texts) + 1} instructions" if texts else "no instruction"
         raise EmbodyError(
-            f"{raw.where} has {what}, expected one per episode. Set data.instruction=TEXT, or select a column: "
-            "data.keys={COLUMN: task, ...}."
+            f"{raw.where} has {what}, expected one instruction per episode. Set data.instruction=TEXT, or select a "
+            "column: data.keys={COLUMN: task, ...}."
         )
     return found

@@ -118,7 +118,7 @@ class RldsSource:
             stored, column = features.get(f"{_STEPS}/{name}"), self._columns[name]
             try:
                 if stored is None:
-                    raise ValueError("the record does not contain this feature")
+                    raise ValueError("the record does not contain the feature")
                 if column.kind is Kind.text:
                     texts[name] = [value.decode("utf-8") for value in _as_bytes(stored)]
                 else:

@@ -135,7 +135,7 @@ class _Running:
     chunks: int = 0
     """Number of chunks of the episode that were executed."""
     begin: int = 0
-    """Index of the first action of the next chunk that will be executed."""
+    """Index, in the next chunk, of the first action that will be executed."""
     reported: int = 0
     """Delay that the policy observes for the next chunk."""
     left: FloatArray | None = None

@@ -27,7 +27,7 @@ COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """File position and index columns of the N rows of a data set, ordered by `index`."""
+    """File positions and index columns of the N rows of a data set, ordered by `index`."""
 
     files: tuple[Path, ...]
     file: IntArray
@@ -42,7 +42,7 @@ class Rows:
 
 
 def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
-    """Find the file position of all rows, by the column `index`, or by episode and frame for v2.0 and v2.1.
+    """Find the file position of each row, by the column `index`, or by episode and frame for v2.0 and v2.1.
 
     For v3.0 data of other programs, the file numbers in meta/episodes are not used: the v2.1 converter of lerobot
     writes wrong numbers for episodes at the end of a file.

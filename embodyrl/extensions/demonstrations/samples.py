@@ -20,7 +20,7 @@ class Samples:
     actions: FloatArray
     """[M, K, A] action chunk that begins at each step, in the policy's gripper convention."""
     shown: BoolArray
-    """[N] True for each step of `demos` in whose observation the goal is reached."""
+    """[N] True for each step of `demos` whose observation shows the reached goal."""
     valid: BoolArray
     """[M, K] False for padding, which repeats the first or last action of the episode."""
     history: int = 1

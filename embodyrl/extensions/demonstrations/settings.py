@@ -76,7 +76,7 @@ class ObjectiveSettings(Settings):
     """File with the advantage label of each frame, written by `embodyrl recap`. Instructions get the suffix "Advantage:
     positive" or "Advantage: negative"; the trained policy acts with the positive suffix."""
     label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    """Fraction of training samples without the suffix; a guidance weight other than 1 needs such samples."""
+    """Fraction of training samples without the suffix; required for a guidance weight other than 1."""
     guidance: Annotated[float, Field(ge=0, lt=1000)] = 1.0
     """Weight w of classifier-free guidance of the trained policy: null + w (positive - null). 1: one pass per
     inference; 0: the policy without the suffix."""

@@ -293,7 +293,7 @@ def _number(row: dict[str, Any]) -> int:
 
 
 def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
-    """Add the pixel histograms and the numbers of frames of episodes to those in `before`, by feature."""
+    """Return the totals in `before` plus the pixel histograms and frame counts of episodes, by feature."""
     found = dict(before)
     for row in rows:
         for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):

@@ -1,4 +1,4 @@
-"""Scripts in another Python environment, for packages that conflict with those of embodyrl."""
+"""Execution of scripts in another Python environment, for packages that conflict with embodyrl's dependencies."""
 
 import os
 import subprocess

@@ -35,7 +35,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     """Maximum shift of camera images in pixels, for random-shift augmentation of each update; 0: no augmentation."""
     hindsight_goals: Index = 0
     """Number of relabelled transitions per original transition in goal environments (HER, strategy `future`).
-    Goals are reached later in the same episode. The paper uses 4. 0: no relabelling."""
+    Goals are states reached later in the same episode. The paper uses 4. 0: no relabelling."""
 
     @property
     def method(self) -> str:

@@ -40,9 +40,9 @@ class Transitions:
 
     buffer: ReplayBuffer
     places: IntArray
-    """[B] buffer indices of the first observations."""
+    """[B] buffer index of the first observation of each transition."""
     after: IntArray
-    """[B] buffer indices of the next observations; arbitrary where the discount is 0."""
+    """[B] buffer index of the next observation of each transition; arbitrary where the discount is 0."""
     reward: FloatArray
     discount: FloatArray
     """[B] discount of the next value: gamma^n, or 0 after termination. `reward` has the same shape."""

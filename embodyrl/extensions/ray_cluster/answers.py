@@ -1,4 +1,4 @@
-"""Checks of replies from workers on other hosts, before the driver stores the records in the replies."""
+"""Checks of replies from workers on other hosts, before the driver stores their records."""
 
 import math
 from collections.abc import Sequence

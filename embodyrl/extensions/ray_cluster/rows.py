@@ -21,7 +21,7 @@ Pools = tuple[Arena, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Fields of some records, for transfer between hosts."""
+    """Fields of n records, for transfer between hosts."""
 
     pool: int
     """Index of the memory pool in `Pools`."""

@@ -57,7 +57,7 @@ class Rounds:
         self.finished: list[Round] = []
 
     def run(self) -> tuple[list[Round], list[str]]:
-        """Run all stages that are not finished; return the rounds and the lines of the report.
+        """Run all unfinished stages; return the rounds and the report as lines of text.
 
         Raises:
             EmbodyError: any failure with a known cause.

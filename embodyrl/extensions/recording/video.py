@@ -61,7 +61,7 @@ class VideoRecorder:
         self._last: ByteArray | None = None
         self._actor, self._highlighted = "", False
         self.success = False
-        """True if the goal was reached in some frame."""
+        """True if the goal was reached in any frame."""
 
     def add(self, frame: ByteArray, success: bool, *, actor: str = "", highlighted: bool = False) -> None:
         """Append the frame of the next env step, [H, W, 3] uint8.

@@ -51,7 +51,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield a line about used initial states for the run of a checkpoint, and for each of its parent runs."""
+    """Yield a line about the overlap of `states` with the states of a checkpoint's run, and a line per parent run."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)

@@ -142,7 +142,7 @@ class SeedGroup:
 
     @property
     def rates(self) -> bool:
-        """True if scores are success rates; some environments omit success if no episode succeeds."""
+        """True if any run reports success; some environments omit success if no episode succeeds."""
         return any(isinstance(run.evaluations[-1].score(), Rate) for run in self.runs)
 
     def matrix(self, tasks: Sequence[str], *, rates: bool) -> Matrix:

@@ -125,7 +125,7 @@ def _attempt(run: Path, words: Sequence[str]) -> Generator[tuple[Path, int | Non
 
 @contextmanager
 def _process(words: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process of a run; if it still runs at the end of the block, it saves a checkpoint and stops."""
+    """Start the process of a run; a process still running at the end of the block saves a checkpoint and stops."""
     # Without a terminal signal of its own: this process forwards the interruption once.
     process = subprocess.Popen(
         [sys.executable, "-m", "embodyrl.cli.main", *words],

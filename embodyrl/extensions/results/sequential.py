@@ -32,7 +32,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import Config
 
 _FIRST, _GROWTH = 20, 1.5
-"""Number of pairs at the first interim test, and its growth factor between tests."""
+"""Number of pairs at the first interim test, and growth factor of the number between tests."""
 
 
 def log_e_value(wins: int, losses: int) -> float:

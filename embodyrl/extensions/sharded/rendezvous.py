@@ -54,7 +54,7 @@ def open_store(host: str, timeout_s: float) -> StoreRendezvous:
 
 _HANDSHAKE_S = 30.0
 _MOST_PENDING = 128
-"""Maximum number of connections in the handshake; beyond it, a new connection closes the oldest connection."""
+"""Maximum number of connections in the handshake; each further connection closes the oldest connection."""
 _NONCE = 32
 
 

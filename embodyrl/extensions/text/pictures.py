@@ -30,7 +30,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels, after the reduction to `longest`; of a file, only the header is read.
+        """Height and width in pixels, after the reduction to `longest`. For a file, only the header is read.
 
         Raises:
             ConfigError: the content is not an image.

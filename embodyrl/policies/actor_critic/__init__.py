@@ -109,7 +109,7 @@ class ActorCriticFactory:
 
 
 def _range_doubts(shape: NetShape) -> tuple[str, ...]:
-    """Warn about squashed actions without two bounds, for which the policy assumes a range."""
+    """Return a warning about squashed actions without two bounds, for which the policy assumes a range."""
     bounds = zip(shape.low, shape.high, strict=True)
     wide = [place for place, (low, high) in enumerate(bounds) if low is None or high is None]
     if not shape.squashed or not wide:

@@ -156,7 +156,7 @@ _LOG_ROOT = 0.5 * math.log(2 * math.pi)
 
 
 def _span(low: float | None, high: float | None) -> tuple[float, float]:
-    """Return the centre and half-width of the action range; a missing bound is 2 from the other bound."""
+    """Return the centre and half-width of the action range; the width is 2 if one bound is missing."""
     if low is None and high is None:
         return 0.0, 1.0
     if low is None or high is None:  # around 0, all samples could be outside
@@ -231,7 +231,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardise x [B, S], clipped to +-10."""
+        """Standardise x [B, S], and clip the result to +-10."""
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10.0, 10.0)
 
     def take(self, x: Tensor) -> None:
@@ -352,7 +352,7 @@ def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float
 
 
 def _convolutions(shape: NetShape, init: _Init) -> nn.Sequential:
-    """Build convolutions from channels [B, P, H, W] to [B, IMAGE_FEATURES]."""
+    """Build the convolutional layers that map images [B, P, H, W] to features [B, IMAGE_FEATURES]."""
     planes = (shape.planes, *CHANNELS)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(planes):

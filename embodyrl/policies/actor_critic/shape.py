@@ -21,7 +21,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetShape:
-    """All sizes and options that determine shapes and meaning of the weights."""
+    """Sizes and options that determine the shapes and the meaning of the weights."""
 
     state_dim: int
     """S: dimension of the state."""
@@ -106,7 +106,7 @@ class NetShape:
         try:
             saved: dict[str, Any] = dict(read_json(path))
             if "hidden" not in saved:
-                raise ValueError("its network has no hidden layers")
+                raise ValueError("the network has no hidden layers")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."

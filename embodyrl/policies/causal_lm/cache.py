@@ -25,7 +25,7 @@ class ReservedLayer(DynamicLayer):
         self._filled: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, t, D] and return those of all tokens, as views of the reserved space."""
+        """Append keys and values [B, heads, t, D]; return all keys and values, as views of the reserved space."""
         before, length = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
         if not before:
             return super().update(key_states, value_states, *args, **kwargs)

@@ -90,7 +90,7 @@ class VllmEngine:
         self._sleeps = bool(request.engine.get("enable_sleep_mode"))
 
     def sleep(self) -> None:
-        """Free the GPU's memory until the next `sync`, if `enable_sleep_mode` is set.
+        """Free the engine's GPU memory until the next `sync`, if `enable_sleep_mode` is set.
 
         Weights are dropped instead of copied to the host, because training changes them.
         """

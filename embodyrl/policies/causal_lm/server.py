@@ -56,7 +56,7 @@ class _Server:
             raise EmbodyError(f"The server at {self.key}={url} serves no model. Start it with a model.")
         if model is not None and model not in served:
             raise EmbodyError(
-                f"{self.key}={url} serves {', '.join(served)}, but no model {model}. Correct the model name."
+                f"{self.key}={url} serves {', '.join(served)}, but not the model {model}. Correct the model name."
             )
         self._base = self._model = model or served[0]
 

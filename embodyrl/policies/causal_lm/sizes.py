@@ -24,7 +24,7 @@ class TextSizes:
     """Width of keys and values."""
     tied: bool
     shares: bool
-    """True if all layers store keys and values of every position, so that replies can share those of the prompt."""
+    """True if all layers store keys and values of every position, so that replies can share the prompt's cache."""
 
     @property
     def layer_parameters(self) -> int:
@@ -67,7 +67,7 @@ class TextSizes:
         return self.layers * one_reply, self.layers * prompt * (own + 2 * number * self.keys)
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
-        """Return the bytes of three float32 copies of the logits: of one reply, and of `CHUNK_LOGITS` logits."""
+        """Return the bytes of three float32 copies of all logits of one reply, and of `CHUNK_LOGITS` logits."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:

@@ -70,7 +70,7 @@ def read_prompt(policy: CausalLMPolicy, messages: Sequence[Message]) -> list[int
         raise PromptError(f"The chat template of the model rejects messages of {roles}: {why}") from error
     limit = context_length(policy)
     if limit is not None and len(prompt) >= limit:
-        raise PromptError(f"The messages have {len(prompt)} tokens, but the context of the model has only {limit}")
+        raise PromptError(f"The messages have {len(prompt)} tokens, but the model's context has only {limit} tokens")
     return list(prompt)
 
 

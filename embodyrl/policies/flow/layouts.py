@@ -168,7 +168,7 @@ class Source:
 
 
 def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
-    """Return the storage format for new weights in a layout; unused weights required by its loader are zeros."""
+    """Return the storage format of new weights in a layout; unused weights that its loader requires are zeros."""
     vocab, width = weights[EMBEDDING].shape
     widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
     aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}

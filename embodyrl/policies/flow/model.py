@@ -1,4 +1,4 @@
-"""Common parts of pi0, pi0.5 and SmolVLA: SigLIP tower, inputs, flow head.
+"""Modules shared by pi0, pi0.5 and SmolVLA: SigLIP tower, inputs, flow head.
 
 Convention of openpi: x_t = t * noise + (1 - t) * actions, velocity u = noise - actions; t = 1 is noise, t = 0 is data.
 """
@@ -30,7 +30,7 @@ class SiglipEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(spec.patches, spec.width)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Embed pixels [N, 3, S, S]."""
+        """Map pixels [N, 3, S, S] to patch embeddings [N, patches, width]."""
         patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
         return patches + self.position_embedding.weight
 
@@ -274,7 +274,7 @@ class FlowModel(nn.Module, ABC):
             stack.gradient_checkpointing = True
 
     def initialise(self, seed: int) -> None:
-        """Initialise all weights: normal with variance 1 / fan_in; biases and adaptive norms 0, plain norms identity.
+        """Initialise the weights: normal with variance 1 / fan_in; biases and adaptive norms are 0, plain norms 1.
 
         A small model learns faster if attention is useful at the start: towers as in `SiglipTower.initialise`, open
         gates after the expert's adaptive norms, and queries of the expert that depend on the token and not only on the
@@ -305,7 +305,7 @@ class FlowModel(nn.Module, ABC):
         return second(F.silu(first(x)))
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
-        """Apply the time MLP to noisy actions [B, H, D] and embedded times [B or 1, D] or [B, H, D]: [B, H, D]."""
+        """Mix embedded times [B or 1, D] or [B, H, D] into noisy actions [B, H, D] with the time MLP."""
         beside = per_token(time).to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, beside], dim=-1))
 

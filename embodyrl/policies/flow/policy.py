@@ -274,7 +274,7 @@ class FlowPolicy:
         return self._shape.horizon, self._shape.width
 
     def _committed(self, obs: Observation) -> tuple[Observation, Committed | None]:
-        """Return the observation without the committed actions, and these actions for real-time chunking."""
+        """Return the observation without committed actions, and the committed actions for real-time chunking."""
         spec = self._env.committed
         if spec is None or obs.state.shape[1] == self._env.own_state_dim:
             return obs, None
@@ -308,7 +308,7 @@ class FlowPolicy:
         return normals(seeds_of_observations(obs), START, self._size, self._device)
 
     def _acting(self, obs: Observation) -> tuple[Any, Velocity]:
-        """Return the prefix and the velocity function for acting, with the suffix and guidance of `Conditioning`."""
+        """Return the prefix and the velocity function for inference; `Conditioning` adds a suffix and guidance."""
         rule = self.conditioning
         if rule is None:
             prefix = self._prefix(obs)

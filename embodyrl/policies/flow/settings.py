@@ -159,7 +159,7 @@ class FlowSettings(ResidualSettings):
 
 
 def flow_gripper(env: EnvSpec) -> GripperConvention | None:
-    """Return the gripper convention of flow policies: that of LIBERO's simulator and demonstrations."""
+    """Return the gripper convention of flow policies, which LIBERO's simulator and demonstrations also use."""
     gripper = env.action.gripper
     return None if gripper is None else GripperConvention(open=-1.0, closed=1.0, index=gripper.index)
 

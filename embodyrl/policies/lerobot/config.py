@@ -103,7 +103,9 @@ class LeRobotConfig(BaseModel):
             return "input_features has neither an image nor an environment state"
         sizes = {self.input_features[name].shape for name in self.cameras}
         if len(sizes) > 1:
-            return f"images of different shapes: {sorted(sizes)}, but all cameras of an environment have one shape"
+            return (
+                f"the images have different shapes {sorted(sizes)}, but cameras of an environment have the same shape"
+            )
         if self.n_action_steps > self.horizon_length - self.first_executed:
             return f"n_action_steps={self.n_action_steps} exceeds the chunk"
         return None

@@ -53,7 +53,7 @@ _FIX = "Take config.json and the weights from one folder, and the model settings
 
 @dataclass(frozen=True, slots=True)
 class LeRobotFiles:
-    """All files of a folder except the weights, and the naming of the weights."""
+    """Contents of a folder's files except the weights, and the names under which the weights are stored."""
 
     prefix: str
     """Prefix of the names of all weights: `model.` or `diffusion.`."""

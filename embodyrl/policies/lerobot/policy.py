@@ -108,7 +108,7 @@ class LeRobotPolicy(ABC):
 
     @abstractmethod
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H', A]; `padding` [B, H'] marks repeated actions."""
+        """Return the SFT loss of actions [B, H', A]; `padding` [B, H'] is True for repeated actions."""
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Return the loss of actions [B, H', A] without padding (see `imitate_padded`)."""
@@ -196,7 +196,7 @@ class LeRobotPolicy(ABC):
         return per_number[..., self._varying] if per_number.shape[2] == self._config.action_dim else per_number
 
     def _count_dimensions(self) -> None:
-        """Find the action dimensions with log-probabilities: those that are not constant in the data."""
+        """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
         varies = self._module.units.varies()
         self._varying = np.arange(self._config.action_dim) if varies is None else varying(varies.cpu().numpy())
         if self._by_dimension:

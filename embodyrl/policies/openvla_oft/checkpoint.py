@@ -24,7 +24,7 @@ OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
 """Components that SFT may initialise randomly."""
 COMPONENTS = (*OF_RL, *FRESH, "vision_backbone")
-"""Components that may have separate files; a name is model attribute, key prefix and file stem."""
+"""Components that may have separate files. Each name is a model attribute, a key prefix and a file stem."""
 
 
 SHARD_BYTES = 5 * 10**9
@@ -107,7 +107,7 @@ _FIXES = {
 """Suggested fix of a shape mismatch by component, for error messages."""
 
 Change = Callable[[str, Tensor], Tensor]
-"""Components that may have separate files. Each name is a model attribute, a key prefix and a file stem."""
+"""Function that receives a weight's name and value, and returns the value to load."""
 
 
 def weight_files(folder: Path) -> list[Path]:

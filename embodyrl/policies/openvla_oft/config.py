@@ -278,7 +278,7 @@ def _parse(folder: Path) -> OftConfig:
     sizes = _field(config, "image_sizes", where)
     if len(ids) != 2 or len(set(sizes)) != 1:
         raise CheckpointError(
-            f"{where}: timm_model_ids {ids} with image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
+            f"{where} has timm_model_ids {ids} and image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
             f"size (DINOv2 and SigLIP). This is another model; use an OpenVLA-OFT checkpoint."
         )
     llama = _read_llama(_field(config, "text_config", where), where)

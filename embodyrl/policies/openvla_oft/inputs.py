@@ -85,7 +85,7 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
 
 
 def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in the official evaluation.
+    """Resize images [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in OpenVLA-OFT's evaluation.
 
     JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
     """

@@ -222,13 +222,13 @@ class AttentionPlan:
 
     rope: Rope
     mask: Tensor
-    """[B, 1, 1 or T, keys] bool: True keys are attended to; or float, added to the logits."""
+    """[B, 1, 1 or T, keys] mask: bool (True: the key is attended to), or float that is added to the logits."""
     cache: KeyValueCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Deduplicated inputs of the first layer: S distinct tokens of the T tokens.
+    """Deduplicated inputs of the first layer: the S distinct tokens among T tokens.
 
     Zero tokens are identical at all positions: their queries and keys are zero, also after the rotation.
     """

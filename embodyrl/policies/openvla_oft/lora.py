@@ -80,7 +80,7 @@ def read_adapter(folder: Path) -> Adapter:
             )
     if low.keys() != high.keys():
         odd = sorted(low.keys() ^ high.keys())[0]
-        raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; download the file again.")
+        raise CheckpointError(f"{path}: module '{odd}' has only one of its two LoRA matrices; download the file again.")
     if odd := next((name for name in low if low[name].shape[0] != spec.r or high[name].shape[1] != spec.r), ""):
         raise CheckpointError(
             f"{path}: module '{odd}' does not have the rank {spec.r} of {ADAPTER_CONFIG}. Download both files again."

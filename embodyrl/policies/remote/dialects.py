@@ -159,7 +159,7 @@ def _field(found: Mapping[Any, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Received observation with upright images, which do not depend on the simulator's image orientation."""
+    """Received observation. Its images are upright for any image orientation of the simulator."""
 
     images: tuple[ByteArray, ...]
     """Images, each [H, W, 3] uint8."""

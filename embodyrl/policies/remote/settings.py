@@ -43,7 +43,7 @@ class ServeSettings(ConversationSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port of the server; 0: any free port."""
     answer_timeout_s: Seconds = 120.0
-    """Seconds that the policy may take for one chunk; then the client receives an error."""
+    """Time limit in seconds for computing one chunk; after a timeout, the client receives an error."""
     idle_timeout_s: Seconds = 3600.0
     """Seconds without a message, or with an unread reply, after which a client is disconnected."""
     max_message_mib: Count = 64

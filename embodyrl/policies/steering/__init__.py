@@ -1,4 +1,4 @@
-"""A small actor on a frozen model, which chooses the model's initial noise or corrects its actions.
+"""Small actor that steers a frozen model: it chooses the model's initial noise or corrects its actions.
 
 Does not import torch.
 """

@@ -116,7 +116,7 @@ def executed(features: Tensor, corrections: Tensor, shape: SteeringShape) -> Ten
 
 
 class CriticsOfExecuted(Critics):
-    """Critics of features (including the proposal) and executed actions (arXiv 2412.13630)."""
+    """Critics of executed actions, given features that include the proposed actions (arXiv 2412.13630)."""
 
     def __init__(self, count: int, shape: SteeringShape, generator: torch.Generator, *, layer_norm: bool) -> None:
         widths = (shape.features + shape.actions * shape.numbers, *WIDTHS)

@@ -83,7 +83,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
 
 
 def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
-    """Return rank, scale and targets of the initial adapter, or else of the config.
+    """Return rank, scale and targets of the initial adapter, or of the config if there is no initial adapter.
 
     Raises:
         CheckpointError: see `read_adapter_spec`.

@@ -72,7 +72,9 @@ def read_conditioning(folder: Path) -> Conditioning | None:
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({reason_of(error)}). Export the policy again.") from error
     if not valid:
-        raise CheckpointError(f"{path}: {found} is not a known suffix with a guidance weight. Export the policy again.")
+        raise CheckpointError(
+            f"{path} contains {found}, expected a known suffix and guidance. Export the policy again."
+        )
     return found
 
 

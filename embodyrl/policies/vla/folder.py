@@ -41,7 +41,7 @@ def starts_random(folder: Path) -> bool:
 
 
 def saved_config(config: bytes) -> bytes:
-    """Return a config.json to save with weights, without the request for random weights."""
+    """Return the config.json to save with trained weights, without the key that requests random weights."""
     content = json.loads(config)
     return config if content.pop(RANDOM_INIT_KEY, None) is None else (json.dumps(content, indent=2) + "\n").encode()
 

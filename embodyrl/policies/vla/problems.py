@@ -1,4 +1,4 @@
-"""Requirements of image policies on an environment."""
+"""Checks of an environment against the requirements of image policies."""
 
 from embodyrl.policies.protocol import fitting_models
 from embodyrl.types import ActionKind, EnvSpec

@@ -66,5 +66,5 @@ class ChunkRecord:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a chunk: a multiple of K, at least its number of log-probabilities."""
+        """Number of tokens of a chunk: a multiple of K, at least the number of the chunk's log-probabilities."""
         return self.shape.executed * max(self.per_action, -(-self.layout.tokens // self.shape.executed))

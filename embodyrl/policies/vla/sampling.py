@@ -23,7 +23,7 @@ DELAYS = 1 << 32
 
 
 def seeds_of(noise: FloatArray) -> IntArray:
-    """Return 48-bit seeds [B], from the first two of uniforms [B, L >= 2] in [0, 1) with 24 bits each."""
+    """Return a 48-bit seed for each row of uniforms [B, L >= 2] in [0, 1), from the first two values of 24 bits."""
     # Exact: uniforms of 24 bits are integer multiples of 2^-24, in float64 as well.
     bits = (noise[:, :2].astype(np.float64) * 2**24).astype(np.int64)
     return bits[:, 0] << 24 | bits[:, 1]

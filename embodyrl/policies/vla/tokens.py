@@ -1,4 +1,4 @@
-"""Tokenizers and batches of token ids, read from `tokenizer.json` with `tokenizers`; no remote code."""
+"""Loading of `tokenizer.json` with the package `tokenizers`, and padding of token ids. No remote code is executed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def read_tokenizer(file: Path, fix: str) -> Tokenizer:
 
 
 def padded_width(known: int, longest: int) -> int:
-    """Return the padded width of a batch: that of the known tasks, or a multiple of 16 for longer prompts."""
+    """Return the padded width of a batch: the width for known tasks, or a multiple of 16 for longer prompts."""
     # Every new width is a new shape, which needs new kernels and graphs.
     return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
 

@@ -376,7 +376,7 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
             "No column of the source is assigned to the action",
         ),
         (lambda r: None, ["data.keys={action: actions}"], "must be names of action, observation.state"),
-        (lambda r: None, ["data.keys={action: action}"], "has no instruction, expected one per episode. Set"),
+        (lambda r: None, ["data.keys={action: action}"], "has no instruction, expected one instruction per episode."),
         (lambda r: None, [KEYS, "data.gripper_index=5", "data.gripper=[1,0]"], "the actions have 3 numbers"),
         (lambda r: None, [KEYS, "data.grip=1"], "unknown key 'data.grip'. Did you mean 'data.gripper'"),
     ],

@@ -119,7 +119,7 @@ def test_rl_heads_are_loaded_if_the_model_has_them(tmp_path):
     assert torch.equal(model.value_head.weight, weight)
     load_weights(model.state_dict(), write(tmp_path / "without", stored("pi0")))
     assert torch.equal(model.value_head.weight, weight)
-    with pytest.raises(CheckpointError, match=r"1 weights have different shapes .*'value_head.weight' \[4, 63\]"):
+    with pytest.raises(CheckpointError, match=r"1 weights differ in shape .*'value_head.weight' \[4, 63\]"):
         load_weights(
             model.state_dict(), write(tmp_path / "narrow", stored("pi0") | {"value_head.weight": weight[:, :63]})
         )

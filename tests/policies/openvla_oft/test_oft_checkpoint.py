@@ -124,7 +124,7 @@ def _reshape(folder):
         tensors[key] = torch.ones(5)
 
     rewrite(folder / SHARD, change)
-    return rf"1 weights have different shapes .*norm.*' in {SHARD} \[5\] instead of \[16\]"
+    return rf"1 weights differ in shape .*norm.*' in {SHARD} \[5\] instead of \[16\]"
 
 
 def _truncate(folder):

@@ -45,7 +45,7 @@ class SmallConfig:
             saved: dict[str, Any] = dict(read_json(path))
             random = saved.pop(RANDOM_INIT_KEY, None) == "random"
             if unknown := saved.keys() - {f.name for f in fields(cls)}:
-                raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
+                raise ValueError(f"the file contains unknown keys: {', '.join(sorted(unknown))}")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); use the folder of a small flow policy.") from error
         saved["planes"] = tuple(saved.get("planes", cls().planes))

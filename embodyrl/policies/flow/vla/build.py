@@ -1,4 +1,4 @@
-"""Construction of pi0, pi0.5 and SmolVLA: on the meta device, then with weights from a folder, partly frozen.
+"""Construction of pi0, pi0.5 and SmolVLA: build on the meta device, load weights from a folder, freeze some weights.
 
 Weights are safetensors in any published layout, strictly checked; no code is executed. Adapters and other files are in
 the same folder.

@@ -48,11 +48,11 @@ class Pi0(FlowModel):
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Return image tokens, which are not scaled, in contrast to text tokens."""
+        """Return image tokens. Unlike text tokens, they are not scaled."""
         return self.projector(self.vision(images))
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Return views in which every expert layer attends to the language layer's keys and values.
+        """Return one view per expert layer, with the keys and values of the corresponding language layer.
 
         The state token does not attend to the actions.
         """

@@ -103,8 +103,8 @@ STATISTIC = re.compile(
     r"(?:(?:un)?normalize_\w+?\.)?(?:(?P<robot>.+?)[._])?(?:buffer[._])?"
     r"(?P<part>observation[._]state|action)\.(?P<number>mean|std|min|max|q01|q10|q50|q90|q99)"
 )
-"""Name of a statistic: `observation.state.mean`, `normalize_inputs.buffer_observation_state.mean`, with the name of a
-robot before `buffer` if a model was trained on several robots: `so100.buffer.action.mean`."""
+"""Name of a statistic, such as `observation.state.mean` or `normalize_inputs.buffer_observation_state.mean`. Models for
+several robots add the robot's name before `buffer`: `so100.buffer.action.mean`."""
 
 
 def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = None) -> dict[str, FlowStatistics]:
@@ -142,7 +142,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    """Check and convert statistics read from a file; `where`: file and part, ending in the part's name.
+    """Check and convert statistics that were read from a file. `where` names the file and ends in the part's name.
 
     Raises:
         CheckpointError: see `check_statistics`.
