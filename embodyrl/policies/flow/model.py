@@ -274,11 +274,11 @@ class FlowModel(nn.Module, ABC):
             stack.gradient_checkpointing = True
 
     def initialise(self, seed: int) -> None:
-        """Initialise the weights: normal with variance 1 / fan_in; biases and adaptive norms are 0, plain norms 1.
+        """Initialise all weights: normal with variance 1 / fan_in.
 
-        A small model learns faster if attention is useful at the start: towers as in `SiglipTower.initialise`, open
-        gates after the expert's adaptive norms, and queries of the expert that depend on the token and not only on the
-        noise.
+        Biases and adaptive norms start at 0, plain norms at the identity. A small model learns faster if attention is
+        useful at the start: towers as in `SiglipTower.initialise`, open gates after the expert's adaptive norms, and
+        queries of the expert that depend on the token and not only on the noise.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -203,7 +203,7 @@ def test_served_teacher_matches_a_local_teacher(folder: Path, teacher_url: str) 
     assert abs(theirs - student.score(ASKED, said).logprob).max() > 0.01, "it is not the student itself"
     with pytest.raises(EmbodyError, match="did not answer completions"):
         ServedReference(teacher_url, "tiny", student.read, 10**6)
-    with pytest.raises(EmbodyError, match="no model other"):
+    with pytest.raises(EmbodyError, match="not the model other"):
         student.served_by(teacher_url, "other")
 
 

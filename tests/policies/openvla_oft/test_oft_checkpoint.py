@@ -179,7 +179,7 @@ def test_a_folder_without_weights_is_refused(checkpoint, make_policy, tmp_path):
 def test_config_must_match_the_weights(checkpoint, make_policy, edit_json):
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
     edit_json(checkpoint / "config.json", text_config=text | {"intermediate_size": 44})
-    with pytest.raises(CheckpointError, match=r"different shapes .*config\.json does not belong"):
+    with pytest.raises(CheckpointError, match=r"differ in shape .*config\.json does not belong"):
         make_policy(checkpoint)
 
 
