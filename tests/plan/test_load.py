@@ -93,7 +93,7 @@ BAD = [
     # combinations
     ("algorithm.group_size=3 env.train.total_num_envs=4", ["total_num_envs=3 or 6", "group_size=2"]),
     ("env=libero_10 algorithm.group_size=16", ["total_num_envs=16,", "group_size=8"]),
-    ("env.train.use_fixed_reset_state_ids=false", ["one initial state", "set it to true"]),
+    ("env.train.use_fixed_reset_state_ids=false", ["one initial state", "use_fixed_reset_state_ids=true"]),
     ("env=libero_10 launcher.env_workers=9", ["env_workers=8"]),
     ("env=libero_10 actor.micro_batch_size=200", ["micro_batch_size=160"]),
 ]
