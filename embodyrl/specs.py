@@ -119,7 +119,7 @@ class CommittedSpec:
     """
 
     rows: int
-    """Maximum number of committed actions, which is the overlap of two chunks."""
+    """Maximum number of committed actions: the overlap of two consecutive chunks."""
     delay: int
     """Maximum delay in env steps."""
 
@@ -390,7 +390,7 @@ class PolicyCosts:
         return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
 
     def scoring(self, samples: float) -> tuple[int, int]:
-        """Return the bytes for the log-probabilities of samples, without and with gradient checkpointing.
+        """Return the temporary bytes for log-probabilities of samples, without and with gradient checkpointing.
 
         Both include the gradient of the output matrix, which is added to the gradient of earlier micro-batches.
         """

@@ -263,5 +263,5 @@ class ImitationScores:
     accuracy: torch.Tensor
     """[B] fraction of the chunk's dimensions whose greedy bin or category equals the target."""
     error: torch.Tensor | None = None
-    """[B] mean absolute error of greedy actions in their units, for actions without categories; logged instead of
-    `accuracy`."""
+    """[B] mean absolute error of greedy actions, in the actions' units; for actions without categories, logged instead
+    of `accuracy`."""

@@ -99,7 +99,7 @@ class AlgorithmSettings(ActingAlgorithm):
     advantage_clip: Annotated[list[float], _AROUND_ZERO, Must("[low,high] with low < 0 < high")] | None = None
     """Clip advantages to [low, high]."""
     reward_scale: Weight = 1.0
-    """Factor on rewards, after reward_bias; 0 with kl_beta > 0: pure distillation."""
+    """Factor that multiplies all rewards, after reward_bias is added; 0 with kl_beta > 0: pure distillation."""
     reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
     """Constant added to the outcome (sum of rewards) of each episode."""
     reward_clip: Positive | None = None

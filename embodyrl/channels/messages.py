@@ -63,7 +63,7 @@ class Use(NamedTuple):
     fields: tuple[str, ...] | None = ()
     """Names of the fields; None: all fields."""
     pool: int = 0
-    """Index of the shared memory that contains the records: 0: arena, 1: weight buckets."""
+    """Index of the shared memory that contains the records (0: arena, 1: weight buckets)."""
     length: int | None = None
     """Number of used bytes of a bucket; None: all bytes."""
 
@@ -316,7 +316,7 @@ class RankInfo:
     """Host of the rendezvous store; empty: a single rank."""
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
-    """Secret of the authenticated proxy (`extensions/sharded/rendezvous.py`); empty: the store is on this host."""
+    """Secret of the store's authenticated proxy (`extensions/sharded/rendezvous.py`); empty: no proxy."""
     timeout_s: float = 3600.0
     """Timeout of a collective operation in seconds."""
 

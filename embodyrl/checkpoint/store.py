@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"The checkpoint folder {folder} does not exist. `embodyrl ckpt ls RUN` lists all.")
+        raise CheckpointError(f"The folder {folder} does not exist. `embodyrl ckpt ls RUN` lists the checkpoints.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
             f"{path} is missing: the folder is incomplete or not an embodyrl checkpoint. Use another checkpoint."

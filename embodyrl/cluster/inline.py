@@ -107,7 +107,7 @@ class InlineLauncher:
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
-        """Return an empty string: all workers run on this host."""
+        """Return an empty description of hosts, because all workers run on this host."""
         return ""
 
     @classmethod

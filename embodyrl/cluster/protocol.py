@@ -38,7 +38,7 @@ class FaultSettings(Settings):
     start_timeout_s: Seconds = 600.0
     """Time limit for the start of a worker: imports, simulators, weights."""
     update_timeout_s: Seconds = 3600.0
-    """Time limit of the actor for an update, a checkpoint, or log-probabilities."""
+    """Time limit in seconds for the actor to finish an update, a checkpoint, or log-probabilities."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
     """Response to a crashed env worker or a killed rollout process: restart (its episodes start again), or fail."""
     max_restarts_per_worker: Index = 3

@@ -172,5 +172,5 @@ def _free_disk(cfg: Config) -> int:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is not writable; change it.")
+        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is not writable. Set another folder.")
     return shutil.disk_usage(folder).free

@@ -49,7 +49,7 @@ _NOTHING = PreparedBatch(
 
 
 StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
-"""Function (training step, metrics) -> warnings, one line each."""
+"""Function from a training step and its metrics to warnings, one line each."""
 STEP_CHECKS: Registry[Callable[[RunPlan], StepCheck]] = Registry(
     "check of training steps",
     group="embodyrl.step_checks",

@@ -125,5 +125,5 @@ _SHARE = 0.8
 
 
 def tasks_in_memory(task_bytes: int, workers: int) -> int:
-    """Return the number of tasks (at least 1) that one of `workers` processes can load, each task of `task_bytes`."""
+    """Return the maximum number of tasks of `task_bytes` that each of `workers` processes can load; at least 1."""
     return max(1, int(available_bytes() * _SHARE / max(workers, 1) / task_bytes))

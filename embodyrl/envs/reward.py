@@ -137,7 +137,7 @@ class StepReward:
         if names and spec.cameras.names[: len(names)] != names:
             raise ConfigError(
                 f"reward.path: the model was trained with the cameras {', '.join(names)}; env '{spec.name}' renders "
-                f"{', '.join(spec.cameras.names) or 'none'}. Configure the model's cameras first, in this order."
+                f"{', '.join(spec.cameras.names) or 'none'}. List the model's cameras first, in this order."
             )
         reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)
         return replace(spec, reward=reward)

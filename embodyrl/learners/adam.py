@@ -38,7 +38,7 @@ _STEP = unwrap(AdamW.step)
 
 
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Return AdamW, fused on a GPU and for unsharded weights on a CPU, because torch's default copies all weights."""
+    """Build AdamW, fused on a GPU and for unsharded CPU weights, because torch's default version copies all weights."""
     parameters = [p for group in groups for p in group["params"]]
     plain = all(
         type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()

@@ -10,7 +10,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (),
     "validate": (),
 }
-"""Sequential phases of a training step with their parts. The parts of a phase may overlap in time."""
+"""Sequential phases of a training step, each with its sub-phases, which may overlap in time."""
 
 
 def step_seconds(metrics: Mapping[str, float | None]) -> float:

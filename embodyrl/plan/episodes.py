@@ -298,7 +298,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None
 
 @lru_cache(maxsize=1)
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """Return the order of the reset ids in pass number `lap`; cached, because shuffling many ids takes long."""
+    """Return the order of the reset ids in pass number `lap`; cached, because shuffling many ids is slow."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 

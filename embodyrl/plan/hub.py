@@ -1,4 +1,4 @@
-"""Download of Hugging Face Hub repositories that config values name, and pinning of their commits."""
+"""Download of the Hugging Face Hub repositories in a config, and pinning of their commits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

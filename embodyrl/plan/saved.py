@@ -39,7 +39,7 @@ def run_config(path: Path) -> Path | None:
 
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """Return the path of the config.yaml of the run in `ckpt=`, the base of the new config; None: not a run."""
+    """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
         return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
@@ -61,7 +61,7 @@ def dump_config(cfg: Config, only: str | None = None) -> str:
 
 
 def _masked(node: Any) -> Any:
-    """Return the tree with hidden values masked in each string, because YAML quoting would change the strings."""
+    """Return the tree with hidden values masked. Masking precedes YAML quoting, which may change the values."""
     if isinstance(node, dict):
         return {_masked(key): _masked(value) for key, value in node.items()}
     if isinstance(node, list):

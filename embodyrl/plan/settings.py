@@ -105,7 +105,7 @@ class VllmSettings(Settings):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Engine arguments that are set, by vLLM's names."""
+        """Arguments of the vLLM engine that are set, by name."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
@@ -210,7 +210,7 @@ class CheckpointSettings(Settings):
     keep_best: bool = True
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
     async_save: bool = False
-    """Finish checkpoints in the background: training continues once the files are written, during hashing, syncing and
+    """Finish checkpoints in the background: once the files are written, training continues during hashing, syncing and
     renaming."""
     on_error: OnSaveError = OnSaveError["continue"]
     """Response if an intermediate checkpoint cannot be written (full disk): continue with a warning, or stop."""

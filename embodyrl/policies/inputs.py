@@ -54,7 +54,7 @@ def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) 
 
 @dataclass(frozen=True, slots=True)
 class InputProblem:
-    """Difference between the inputs that a policy was trained on and those of an environment."""
+    """Difference between the training inputs of a policy and the inputs from an environment."""
 
     difference: str
     fix: str

@@ -21,7 +21,7 @@ VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
 
 @dataclass
 class Tally:
-    """Counts and times of the work of all workers during a rollout."""
+    """Counts and times of a rollout, for all workers together."""
 
     env_steps: int = 0
     wall_s: float = 0.0

@@ -201,7 +201,7 @@ class RolloutScheduler(EventLoop):
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
     def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
-        """Return the first rollout whose next episode this slot can run; `crashed`: some episode crashed a worker.
+        """Return the first rollout whose next episode this slot can run; `crashed`: an episode has crashed a worker.
 
         Workers with few simulators accept few tasks at a time; their slots then wait instead of starting a later
         rollout.

@@ -74,7 +74,7 @@ class Slot:
     room: int = NO_QUOTA
     """Number of chunk steps that remained in the slot's quota at the start of the episode."""
     open: Open | None = None
-    """Cut episode whose state is still in the simulator; set only while the slot is idle."""
+    """Unfinished episode whose state is still in the simulator; set only while the slot is idle."""
     earlier: EarlierPart | None = None
     """Part of the running episode that earlier rollouts executed; None: the episode began in this rollout."""
     stale: bool = False
@@ -329,7 +329,7 @@ class Stages:
         targets: IntArray,
         resets: tuple[ResetRequest, ...],
     ) -> EnvRequest:
-        """Create the next request of a stage, with chunks of the slots `acted` and resets, and mark the stage busy."""
+        """Open the next request of a stage: chunks of the slots `acted`, and resets. The stage is then busy."""
         worker, stage = key
         first = self.first[worker]
         self._sequence += 1

@@ -87,7 +87,7 @@ class PolicyHost:
             halve(self.policy.module, sharded=init.sharded)
 
     def ready(self) -> WorkerReady:
-        """Return the `WorkerReady` message; it describes the weights if they are transferred between processes."""
+        """Return the `WorkerReady` message, with a description of weights that are transferred between processes."""
         return WorkerReady(weights=() if self._bucket_arena is None else describe_weights(self.policy.module))
 
     def handle(self, request: Request) -> Iterator[Done]:

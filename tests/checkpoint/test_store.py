@@ -277,7 +277,7 @@ def test_newer_format_error_suggests_an_upgrade(tmp_path: Path):
 
 
 def test_verifying_a_missing_folder_is_an_error(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"checkpoint folder .* does not exist"):
+    with pytest.raises(CheckpointError, match=r"folder .* does not exist"):
         CheckpointStore(tmp_path).verify(tmp_path / "step_000009")
 
 

@@ -18,7 +18,7 @@ class FunctionalSettings(EnvSettings, RewardSettings):
     """Keyword arguments of the environment's constructor."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the success value in a state's metrics or info; a value above 0 is a success. null: the environment
-    reports no success, and results are returns."""
+    reports no success, and evaluations report returns."""
 
     @property
     def title(self) -> str:

@@ -94,7 +94,7 @@ class GymFactory(SimFactory[GymSettings]):
         return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:
-        """Build the reward function for relabelled goals, which uses one environment."""
+        """Build a function that computes the rewards of relabelled goals with a single environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.probe import GOALS
 

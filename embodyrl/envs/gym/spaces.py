@@ -153,7 +153,7 @@ class ObservationWriter:
 
 
 def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
-    """Return the number of values of each discrete action dimension [A], and the lowest values of the space.
+    """Return the number of categories of each discrete action dimension [A], and the smallest values.
 
     Returns None if actions are real numbers or the space is not supported.
     """

@@ -253,7 +253,7 @@ class Expert:
         speed: float = 1.0,
         to_rest: bool = False,
     ) -> Actions:
-        """Yield actions that move the held object above its target; stop if it is lost, or (`to_rest`) at rest."""
+        """Yield actions that move the held object above its target; stop if it is lost or (with `to_rest`) rests."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])

@@ -74,7 +74,7 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
 
 
 _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
-"""Suites whose instructions are read from the task descriptions, because the file names are those of the base suite."""
+"""Suites whose instructions are read from the task descriptions, because the file names equal the base suite's."""
 
 
 def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
@@ -87,7 +87,7 @@ PERSON_STEP, PERSON_TURN = 0.6, 0.3
 
 
 def family(suite: str) -> str:
-    """Return the base suite of a suite of LIBERO-PRO or LIBERO-Plus, or another suite unchanged.
+    """Return the base suite of a LIBERO-PRO or LIBERO-Plus suite; return other suites unchanged.
 
     >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object_noise")
     ('libero_spatial', 'libero_10', 'libero_object')

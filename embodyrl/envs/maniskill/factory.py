@@ -39,7 +39,7 @@ _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
-    """Factory of the ManiSkill task that `env.id` names."""
+    """Factory of ManiSkill environments; `env.id` selects the task."""
 
     settings = ManiSkillSettings
 

@@ -25,7 +25,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     sim_backend: Annotated[SimBackend, NumbersStates] = SimBackend.cpu
     """cpu: one simulator per slot, exactly reproducible; gpu: one batch for all slots of a worker."""
     control_mode: str | None = None
-    """Control mode of the robot; default: the task's own."""
+    """Control mode of the robot; default: the control mode of the task."""
     reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None
     """Reward of the task: normalized_dense, dense, sparse, or none (the success is the reward); default: the task's
     own."""

@@ -50,7 +50,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         return sims
 
     def judge(self, cfg: RobotSettings) -> GoalJudge:
-        """Build the reward function for relabelled goals, which uses one environment."""
+        """Build a function that computes the rewards of relabelled goals with a single environment."""
         return GYM.judge(cfg.gym)
 
 

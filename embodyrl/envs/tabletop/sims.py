@@ -27,7 +27,7 @@ OPEN, CLOSED = -1.0, 1.0
 _ABOVE = 0.02
 """Maximum horizontal distance in metres from the target at which the closed, empty gripper descends."""
 _CONE = 0.05
-"""Maximum horizontal distance in metres from the target at which an open gripper, or one with a block, descends."""
+"""Maximum horizontal distance in metres from the target at which an open or block-holding gripper descends."""
 _HALF = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
@@ -121,7 +121,7 @@ class TabletopSims(PerSlot):
         self._worlds: dict[int, World] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Create the table of `reset_id`; the seed has no effect."""
+        """Set up the table of initial state `reset_id`; the seed has no effect."""
         task, _ = self.spec.task_of(reset_id)
         # The same tables in every variation: reset ids of other suites are offset.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop

@@ -32,7 +32,8 @@ def chat_server(cfg: Config) -> Serving | None:
     typed = [f"serve.{key}" for key in _OF_ROBOTS if cfg.typed(f"serve.{key}")]
     if typed:
         raise ConfigError(
-            f"{', '.join(typed)}: only for robot policies. Language models use OpenAI's API; remove this setting."
+            f"{', '.join(typed)} can only be set for robot policies; language models use OpenAI's API. "
+            "Remove this setting."
         )
     weights = first_weights(cfg, ANY_TEXT)
     facts = [

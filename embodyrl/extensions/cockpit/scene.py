@@ -62,7 +62,7 @@ class Scene:
         return len(self._reset_ids) - self.assigned
 
     def begin(self, task: int = -1) -> None:
-        """Record the current episode, and start the next episode of `reset_ids`, or one of `task` (-1: any task).
+        """Record the current episode; start the next episode of `reset_ids`, or an episode of `task` (-1: any task).
 
         Raises:
             ValueError: the environment has no such task.
@@ -106,7 +106,7 @@ class Scene:
     def rewind(self, steps: int) -> None:
         """Discard the last `steps` env steps, and restore the simulator state before them."""
         if not self.rewinds or not self._steps:
-            raise ValueError("cannot rewind: no earlier state of the simulator is saved")
+            raise ValueError("The episode cannot be rewound, because no earlier state of the simulator is saved")
         first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
         self._seen = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]

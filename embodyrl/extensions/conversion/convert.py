@@ -216,7 +216,7 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | No
         stored = raw.columns[name].reshape(len(reward), -1)
         if stored.shape[1] != 1 or not np.isin(stored, (0, 1)).all():
             raise EmbodyError(
-                f"{raw.where}: {name} has other values than 0 and 1. Correct the file, or do not assign this column "
+                f"{raw.where}: {name} has values other than 0 and 1. Correct the file, or do not assign this column "
                 f"to {Target.success} in data.keys."
             )
         return stored[:, 0].astype(np.bool_)

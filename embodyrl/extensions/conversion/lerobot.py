@@ -71,7 +71,7 @@ class LerobotSource:
         return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
-        """Yield the episodes from number `first` on (see `Source.episodes`)."""
+        """Yield the episodes, beginning with number `first` (see `Source.episodes`)."""
         cameras = [name for name, target in self._keys.items() if target.startswith(CAMERA)]
         vectors: dict[str, str] = {target: name for name, target in self._keys.items() if not target.startswith(CAMERA)}
         for row in self._reader.episodes:

@@ -206,7 +206,7 @@ class DelayedEnv:
         part: slice,
         after_step: AfterStep | None,
     ) -> list[int]:
-        """Execute the actions `part` of the chunks in `rows`; return the rows whose episode continues."""
+        """Execute the slice `part` of each chunk in `rows`; return the rows whose episode continues."""
         if part.start == part.stop or not rows:
             return rows
         chosen = [slots[row] for row in rows]

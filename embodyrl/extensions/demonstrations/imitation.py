@@ -196,7 +196,7 @@ class ImitationLearner(Learner):
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Return the random numbers [6, count, C] of the augmentation (see `draw`), equal for any number of ranks."""
+        """Return the random numbers [6, count, C] for augmentation (see `draw`), independent of the number of ranks."""
         cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
         if not seeds or not cameras:
             return None
@@ -212,7 +212,7 @@ def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
-    """Return the observations repeated to [2B], with `instructions` [2B], or [B] that are also repeated."""
+    """Return the observations twice, [2B], with `instructions` [2B]; B instructions are also repeated."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
 

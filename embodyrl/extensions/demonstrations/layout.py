@@ -58,7 +58,7 @@ class Actor(IntEnum):
     """The author was not recorded: third-party data, or data of older versions."""
     policy = 0
     expert = 1
-    """The scripted expert, including labels for states that another policy visited."""
+    """Action of the scripted expert, or its label for a state that another policy visited."""
     person = 2
 
 
@@ -87,7 +87,7 @@ class Card:
     actors: bool = False
     """True if the data files have the column `ACTOR`."""
     without: tuple[str, ...] = ()
-    """Names of the columns `REWARD` and `SUCCESS` if the data files lack them, because the source lacks them."""
+    """Names of the missing columns (`REWARD`, `SUCCESS`) if the source of the episodes did not contain them."""
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the dimensions of `STATE` and `ACTION`, if the source of the episodes has names."""
     collected: Mapping[str, Any] = field(default_factory=dict)

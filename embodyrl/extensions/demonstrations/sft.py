@@ -206,7 +206,7 @@ class _Sft:
         return np.concatenate(parts)
 
     def _plain(self, step: int) -> BoolArray | None:
-        """Return the mask of the samples in the batch of a step that get no instruction suffix (label dropout)."""
+        """Return the mask of samples in a step's batch that get no instruction suffix (label dropout)."""
         if not self.material.train.tags:
             return None
         # Computed from the step, like the batch: the same samples in a resumed run and for any number of ranks.

@@ -1,4 +1,4 @@
-"""Demonstrations as additional or only training data of RL algorithms (`algorithm.demonstrations`)."""
+"""Demonstrations as training data of RL algorithms, alone or with rollouts (`algorithm.demonstrations`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

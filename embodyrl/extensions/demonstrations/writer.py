@@ -26,7 +26,7 @@ from embodyrl.types import FloatArray, IntArray
 
 FLUSH_EPISODES = 20
 FLUSH_BYTES = 512 * 2**20
-"""Size of raw frames in bytes from which a batch is written; a crash loses at most one batch."""
+"""Size of raw frames in bytes at which a batch is written; a crash loses at most one batch."""
 _ENCODERS = 2
 _PIXELS = f"{layout.OWN}pixels/"
 """Prefix of the pixel histogram columns in meta/episodes, from which quantiles over all frames are computed."""

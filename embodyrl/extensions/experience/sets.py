@@ -164,7 +164,8 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             differs = "unknown columns ({} and {})".format(*lacks)
         if differs:
             raise ConfigError(
-                f"{other.root} differs from {sources[0].root} in {differs}. Merge data sets of one environment."
+                f"{other.root} differs from {sources[0].root} in {differs}. "
+                "Only data sets of the same environment can be merged."
             )
     chosen = [(s, place) for s in sources for place, row in enumerate(s.rows) if selection.chooses(s, row)]
     if not chosen:

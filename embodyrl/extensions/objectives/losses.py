@@ -163,7 +163,7 @@ def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
-    """Compute the Clip-Cov loss (arXiv 2505.22617): PPO clipping, without gradient for some units of high covariance.
+    """Compute the Clip-Cov loss (arXiv 2505.22617): PPO clipping, with no gradient for some high-covariance units.
 
     These units are a random fraction `cov_share` of all units; their covariance is in `cov_bounds`. The selection uses
     torch's generator, which the run seeds and checkpoints. Covariances are computed in each micro-batch.

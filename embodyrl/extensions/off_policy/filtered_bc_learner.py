@@ -87,7 +87,7 @@ class FilteredLearner(Learner):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap the weights of the policy with the stored weights: trained weights and their moving average."""
+        """Swap the policy's weights with the stored weights: the trained weights with their moving average, or back."""
         for name, weight in self._weights.items():
             there = weight.clone()
             weight.copy_(self._aside[name])

@@ -108,7 +108,7 @@ class SacLearner(Learner):
     def _step(
         self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
     ) -> dict[str, float]:
-        """Update temperature, critics, actor and target critics, in this order; return metrics, empty if skipped.
+        """Update temperature, critics, actor and target critics, in this order; return metrics (empty: not updated).
 
         Without `acting`, temperature and actor are not updated.
         """

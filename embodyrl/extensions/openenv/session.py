@@ -75,7 +75,7 @@ class Session:
             text = self._socket.recv(timeout=limit)
         except TimeoutError as error:
             raise _error(
-                self._cfg, f"it did not respond within {limit:g} s (env.answer_timeout_s). Check its log."
+                self._cfg, f"no reply arrived within {limit:g} s (env.answer_timeout_s). Check the server's log."
             ) from error
         except Exception as error:
             raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error

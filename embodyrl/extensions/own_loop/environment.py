@@ -51,9 +51,9 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         context = env_context(cfg)
         if context.overlap and not takes_delay:
             raise ConfigError(
-                "env.control.latency_steps and rollout.chunk_overlap delay chunks, but here each step executes "
-                "one action without delay. Add env.control.latency_steps=0 rollout.chunk_overlap=0, as in "
-                "`load_policy`."
+                "env.control.latency_steps and rollout.chunk_overlap delay chunks, but this environment "
+                "executes one action per step, without delay. Add env.control.latency_steps=0 rollout.chunk_overlap=0, "
+                "as in `load_policy`."
             )
         made = ENVS.get(cfg.env.env_type).make(settings, context)
         # A delayed environment wraps the environment and executes whole chunks.

@@ -39,7 +39,7 @@ class MemoryPlan:
     """Memory in bytes of each part of a policy process, and of the other processes of its host."""
 
     weights: int
-    """Weights, and the moving average of the weights if the run trains one."""
+    """Weights and, if enabled, their moving average."""
     gathered: int
     """Bytes of the full weights that are gathered for rollouts, if the training weights are sharded."""
     reference: int

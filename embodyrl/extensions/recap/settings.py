@@ -24,7 +24,7 @@ class RecapSettings(Settings):
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Fraction of frames labelled "positive" in each task: the frames with the highest advantages."""
     failure_penalty: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """Penalty of a failed episode, as a multiple of the longest episode of its task.
+    """Penalty for a failed episode, as a multiple of the longest episode of its task.
     With values below 1, the end of a failure can have a higher return than the start of a success."""
     labels: LabelSource = LabelSource.advantage
     """Source of the labels. advantage: rank of the advantage. shuffled: the same labels, shuffled within each task, as

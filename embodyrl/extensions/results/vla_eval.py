@@ -38,7 +38,7 @@ def vla_eval_result(runs: Sequence[Path]) -> dict[str, Any]:
             key = (row.task_id, row.reset_id, row.seed)
             if (other := seen.setdefault(key, number)) != number:
                 raise ConfigError(
-                    f"{run} and {runs[other]} contain the same episode (task '{row.task}'). Omit one of them."
+                    f"{run} and {runs[other]} contain the same episode (task '{row.task}'). Omit one of these runs."
                 )
             tasks[row.task].append(_episode(row, run, len(tasks[row.task])))
     listed = [{"task": task, "episodes": episodes} | _totals(episodes) for task, episodes in tasks.items()]

@@ -38,7 +38,7 @@ class Serving:
 SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
     "server", group="embodyrl.servers", wants="a function of a config", fits=takes(1)
 )
-"""Registry of functions that return the server of a config for other policy types, or None."""
+"""Registry of functions that return the server for a policy type of an extension, or None for other configs."""
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:

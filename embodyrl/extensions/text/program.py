@@ -1,4 +1,4 @@
-"""Training of a language model from Python in a few lines: model, reward function and rows."""
+"""Training of a language model with GRPO from Python: model, reward function and rows of data."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _carry_out(
 
 
 def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
-    """Write a test to a file; return the request entry with its position, without the test itself."""
+    """Write a test to a file; return the request entry, which contains the test's position in the file."""
     if not test:
         return {}
     text = json.dumps(test if isinstance(test, str) else dict(test)).encode()

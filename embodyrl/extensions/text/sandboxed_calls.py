@@ -200,7 +200,7 @@ def _take_over(own, changed):
 
 
 class Foreign:
-    """Cache of local exception classes for exceptions that the program defines, by name."""
+    """Cache of the local classes that represent exceptions defined by the program, by name."""
 
     known = {}
 

@@ -66,7 +66,7 @@ class ActorCriticFactory:
         self._shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with weights initialised from the seed, or with those in `cfg.path`.
+        """Build the policy with weights from `cfg.path`, or initialised from the seed.
 
         Raises:
             CheckpointError: the folder has no weights of this shape.

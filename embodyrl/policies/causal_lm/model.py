@@ -96,7 +96,8 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
         # Without torchvision the library's table of video processors is empty, even if none is used.
         raise MissingDependencyError(
             f"The processor in {folder} needs a package that is not installed: {one_line(error)}. Processors with "
-            "video support (Qwen-VL, SmolVLM) usually need `pip install torchvision num2words` (index of torch)."
+            "video support (Qwen-VL, SmolVLM) usually need `pip install torchvision num2words` (from PyTorch's "
+            "package index)."
         ) from error
     model, info = loaded
     if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):

@@ -71,7 +71,7 @@ class TextSizes:
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the temporary bytes for gradients of the output matrix: without, and with recomputed layers.
+        """Return the temporary bytes for gradients of the output matrix, without and with recomputation of layers.
 
         Gradients of earlier micro-batches, of earlier chunks of logits and of this chunk exist at the same time. In
         bfloat16, autocast keeps one cast of the matrix and gradients are summed in bfloat16. With recomputed layers,

@@ -72,7 +72,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Denoise from initial noise that is seeded by the observation, or zero; return the executed actions."""
+        """Denoise zeros, or noise seeded by the observation; return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
         seeds = seeds_of_observations(obs)

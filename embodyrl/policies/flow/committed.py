@@ -45,7 +45,7 @@ class Committed:
 
 
 def guidance_weights(delay: Tensor, end: Tensor, horizon: int, mask: RtcMask) -> Tensor:
-    """Return guidance weights [B, H] for delays [B] and ends [B] of the previous chunk.
+    """Return guidance weights [B, H] for delays [B] and the index `end` [B] at which the previous chunk ends.
 
     The weight is 1 before the delay and 0 from the end on. In between, action i has the weight
     c (e^c - 1) / (e - 1), c, 1 or 0 (`mask`), with c = (end - i) / (end - delay + 1).

@@ -66,7 +66,7 @@ def per_token(x: Tensor) -> Tensor:
 
 
 class RmsNorm(nn.Module):
-    """Root-mean-square norm in float32; with a condition, adaRMS: scale, shift and gate are linear in it.
+    """Root-mean-square norm in float32; with a condition, adaRMS: scale, shift and gate are linear in the condition.
 
     adaRMS: y = norm(x) * (1 + scale) + shift, and the sublayer's output is multiplied by the gate (pi0.5).
     """
@@ -148,7 +148,7 @@ class View:
     mask: Tensor
     """[B or 1, 1, 1 or T, keys] attention mask."""
     memory: KeysValues | None = None
-    """Keys and values of earlier tokens, prepended to those of the tokens."""
+    """Keys and values of earlier tokens, prepended to the keys and values of the current tokens."""
     among: bool = True
     """True if the tokens attend to each other; False: only to the memory."""
 
@@ -166,7 +166,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor | None, view: View | KeysValues, condition: Tensor | None = None, *, output: bool = True
     ) -> tuple[Tensor | None, KeysValues | None]:
-        """Map tokens [B, T, width] to the same shape, and return their own keys and values, if any.
+        """Map tokens [B, T, width] to the same shape; also return the keys and values of these tokens, or None.
 
         Without `output`, return only the keys and values. Without tokens, `view` contains another stack's keys and
         values, and this layer returns projections of those keys and values.

@@ -162,7 +162,7 @@ class Source:
 
     layout: Layout
     embedding_names: tuple[str, ...]
-    """Names of the token embedding in the files: the embedding, the tied output matrix, or both."""
+    """Names of the tensors with the token embedding in the files: the embedding, the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
     """Additional weights and statistics of the files, by name."""
 

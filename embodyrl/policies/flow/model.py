@@ -132,7 +132,7 @@ class SiglipTower(nn.Module):
 BACKBONE = ("vision", "projector", "language")
 """Attributes of the vision-language model; all other attributes belong to the action expert and its head."""
 QUERY_SCALE = 3.0
-"""Scale of the expert's random initial queries relative to variance 1."""
+"""Scale of the action expert's random initial queries, relative to variance 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Inputs of the expert from a prefix, computed once for all denoising steps."""
+    """Inputs of the action expert from a prefix, computed once for all denoising steps."""
 
     views: tuple[View, ...]
     """Attention inputs of each expert layer, with keys and values of the prefix as memory."""
@@ -176,7 +176,7 @@ class Memory:
 
 
 class Denoised(NamedTuple):
-    """Outputs of one pass of the expert."""
+    """Outputs of one forward pass of the action expert."""
 
     velocity: Tensor
     """[B, H, A] velocity, float32."""
@@ -256,7 +256,7 @@ class FlowModel(nn.Module, ABC):
         return Prefix(layers=layers, valid=valid, state=inputs.state, hidden=hidden)
 
     def denoise(self, memory: Memory, x: Tensor, time: Tensor) -> Denoised:
-        """Run one pass of the expert.
+        """Run one forward pass of the action expert.
 
         Args:
             memory: memory of B observations.

@@ -36,7 +36,7 @@ class PromptForm:
         return "{state}" in self.template
 
     def text(self, task: str, state: str = "") -> str:
-        """Return the prompt of an instruction, without the tail."""
+        """Return the prompt of an instruction, without `tail`."""
         task = task.strip().replace("_", " ").replace("\n", " ") if self.cleans else task.removesuffix("\n")
         return self.template.format(task=task, state=state)
 

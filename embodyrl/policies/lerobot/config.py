@@ -70,7 +70,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def environment_name(self) -> str:
-        """Name of the environment's state."""
+        """Name of the environment state among the input features."""
         names = (name for name, feature in self.input_features.items() if feature.type == "ENV")
         return next(names, ENVIRONMENT)
 
@@ -88,7 +88,7 @@ class LeRobotConfig(BaseModel):
     @property
     def horizon_length(self) -> int:
         """H: number of actions per chunk."""
-        raise AssertionError("each policy overrides this method")
+        raise AssertionError("Each policy config must override horizon_length")
 
     @property
     def first_executed(self) -> int:

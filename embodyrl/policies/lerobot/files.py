@@ -207,7 +207,7 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
 
 
 def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
-    """Return the statistics written by `embodyrl sft`, by feature; for a history, the statistics of the last step."""
+    """Return the statistics written by `embodyrl sft`, by feature; a history uses the last step's statistics."""
     try:
         (entry,) = read_json(path).values()
         rows = {

@@ -69,7 +69,7 @@ class LeRobotPolicy(OnlyActs):
         seeds: list[int] | None = None,
         noise: FloatArray | None = None,
     ) -> dict[str, FloatArray]:
-        """Request actions `chunk` [B, K, A] and preprocessed states `state` [B, S].
+        """Request action chunks `chunk` [B, K, A] and preprocessed states `state` [B, S] from the process.
 
         Args:
             obs: observations.

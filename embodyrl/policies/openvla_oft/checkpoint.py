@@ -127,7 +127,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{index} cannot be read: {reason_of(error)}. Download the file again.") from error
     if outside:
         raise CheckpointError(
-            f"{index} names {outside[0]!r}, which is not a file of the folder. Do not use this checkpoint."
+            f"{index} refers to {outside[0]!r}, which is not a file of the folder. Do not use this checkpoint."
         )
     missing = [name for name in names if not (folder / name).exists()]
     if missing:

@@ -368,7 +368,7 @@ class LlamaModel(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Language model: body and untied output matrix."""
+    """Llama language model: decoder and untied output matrix."""
 
     def __init__(self, spec: LlamaSpec, *, rope_bf16_table: bool = False) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ class GuidedInputs(ModelInputs):
 
     @property
     def conditioned(self) -> ModelInputs:
-        """Return the inputs with the suffix."""
+        """Return the inputs with the instruction suffix."""
         return ModelInputs(**{field.name: getattr(self, field.name) for field in fields(ModelInputs)})
 
 
@@ -190,7 +190,7 @@ class OpenVlaOft(nn.Module):
         return embeddings, seen.gather(1, places), last_prompt, repeated
 
     def attention_mask(self, key_mask: Tensor) -> Tensor:
-        """Return the mask [B, 1, 1 or T, T] of a key mask [B, T]: causal if tokens are predicted one by one."""
+        """Return the attention mask [B, 1, 1 or T, T] for a key mask [B, T]: causal if decoding is autoregressive."""
         mask = key_mask[:, None, None, :]
         if self.options.autoregressive:
             size = key_mask.shape[1]

@@ -204,8 +204,8 @@ class OpenVlaOftPolicy:
         in_parallel = self._cfg.action_head is ActionHead.discrete and not self._model.options.autoregressive
         if rule is not None and rule.guidance not in (0, 1) and not in_parallel:
             raise ConfigError(
-                f"Guidance {rule.guidance:g} combines the logits of discrete actions that are decoded in parallel, but "
-                f"model '{self.spec.name}' has no such head. Use guidance 0 or 1."
+                f"Guidance {rule.guidance:g} requires a discrete action head with parallel decoding, but model "
+                f"'{self.spec.name}' does not decode in parallel or has no discrete head. Use guidance 0 or 1."
             )
         self._conditioning = rule
 

@@ -163,7 +163,7 @@ class Steered(ABC):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Convert actor samples [B, rows, n] before squashing to actions [B, K, A]; without seeds, add no noise."""
+        """Convert unsquashed actor samples [B, rows, n] to actions [B, K, A]; without seeds, add no noise."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:

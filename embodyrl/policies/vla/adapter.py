@@ -39,7 +39,7 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """Factor on B A: alpha / r, or alpha / sqrt(r)."""
+        """Factor that multiplies B A: alpha / r, or alpha / sqrt(r)."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 

@@ -5,7 +5,7 @@ from embodyrl.types import ActionKind, EnvSpec
 
 
 def seen_problems(who: str, env: EnvSpec) -> list[str]:
-    """Return the unmet requirements of an image policy with box actions on an environment, one line each."""
+    """Return the requirements of an image policy with box actions that an environment does not meet, one line each."""
     if not env.cameras.names or env.action.kind != ActionKind.box:
         has = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [

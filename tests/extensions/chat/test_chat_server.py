@@ -312,7 +312,7 @@ def test_serve_command_serves_a_checkpoint_until_a_signal(policy: CausalLMPolicy
     shown = run_cli("serve", *words, "--dry-run", cwd=tmp_path)
     assert "OpenAI chat completions" in shown.stdout
     assert (
-        "serve.protocol: only for robot policies"
+        "serve.protocol can only be set for robot policies"
         in run_cli("serve", *words, "serve.protocol=openpi", "--dry-run", cwd=tmp_path).stderr
     )
     server = start_cli("serve", *words, "serve.port=0", "--json", cwd=tmp_path)

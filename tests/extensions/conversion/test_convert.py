@@ -315,7 +315,7 @@ def test_success_other_than_0_or_1_is_refused(tmp_path: Path, capsys: Any) -> No
     source = write_libero(tmp_path / "libero")
     damage_demo(source, "demo_0", lambda demo: demo.__setitem__("won", [0, 0, 1, np.nan]))
     assert convert(source, tmp_path / "out", "data.keys={actions: action, won: next.success}") != 0
-    assert "data/demo_0: won has other values than 0 and 1" in capsys.readouterr().err
+    assert "data/demo_0: won has values other than 0 and 1" in capsys.readouterr().err
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -90,7 +90,7 @@ def test_observation_without_key_is_json_without_metadata(place: OpenEnvServer) 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("wait", r"did not respond within 0.5 s \(env.answer_timeout_s\)"),
+        ("wait", r"no reply arrived within 0.5 s \(env.answer_timeout_s\)"),
         ("die", "the connection was closed"),
         ("fail", "the server reports: Invalid message message: too loud"),
         ("odd", "the message '<html>' is not in"),

@@ -58,7 +58,7 @@ def test_public_names_are_listed_and_callable() -> None:
 @pytest.mark.needs("tabletop")
 @pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
 def test_delays_are_refused_for_single_actions(word: str) -> None:
-    with pytest.raises(ConfigError, match="one action without delay"):
+    with pytest.raises(ConfigError, match="one action per step, without delay"):
         embodyrl.make_env("tabletop", word)
 
 

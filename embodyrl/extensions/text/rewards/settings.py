@@ -24,7 +24,7 @@ class JudgeSettings(Settings):
     """Number of tokens before max_new_tokens over which the penalty of long replies grows to overlong_penalty (DAPO).
     0: no penalty."""
     overlong_penalty: Weight = 1.0
-    """Penalty of a reply that is truncated at max_new_tokens."""
+    """Penalty for a reply that is truncated at max_new_tokens."""
     timeout_s: Seconds = 5.0
     """Time limit per reply in seconds; after a timeout, the reward is 0 and train/reward_errors increases."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 1

@@ -40,7 +40,7 @@ class SmallFlowSettings(FlowSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Spec, config and units of a policy before its weights are loaded."""
+    """Config, chunk shape, and bounds (`units`) of a policy whose weights are not yet loaded."""
 
     config: SmallConfig
     units: Units

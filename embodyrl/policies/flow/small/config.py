@@ -1,4 +1,4 @@
-"""Config and units in the folder of a small flow policy. Does not import torch."""
+"""Config, and bounds of actions and states, in the folder of a small flow policy. Does not import torch."""
 
 import json
 from dataclasses import asdict, dataclass, fields

@@ -131,7 +131,7 @@ class VlaFiles:
         self._source: Source | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
 
     def save(self, module: nn.Module, folder: Path) -> None:
-        """Write the weights under the names and dtypes of the loaded checkpoint; or only the adapters."""
+        """Write the weights under the names and dtypes of the loaded checkpoint; with adapters, only the adapters."""
         if self._adapter is None:
             like = self._source
             if isinstance(like, Source):

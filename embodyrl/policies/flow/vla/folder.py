@@ -1,4 +1,4 @@
-"""Config, prompts, statistics and units in a checkpoint folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
+"""Config, prompts and normalisation in a checkpoint folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Networks of pi0, pi0.5 and SmolVLA for flow policies: from stored observations to velocities, and units."""
+"""Networks of pi0, pi0.5 and SmolVLA from stored observations to velocities, and conversion of units."""
 
 import math
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class SmolVla(FlowModel):
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Merge s x s patches into one token each, row by row; scaled like the text."""
+        """Merge each s x s square of patches into one token, row by row, scaled like the text embeddings."""
         features, s = self.vision(images), self.spec.shuffle
         side = math.isqrt(features.shape[1])
         squares = features.unflatten(1, (side // s, s, side // s, s)).transpose(2, 3).flatten(3).flatten(1, 2)
@@ -125,7 +125,7 @@ class SmolVla(FlowModel):
         return Memory(views=tuple(views), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return action tokens that contain the time. Its angles are computed in float64, as in the published code."""
+        """Return action tokens with time embeddings, whose angles are computed in float64 as in the published code."""
         when = time_embedding(time, self.spec.expert.width, double=True)
         return self._mix_time(self.action_in_proj(x), when), None
 
@@ -218,7 +218,7 @@ class VlaReader:
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
     def read(self, obs: Observation) -> FlowInputs:
-        """Return model inputs of observations: images [B, C, H, W, 3] as stored, states [B, S] unnormalised."""
+        """Convert observations to model inputs: images [B, C, H, W, 3] as stored, states [B, S] unnormalised."""
         count, cameras = len(obs), self._cfg.num_images_in_input
         frames = obs.images[:, :cameras]
         if self._env.cameras.rotation_deg == 180:
