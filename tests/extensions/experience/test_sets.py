@@ -281,4 +281,4 @@ def test_info_counts_instructions_by_step_and_warns_of_missing_episodes(tmp_path
     assert "declares 9 episodes, but meta/episodes has 3" in found["warnings"][0]
     run("info", tmp_path / "one", json=False)
     assert "warning  " in capsys.readouterr().out
-    assert _counted(str(tmp_path / "one")).endswith(f"3 episodes, {sum(LENGTHS)} frames of arm")
+    assert _counted(tmp_path / "one").endswith(f"3 episodes, {sum(LENGTHS)} frames of arm")
