@@ -23,7 +23,7 @@ TASK_IDS: Registry[Mapping[str, Overrides]] = Registry(
     wants="a mapping of names to overrides",
     fits=lambda found: isinstance(found, Mapping),
 )
-"""Config overrides of each single-task id, such as `LIBERO-object-0-v0`. The first override is the option of `env=`."""
+"""Config overrides of each single-task id, such as `LIBERO-object-0-v0`. The first override is the value of `env=`."""
 
 
 def make(

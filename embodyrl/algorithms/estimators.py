@@ -236,7 +236,7 @@ def credited_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) 
 
 
 def credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
-    """Return the mask of chunks with an executed action [T, 1] or of executed actions [T, K], by `reward_type`."""
+    """Return a mask by `reward_type`: chunks with at least one executed action [T, 1], or executed actions [T, K]."""
     if cfg.reward_type == RewardLevel.chunk_level:
         return np.asarray(valid.any(axis=1, keepdims=True))
     return valid

@@ -162,7 +162,7 @@ def read_saved(file: Path) -> list[Setting]:
 
 
 def short(text: str) -> str:
-    """Return a text for an error message, shortened to about 120 characters, with escaped control characters."""
+    """Format text for an error message: at most about 120 characters, with escaped control characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 

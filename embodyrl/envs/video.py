@@ -18,7 +18,7 @@ class VideoSettings(Settings):
     base_dir: SettingsPath | None = None
     """Folder for videos, which are written to <base_dir>/<run id>/; default: videos/ in the run's folder."""
     info_on_video: bool = True
-    """If true, each frame shows the instruction, the step and the success."""
+    """If true, each frame shows the instruction, the step number and whether the task has succeeded."""
 
 
 def remove_videos(stem: Path) -> None:

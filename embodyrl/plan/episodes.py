@@ -134,7 +134,7 @@ class GroupSampler(Protocol):
     """Interface that samples the initial states of groups with unequal probabilities."""
 
     def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return an error for each invalid key about the weights of initial states."""
+        """Return an error for each invalid key that sets weights of initial states."""
         ...
 
     def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:

@@ -60,8 +60,8 @@ class RunnerSettings(Settings):
     """Number of training steps between validations, which also run before the first and after the last step; -1: no
     validation."""
     val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
-    """Further suites for evaluations and validations: [object,swap,lan,task,camera,robot,noise,language] and base for
-    LIBERO, [colours,positions,phrasings] for tabletop, or [all]."""
+    """Additional suites for evaluations and validations, as a list, or [all]. LIBERO: base, object, swap, lan, task,
+    camera, robot, noise, language. Tabletop: colours, positions, phrasings."""
     save_interval: CountOrAll = 50
     """Number of training steps between checkpoints; the last step is always saved. -1: only the last step."""
     resume_dir: Path | None = None

@@ -216,7 +216,7 @@ def fitting_models(env: EnvSpec) -> str:
 
 
 def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:
-    """Convert a folder written by `Policy.save` to a self-contained checkpoint: adapters merged, compute precision.
+    """Convert a folder written by `Policy.save` to a self-contained checkpoint with merged adapters.
 
     Args:
         cfg: model settings of the run.

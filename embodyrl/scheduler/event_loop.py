@@ -125,7 +125,7 @@ class PolicyClient:
         return self._ask(self._training, request)
 
     def publish(self, version: int) -> Iterator[Replies]:
-        """Transfer new weights, of this version, from the actor ranks to the acting processes.
+        """Transfer the weights of version `version` from the actor ranks to the processes that run the policy.
 
         Yield the replies that must be complete before the iterator continues. The first transfer contains all weights,
         later transfers the trained weights. No process acts before the transfer is complete.

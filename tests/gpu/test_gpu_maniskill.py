@@ -55,7 +55,7 @@ def test_reset_id_determines_the_episode_in_every_slot():
     env.close()
 
 
-def test_training_runs_on_the_gpu_batch(tmp_path):
+def test_training_runs_with_gpu_batched_simulation(tmp_path):
     words = ["env.obs_mode=state", "model=mlp", "algorithm=ppo", "env.train.total_num_envs=64", "runner.max_steps=2"]
     places = [f"runner.output_dir={tmp_path}", "runner.logger.backends=[jsonl]", "launcher.env_workers=1"]
     run = train(load_config("train", [*WORDS, *words, *places])).run

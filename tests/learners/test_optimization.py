@@ -16,7 +16,7 @@ from embodyrl.learners.training import Optimization
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
-def test_gradient_with_other_strides_is_applied_correctly(order: str) -> None:
+def test_gradient_with_different_strides_is_applied_correctly(order: str) -> None:
     """Adam's first step has the size of the rate and the sign of the gradient; torch's fused CPU step is wrong here."""
     layer = torch.nn.Linear(7, 5, bias=False)
     before = layer.weight.detach().clone()

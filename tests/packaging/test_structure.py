@@ -92,7 +92,7 @@ def _compared(node: ast.AST) -> Iterator[ast.expr]:
 
 
 @pytest.mark.needs("libero", "openvla_oft")
-def test_component_names_are_compared_only_in_their_folders():
+def test_code_outside_a_component_does_not_branch_on_its_name():
     """Comparisons with the name of an environment, a model or an algorithm outside of its folder."""
     names = component_names()
     assert {"libero", "openvla_oft", "grpo", "gae", "ppo_clip", "libero_10"} <= names

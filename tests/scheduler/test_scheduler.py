@@ -66,7 +66,7 @@ def test_success_terminates_and_the_time_limit_truncates(tmp_path):
         assert not e.bootstrap_value.any()
 
 
-def test_ignored_terminations_run_to_the_time_limit(tmp_path):
+def test_episodes_with_ignored_terminations_run_to_the_time_limit(tmp_path):
     words = ("env.train.total_num_envs=16", "env.kwargs.goal=0.5", "env.train.ignore_terminations=true")
     with running_crew(tmp_path, *words) as stage:
         rollout = collect(stage)

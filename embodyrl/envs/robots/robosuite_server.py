@@ -14,7 +14,7 @@ CLOSED, OPEN = 1.0, -1.0
 _REACH = 0.05
 """Displacement of the gripper in metres for an action of 1."""
 _GRASP_WIDTH = 0.065
-"""Sum of the finger positions in metres below which closed fingers hold a cube."""
+"""Closed fingers hold a cube if the sum of their positions is below this value, in metres."""
 _ABOVE = 0.08
 """Height in metres above an object at which the gripper moves horizontally."""
 _GAIN = 2.0

@@ -108,8 +108,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
         return replace(card, env=replace(card.env, action=action, cameras=cameras))
     if given:
         raise ConfigError(
-            f"{', '.join(given)}: {root} was written by embodyrl and already contains this description. Remove these "
-            "keys."
+            f"{', '.join(given)}: {root} was written by embodyrl and already contains these values. Remove these keys."
         )
     return card
 

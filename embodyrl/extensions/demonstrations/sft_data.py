@@ -80,7 +80,10 @@ def _labelled(
             "model with instructions, for example model=flow_small."
         )
     if cfg.data.val_path is not None or cfg.data.history > 1:
-        raise ConfigError("objective.labels cannot be combined with data.val_path or data.history. Remove these keys.")
+        raise ConfigError(
+            "objective.labels cannot be combined with data.val_path or data.history. Remove objective.labels, or "
+            "remove data.val_path and data.history."
+        )
     suffixes = np.array([NEGATIVE, POSITIVE], object)[read_positive(Path(str(cfg.objective.labels)), demos)]
     chosen = [np.flatnonzero(kind).tolist() for kind in (~aside, aside) if kind.any()]
     plain = [_samples(cfg, demos, episodes, env, policy) for episodes in chosen]

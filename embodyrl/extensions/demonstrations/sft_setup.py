@@ -104,7 +104,7 @@ def load_material(cfg: Config, folder: Path) -> Material:
         raise ConfigError(
             f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, but a classifier needs "
             "frames with and without success. Collect with collect.filter=all and env.train.ignore_terminations=true, "
-            "which continues episodes after success; data sets of other programs do not record success."
+            "which continues episodes after success; data sets recorded by other programs do not contain success."
         )
     return material
 

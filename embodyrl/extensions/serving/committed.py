@@ -35,8 +35,10 @@ def read_committed(message: object, env: EnvSpec) -> FloatArray:
         rows, delay = np.asarray(held[PREFIX], np.float32), index(held[DELAY])
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"'{PREFIX}' must be an array [n, {dim}] and '{DELAY}' an integer; send both.") from error
-    if rows.ndim != 2 or rows.shape[1] != dim or not np.isfinite(rows).all():
-        raise MessageError(f"'{PREFIX}' has shape {list(rows.shape)}, but must contain finite numbers [n, {dim}].")
+    if rows.ndim != 2 or rows.shape[1] != dim:
+        raise MessageError(f"'{PREFIX}' has shape {list(rows.shape)}, expected [n, {dim}].")
+    if not np.isfinite(rows).all():
+        raise MessageError(f"'{PREFIX}' contains NaN or infinite numbers; send finite numbers.")
     if not 0 <= delay <= min(spec.delay, len(rows)):
         raise MessageError(
             f"'{DELAY}' is {delay}, but must be 0 to {min(spec.delay, len(rows))}: at most the length of '{PREFIX}' "

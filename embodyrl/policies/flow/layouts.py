@@ -27,7 +27,7 @@ class Layout:
     tied: str | None = None
     """Name of an output matrix that is tied to the token embedding. Some files contain only this matrix."""
     dead: tuple[tuple[str, str], ...] = ()
-    """(published name, stack) of each unused matrix [vocab, width of the stack] that the published loader requires."""
+    """Unused matrices [vocab, width of the stack] that the published loader requires, as (published name, stack)."""
 
     def likeness(self, keys: Iterable[str]) -> int:
         """Return the number of characteristic prefixes of this layout that occur among the keys."""

@@ -249,7 +249,7 @@ class FlowModel(nn.Module, ABC):
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
 
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
-        """Run the backbone; `output`: also return hidden states, which need one more layer."""
+        """Run the backbone and return its keys and values; `output`: also run the last layer for its hidden states."""
         x, valid = self.embed_prefix(inputs)
         view = View(rotary(positions_of(valid), self.spec.language), key_mask(valid, valid if output else None))
         layers, hidden = self.language.remember(x, [view] * self.spec.language.depth, output=output)

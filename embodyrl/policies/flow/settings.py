@@ -82,8 +82,8 @@ class FlowSettings(ResidualSettings):
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
     fpo_ratio: FpoRatio = FpoRatio.mean
-    """fpo: importance ratio. mean: one ratio from the mean loss of all pairs; sample: one ratio per pair, with
-    logprob_type=token_level."""
+    """fpo: importance ratio. mean: one ratio from the mean loss of all (noise, time) pairs; sample: one ratio per pair,
+    which needs logprob_type=token_level."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
     """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""

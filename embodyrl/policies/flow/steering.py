@@ -68,7 +68,7 @@ class CorrectedFlow(SteeredFlowPolicy):
     """Residual policy: the actor's output times `residual_scale` is added to the executed part of the greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return features [B, F]: the expert's mean hidden state in the first step, then the proposed actions."""
+        """Return features [B, F]: the expert's mean hidden state in the first denoising step, and the actions."""
         hidden: list[Tensor] = []
 
         def watched(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

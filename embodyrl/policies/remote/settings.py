@@ -15,11 +15,11 @@ class ConversationSettings(Settings):
     protocol: Literal["openpi", "vla_eval"] = "openpi"
     """Wire format: openpi (observation in, action chunk out) or vla_eval (episode messages, one action at a time)."""
     image_names: list[str] | None = None
-    """Keys of the camera images in messages, in the policy's order; default: the protocol's names for LIBERO."""
+    """Keys of the camera images in messages, in the policy's order; default: the protocol's keys for LIBERO."""
     state_name: str | None = None
-    """Key of the state in messages; default: the protocol's name."""
+    """Key of the state in messages; default: the key that the protocol uses."""
     prompt_name: str | None = None
-    """Key of the instruction in messages; default: the protocol's name."""
+    """Key of the instruction in messages; default: the key that the protocol uses."""
 
 
 class RemoteSettings(ModelSettings, ConversationSettings):

@@ -212,11 +212,11 @@ class Steered(ABC):
         return self._actor.shape.width
 
     def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample noise or corrections [B, L], relative to their bound (see `SoftActor.draw`)."""
+        """Sample noise or corrections [B, L], divided by their bound (see `SoftActor.draw`)."""
         return self._actor.head.draw(self._actor(features))
 
     def chosen(self, tokens: IntArray) -> Tensor:
-        """Return the noise or corrections in tokens, relative to their bound (see `SoftActor.chosen`)."""
+        """Return the noise or corrections [B, L] in `tokens`, divided by their bound (see `SoftActor.chosen`)."""
         rows, shape = self._actor.kept(tokens, self._device).tanh(), self._actor.shape
         # Expanded as in demonstrations, whose actions are not repeated rows.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)

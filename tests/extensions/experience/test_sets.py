@@ -230,10 +230,10 @@ def test_copied_third_party_dataset_accepts_convention_keys(tmp_path: Path) -> N
         assert (env.action.gripper, env.cameras.rotation_deg) == (GripperConvention(open=1, closed=0, index=-1), 180)
         with pytest.raises(ConfigError, match=r"action -1 of .*, which is in 0..1"):
             load_demonstrations(root, DemonstrationSettings(gripper=[1, -1]))
-        with pytest.raises(ConfigError, match="contains this description"):
+        with pytest.raises(ConfigError, match="contains these values"):
             read_card(root, DemonstrationSettings(gripper=[1, 0], action_key="other"))
     write(tmp_path / "own", range(2), Actor.policy, 7)
-    with pytest.raises(ConfigError, match=r"data.gripper: .* contains this description"):
+    with pytest.raises(ConfigError, match=r"data.gripper: .* contains these values"):
         read_card(tmp_path / "own", DemonstrationSettings(gripper=[1, 0]))
 
 

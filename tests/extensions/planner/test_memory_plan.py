@@ -373,7 +373,7 @@ def test_replay_buffer_size_includes_next_observations(tmp_path):
     assert whole.checkpoint - unsaved.checkpoint == whole.replay == unsaved.replay
 
 
-def test_micro_batch_memory_is_per_rank_within_token_budget(tmp_path):
+def test_planned_micro_batches_are_per_rank_and_respect_the_token_budget(tmp_path):
     def count(*words):
         return memory._micro_batches(build_run_plan(text_config(tmp_path, "launcher=local", *words), training=True))
 

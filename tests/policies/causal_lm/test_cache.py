@@ -28,7 +28,7 @@ def test_reserved_cache_matches_a_growing_cache_after_row_selection():
     assert layers[0].get_seq_length() == layers[1].get_seq_length() == 79
 
 
-def test_tokens_are_appended_without_copies_of_earlier_tokens():
+def test_tokens_are_appended_without_copying_earlier_tokens():
     layer = ReservedLayer(20)
     layer.update(*states(2, 5))
     keys, values = layer.update(*states(2, 1))

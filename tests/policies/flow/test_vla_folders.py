@@ -134,7 +134,7 @@ def test_checkpoint_prompt_limit_is_checked_early(tmp_path: Path, form: str, nam
         factory.spec(cfg, long, 0)
 
 
-def test_other_number_of_executed_actions_gives_a_warning(tmp_path: Path) -> None:
+def test_different_number_of_executed_actions_gives_a_warning(tmp_path: Path) -> None:
     folder, cfg, factory = folder_of("pi0", tmp_path), settings("pi0", tmp_path / "pi0"), POLICIES.get("pi0")
     assert factory.spec(cfg, ENV, 0).doubts == ()
     edit_config(folder, n_action_steps=3)
