@@ -160,7 +160,7 @@ class Devices:
         return self.policies[number] if self.policies else None
 
     def of_env_worker(self, number: int, *, on_gpu: bool | None) -> str | None:
-        """Return the GPU of an env worker; an empty string: no GPU, None: all GPUs of the driver.
+        """Return the GPU of an env worker; empty string: no GPU; None: all GPUs of the driver.
 
         `on_gpu` is `SimulatorSpec.on_gpu`.
         """

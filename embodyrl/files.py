@@ -94,7 +94,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
-    """Read a response to its end with limits on size and time, for example from an untrusted server.
+    """Read a response, for example from an untrusted server, to its end, with limits on size and time.
 
     Raises:
         OSError: the response is longer than `most_bytes`, or not complete after `timeout_s`.
@@ -157,7 +157,7 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, True for cgroup v2) of this process's control groups and of their parents.
+    """Yield (folder, flag) of this process's control groups and their parent groups; the flag is True for cgroup v2.
 
     In a container, the root is the container's own group; a Slurm job has several parent groups.
     """

@@ -50,7 +50,7 @@ def make(
 
 
 def register() -> None:
-    """Register one Gymnasium id per simulator task, and one per option of `env=` that is not in a subfolder."""
+    """Register a Gymnasium id for each simulator task, and for each option of `env=` outside subfolders."""
     names: dict[str, Overrides] = {
         f"{option.title().replace('_', '')}-v0": (option,) for option in tree.options("env") if "/" not in option
     }

@@ -31,7 +31,7 @@ _OWNER = "EMBODYRL_OWNER"
 """Environment variable that marks a process; child processes inherit its value, <pid>-<random>/<name>[/<name>...]."""
 _POLL_S = 0.2
 _FORKS_FD = 3
-"""File descriptor of the list of forked processes in the watching process."""
+"""File descriptor from which the watching process reads the list of forked processes."""
 
 
 def signal_at_parents_end(signum: int) -> None:

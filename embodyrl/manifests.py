@@ -24,7 +24,7 @@ class Extension:
     imports: tuple[str, ...] = ()
     """Names of extensions that this extension may import."""
     requires: Mapping[str, str] = field(default_factory=dict)
-    """Pip extra that installs each required module that is not a dependency of the core, by module name."""
+    """Required modules that are not dependencies of the core, each with the pip extra that installs the module."""
     entry_points: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Entry points as {group: {name: `package.module:attr`}}, as in the `pyproject.toml` of a package."""
 

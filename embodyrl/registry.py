@@ -39,7 +39,7 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
 
 
 def has(*names: str) -> Callable[[Any], bool]:
-    """Return a check for `Registry` that accepts an object, not a class, with all of these attributes."""
+    """Return a check for `Registry` that accepts objects with all of the attributes `names`, but no classes."""
     return lambda found: not isinstance(found, type) and all(hasattr(found, name) for name in names)
 
 
@@ -128,7 +128,7 @@ class Registry(Generic[T]):
         return found
 
     def get(self, name: str) -> T:
-        """Return the component of a name.
+        """Return the component that `name` selects.
 
         Raises:
             UnknownNameError: the name is unknown (the message suggests a similar name), or the component fails the
@@ -160,7 +160,7 @@ class Registry(Generic[T]):
         return f" Did you mean {' or '.join(f'{module}:{name}' for name in fitting[:3])}?" if fitting else ""
 
     def _entry_point(self, name: str) -> str | None:
-        """Return the target of an entry point; entry points of extensions come first."""
+        """Return the target of an entry point; entry points of embodyrl's extensions take precedence."""
         if (found := declared(self.group).get(name)) is not None:
             return found
         return next((entry.value for entry in installed(group=self.group) if entry.name == name), None)

@@ -49,13 +49,13 @@ class Control:
 
     label: str
     index: int
-    """Dimension of the action; 0 for categories."""
+    """Index of the action dimension that the input sets; 0 if actions are categories."""
     value: float
     """Value of the dimension while the input is fully pressed."""
     key: str = ""
     """Keyboard key as a browser's `KeyboardEvent.code`, for example ArrowLeft."""
     pad: str = ""
-    """Input of a gamepad with the standard mapping: button3, or an axis with a direction, axis0- or axis0+."""
+    """Gamepad input in the standard mapping: a button (button3), or an axis and its direction (axis0-, axis0+)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class CameraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalSpec:
-    """State columns of achieved and desired goals, if rewards can be computed for relabelled goals."""
+    """State columns of achieved and desired goals, for environments that can compute rewards for relabelled goals."""
 
     achieved: tuple[int, int]
     """State columns of the achieved goal: first column, and one past the last."""
@@ -164,11 +164,11 @@ class TextSpec:
     prompt_bytes: int = 0
     """Number of UTF-8 bytes of the longest instruction; 0: the longest instruction in `EnvSpec.tasks`."""
     prompt_tokens: int = 0
-    """Tokens of the longest instruction without earlier replies of the policy; 0: estimated from `prompt_bytes`."""
+    """Number of tokens of the longest instruction, without earlier replies; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
     """Role sequences that occur in the run's conversations, for example (system, user)."""
     max_replies: int = 0
-    """Maximum number of replies (chunks) per conversation; 0: the number of env steps is limited instead."""
+    """Maximum number of replies (chunks) per conversation; 0: the limit applies to env steps, not replies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +303,8 @@ class PolicySpec:
     tokens_per_chunk: int
     """L: number of sampled tokens per chunk (K*A for discrete OpenVLA-OFT)."""
     scored: int = 0
-    """P: number of log-probabilities per action; 0: one per token. Dimensions with constant statistics are omitted."""
+    """P: number of log-probabilities per action; 0: one per token. Action dimensions with constant statistics have no
+    log-probability."""
     imitated: int = 0
     """H: number of actions per chunk in SFT, if larger than K; 0: SFT uses K actions."""
     reply_bytes: int = 0
@@ -351,14 +352,15 @@ class PolicyCosts:
     """Estimated size, memory and work of a policy; 0: unknown."""
 
     SHARED_FRACTION = 0.5
-    """Maximum fraction of tokens left after deduplication for equal prompts to be computed once, in a separate pass."""
+    """Equal prompts are computed once, in a separate pass, if deduplication leaves at most this fraction of tokens."""
     num_parameters: int = 0
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""
     activation_bytes: int = 0
     """Number of bytes that the forward pass of a sample stores for the backward pass."""
     shared_bytes: tuple[int, int] = (0, 0)
-    """Bytes stored for a sample and for a distinct prompt, if equal prompts are computed once; (0, 0): unsupported."""
+    """Bytes stored per sample and per distinct prompt if equal prompts are computed only once; (0, 0): not
+    supported."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
@@ -383,14 +385,14 @@ class PolicyCosts:
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
 
     def stored(self, samples: float, prompts: float) -> int:
-        """Return the activation bytes stored for the backward pass of samples with `prompts` distinct prompts."""
+        """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward."""
         one, prompt = self.shared_bytes
         left = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
         shares = one and left <= self.SHARED_FRACTION * samples * self.sample_tokens
         return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
 
     def scoring(self, samples: float) -> tuple[int, int]:
-        """Return the temporary bytes for log-probabilities of samples, without and with gradient checkpointing.
+        """Return the temporary memory in bytes for log-probabilities, without and with gradient checkpointing.
 
         Both include the gradient of the output matrix, which is added to the gradient of earlier micro-batches.
         """

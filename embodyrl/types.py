@@ -1,4 +1,5 @@
-"""Data classes passed between modules: frozen, keyword-only, with numpy arrays (torch only with gradients).
+"""Data classes passed between modules: frozen and keyword-only, with numpy arrays, or torch tensors if gradients are
+needed.
 
 Shapes: N env slots, T chunk steps, K actions per chunk, A action dims, L = K*A action tokens, V value outputs per chunk
 (1 or K), B samples, C cameras, H W image, S state dims.
@@ -133,7 +134,10 @@ class EpisodeSpec:
 
 
 class EarlierPart(NamedTuple):
-    """The part of a cut episode from earlier training steps; the current step continues the episode."""
+    """Summary of the part of a cut episode that earlier training steps executed.
+
+    The current training step continues the episode.
+    """
 
     spec: EpisodeSpec  # spec of the episode's start
     length: int
@@ -153,17 +157,17 @@ class Episode:
     valid: BoolArray
     success: BoolArray
     value: FloatArray
+    """[T, V] value estimates during the rollout."""
     bootstrap_value: FloatArray
-    """[1] value after the last executed action, 0 if terminated; empty without a value head. `value` [T, V]: estimates
-    during the rollout."""
+    """[1] value after the last executed action; 0 if the episode terminated, empty without a value head."""
     terminated: bool
     truncated: bool
     """True if the time limit or the chunk-step quota ended the episode; the return then includes a bootstrap value."""
     cut: bool = False
     """True if the quota of chunk steps cut the episode, which is then excluded from success statistics."""
     counted: bool = True
-    """True if statistics include the episode: the quota left at its start sufficed for the longest possible episode.
-    Otherwise short episodes would be over-represented."""
+    """True if statistics include the episode: at its start, the remaining quota sufficed for an episode of maximum
+    length. Statistics of all episodes would over-represent short episodes."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     earlier: EarlierPart | None = None

@@ -64,7 +64,7 @@ def grpo(
 
 
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
-    """Standardise to mean 0 and variance 1: (x - mean) / sqrt(var + eps), var with ddof 1.
+    """Standardise to mean 0 and variance 1: (x - mean) / sqrt(var + eps), with the unbiased variance (ddof=1).
 
     Fewer than two values, or equal values, become 0.
     """
@@ -220,7 +220,7 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
 
 
 def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
-    """Whiten the entries of all `parts` selected by `masks`, with one mean and variance, in place."""
+    """Whiten the entries selected by `masks` in several arrays, in place, with one common mean and variance."""
     if not parts:
         return
     flat = whiten(np.concatenate([part[m] for part, m in zip(parts, masks, strict=True)]))
@@ -230,13 +230,16 @@ def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> N
 
 
 def credited_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:
-    """Return the reward of each chunk [T, 1] or of each action [T, K], by `reward_type`."""
+    """Return the rewards of chunks [T, 1] or of actions [T, K], depending on `reward_type`."""
     earned = np.where(valid, reward, 0.0).astype(np.float64)
     return earned.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else earned
 
 
 def credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
-    """Return a mask by `reward_type`: chunks with at least one executed action [T, 1], or executed actions [T, K]."""
+    """Return a mask, depending on `reward_type`.
+
+    [T, 1], chunks with at least one executed action; or [T, K], executed actions.
+    """
     if cfg.reward_type == RewardLevel.chunk_level:
         return np.asarray(valid.any(axis=1, keepdims=True))
     return valid

@@ -324,7 +324,7 @@ class Algorithm:
         return share * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Return the indices of episodes in groups that `filter_rewards` and `filter_returns` keep.
+        """Return the indices of the episodes whose groups pass `filter_rewards` and `filter_returns`.
 
         The bounds apply to unshaped rewards.
         """

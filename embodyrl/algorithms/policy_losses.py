@@ -30,7 +30,7 @@ SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 
 
 def scored_columns(values: Any, actions: int, scored: int) -> Any:
-    """Select the columns [B, K * P] that have a log-probability from token values [B, K * D] (torch or numpy).
+    """Select the token values that have a log-probability: [B, K * D] to [B, K * P] (torch or numpy).
 
     Records of flow and diffusion policies have more tokens than log-probabilities: the first P of each action.
 
@@ -45,7 +45,7 @@ def scored_columns(values: Any, actions: int, scored: int) -> Any:
 
 
 def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Sum token values [B, L] to units: [B, K, D] tokens, [B, K, 1] actions or [B, 1, 1] chunks; 0 if not valid."""
+    """Sum token values [B, L] per token [B, K, D], action [B, K, 1] or chunk [B, 1, 1]; invalid actions count as 0."""
     batch, actions = valid.shape
     assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
     # `where` instead of a product: log-probabilities of unexecuted actions may be NaN.
@@ -70,7 +70,7 @@ def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLev
 
 
 def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Average the units of each action or chunk over tokens, and return the weighted sum of the means."""
+    """Average over the tokens of each action or chunk, and return the weighted sum of the averages."""
     return shares(units, weight).sum()
 
 

@@ -131,7 +131,8 @@ class AdvantageEstimator:
     """Learner class as package.module:class (see `learners/protocol.py`). Settings of a learner without a `loss_type`
     are subclasses of `BufferSettings`."""
     check: str = ""
-    """package.module:function (Config, Algorithm, EnvSpec, PolicySpec) -> problems, one line each; empty: no check."""
+    """Import path (package.module:function) of a check of the run; empty: no check. The function takes Config,
+    Algorithm, EnvSpec and PolicySpec, and returns errors, one line each."""
 
     @property
     def needs_groups(self) -> bool:

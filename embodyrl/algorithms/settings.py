@@ -117,12 +117,13 @@ class AlgorithmSettings(ActingAlgorithm):
     old_logprob: OldLogprob = OldLogprob.rollout
     """Old log-probabilities of the ratio: rollout (recorded while sampling) or recompute (before the update)."""
     behave_weight_threshold: Positive | None = None
-    """Threshold of the loss weight pi_old / pi_rollout (decoupled PPO; with old_logprob=recompute), see
-    behave_weight_mode; null: no weight."""
+    """Threshold of the loss weight pi_old / pi_rollout (decoupled PPO, needs old_logprob=recompute); null: no weight.
+    For weights above the threshold, see behave_weight_mode."""
     behave_weight_mode: WeightMode = WeightMode.mask
     """Treatment of weights above behave_weight_threshold: mask (weight 0) or truncate (weight = threshold)."""
     behave_weight_level: WeightLevel = WeightLevel.token
-    """Level of the weights: token, or per sample the product (sequence) or geometric mean (geometric) over tokens."""
+    """Level of the weights. token: one weight per token; sequence: product of a sample's token weights; geometric:
+    geometric mean of a sample's token weights."""
     m2_threshold: Positive | None = None
     """M2PO: drop the most off-policy tokens until the mean squared log-ratio is below this threshold; null: off."""
     off_policy_masking_delta: Positive | None = None
@@ -169,8 +170,8 @@ class GroupSettings(AlgorithmSettings):
     ) = None
     """[low, high]: exclude groups with a mean success outside this range from the update."""
     filter_returns: Annotated[list[float], RISING, Must("two numbers [low,high] with low < high")] | None = None
-    """[low, high]: exclude groups with a mean return (before reward_scale) outside this range; for rewards other than
-    success."""
+    """[low, high]: exclude groups with a mean return (before reward_scale) outside this range. Intended for rewards
+    other than success."""
     filter_refills: Index = 0
     """Maximum number of rounds in which new groups replace filtered groups. If all groups are filtered, the weights do
     not change."""
@@ -251,7 +252,8 @@ class BufferSettings(AlgorithmSettings):
     updates_per_sample: Positive = 1.0
     """Number of updates per new chunk sample; each update uses actor.global_batch_size samples."""
     demonstrations: list[Path] = []
-    """Folders of demonstrations of this environment, mixed into training batches; SAC uses their rewards."""
+    """Folders of demonstrations of this environment to mix into training batches. SAC uses the rewards of
+    demonstrations."""
     demonstration_share: Share = 0.5
     """Fraction of demonstrations in each batch."""
 

@@ -117,7 +117,7 @@ class ReturnScale:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state returned by `state`; missing keys: start with empty statistics."""
+        """Restore a state returned by `state`; statistics that the state lacks start empty."""
         # A resumed run restarts all episodes; a repeated step continues the cut episodes.
         self._cut = {EpisodeSpec(**began): total for began, total in state.get("returns_cut", ())}
         self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))

@@ -25,9 +25,10 @@ def value_loss(
     clip: float | None,
     huber_delta: float | None,
 ) -> torch.Tensor:
-    """Return the value loss of each entry: the larger error of the value and of the value clipped around the old value.
+    """Return the clipped value loss of each entry: the larger of the errors of the value and of the clipped value.
 
-    The error is e^2 / 2; with Huber loss, it is delta (|e| - delta / 2) where |e| > delta. All shapes are equal.
+    The value is clipped around the old value. The error is e^2 / 2; with Huber loss, it is delta (|e| - delta / 2)
+    where |e| > delta. All shapes are equal.
     """
     from torch.nn import functional
 

@@ -61,7 +61,7 @@ def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHandle:
-    """Description of an arena, with which another process maps the arena (`Arena.attach`)."""
+    """Data with which another process maps an arena (see `Arena.attach`)."""
 
     path: str
     """Path of the owner's file descriptor in /proc."""

@@ -297,7 +297,7 @@ class Done:
     seconds: float
     metrics: dict[str, float]
     error: str = ""
-    """Error message of a checkpoint request, after which the worker continues; empty: no error."""
+    """Error message of a failed checkpoint request, after which the worker continues; empty: no error."""
     finished: bool = True
     """If False, the update is not finished and waits for a ContinueRequest."""
 
@@ -322,5 +322,5 @@ class RankInfo:
 
     # Round-robin: the numbers of slices of the ranks differ by at most one.
     def share(self, count: int, size: int) -> list[slice]:
-        """Return this rank's slices of `count` items, each of at most `size` items."""
+        """Split `count` items into slices of at most `size` items, and return the slices of this rank."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

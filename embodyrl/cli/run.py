@@ -90,7 +90,7 @@ def _require_ckpt(words: list[str]) -> None:
 
 
 def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
-    """Compose the config; for commands that can resume, also return the run folder to resume as a keyword argument."""
+    """Return the composed config and the command's keyword arguments: `resume` if the command can resume a run."""
     words, folders = args.words, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)

@@ -36,7 +36,7 @@ class FaultSettings(Settings):
     step_timeout_s: Seconds = 120.0
     """Time limit of an env worker per action chunk and per reset of a slot."""
     start_timeout_s: Seconds = 600.0
-    """Time limit for the start of a worker: imports, simulators, weights."""
+    """Time limit for the start of a worker, which imports packages, builds simulators and loads weights."""
     update_timeout_s: Seconds = 3600.0
     """Time limit in seconds for the actor to finish an update, a checkpoint, or log-probabilities."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
@@ -76,7 +76,8 @@ class ClusterSettings(Settings):
     silence_timeout_s: Seconds = 120.0
     """Time without a connection to the cluster, or without a response of its head node, after which workers exit."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
-    """Nodes or hosts of each component with launcher=ray, such as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
+    """Nodes that run each component with launcher=ray, for example {env:1-3,rollout:0,actor:0}. Nodes are numbers or
+    host names; 0 is the driver's host."""
 
     def problems(self) -> Iterator[str]:
         """Yield an error if `min_nodes` exceeds `num_nodes`."""
@@ -185,7 +186,7 @@ ON_THIS_HOST: Mapping[str, tuple[int, ...]] = dict.fromkeys(COMPONENTS, (0,))
 
 
 def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
-    """Return the node of rank `number` of `world`. Neighbouring ranks share a node, because they exchange shards."""
+    """Return the node of rank `number`; consecutive ranks share a node, because they exchange shards."""
     return nodes[number * len(nodes) // world]
 
 

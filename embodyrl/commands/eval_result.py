@@ -109,13 +109,13 @@ class EvalResult:
     wall_s: float
     env_steps: int
     lengths: tuple[int, int]
-    """Minimum and maximum number of steps of an episode of the environment's own suite."""
+    """Minimum and maximum episode length in steps, within the environment's own suite."""
     cut_off: float | None
     """Fraction of replies that reached the token limit; None: not a text task, or a game with its own limit."""
     solved_at_reset: tuple[int, ...] = ()
     """Ids of episodes whose goal is reached before the first action; the results include these episodes."""
     suites: tuple[TaskResult, ...] = ()
-    """Results by suite, the environment's own suite first, if several suites were evaluated."""
+    """Results of each suite, beginning with the environment's own suite; empty if only one suite was evaluated."""
     paired: tuple[Comparison, ...] = ()
     """Comparisons with `eval.baseline`, one per suite."""
     baseline: str | None = None

@@ -22,7 +22,7 @@ class EpisodeWriter(Protocol):
     """Interface of a writer of finished episodes, whose records are still in the arena."""
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """Store the episodes that `runner.keep_episodes` selects; `step`: training step of the episodes' weights."""
+        """Store the episodes that `runner.keep_episodes` selects; `step`: training step of the weights that acted."""
         ...
 
     def close(self) -> None:

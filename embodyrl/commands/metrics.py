@@ -9,8 +9,8 @@ from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
 _CLOCK_DEPENDENT = frozenset(("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib"))
-"""Names of metrics that depend on the speed of the machine.
-In deterministic mode, `split_clock_metrics` renames them, because metrics `time/*` are not compared."""
+"""Names of metrics that depend on the speed of the machine. In deterministic mode, `split_clock_metrics` renames the
+metrics to `time/*`, because comparisons of runs ignore the metrics `time/*`."""
 
 
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:

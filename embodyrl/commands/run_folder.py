@@ -53,8 +53,7 @@ class RunFolder:
     lock: int
     """File descriptor that holds the lock."""
     began: tuple[float, float]
-    """Wall-clock time, and CPU time of this process and its children, at the start of this attempt, in
-    seconds."""
+    """Wall-clock time and CPU time (of this process and its children) at the start of this attempt, in seconds."""
     is_new: bool
     """True if this process created the folder."""
 

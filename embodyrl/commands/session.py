@@ -275,7 +275,7 @@ class Session:
             self.monitor.text(f"warning: a checkpoint could not be written, training continues: {error}")
 
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Wait for a pending save, and add checkpoint and resume command to the message of the interruption."""
+        """Wait for a pending save, and set the interruption's message: signal, step, checkpoint and resume command."""
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "

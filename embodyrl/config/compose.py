@@ -1,4 +1,4 @@
-"""Parsing of overrides, and composition of the YAML files of conf/ and `--config-dir`, both with Hydra."""
+"""Parsing of overrides and composition of the YAML files in conf/ and `--config-dir`, with Hydra."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def _store_variants() -> None:
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Save and restore the state of another Hydra application in this process."""
+    """Clear Hydra's global state inside the block, then restore the state of another Hydra application."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
 

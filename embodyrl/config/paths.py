@@ -47,7 +47,7 @@ def cached_snapshot(path: str) -> Path | None:
 
 
 def resolve_run(path: str) -> Path:
-    """Return ./runs/<path> for the bare name of a run, unless a file in the working directory has this name.
+    """Resolve the bare name of a run to ./runs/<name>, unless the working directory contains a file with this name.
 
     All other paths are resolved by `resolve_asset`.
     """

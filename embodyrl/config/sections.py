@@ -37,7 +37,7 @@ class Section:
     choose: Callable[[Chosen], type[Settings] | None]
     """Function that returns the settings class of the section for a command and config values; None: no section."""
     problems: Callable[[Any], Iterator[str]] = no_problems
-    """Function that yields a message, with the fix, per contradiction between this section and the rest of a config."""
+    """Function that yields an error, with its fix, for each conflict between this section and other config values."""
     derive: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
     """Function that returns derived values of keys by dotted name; applied before the config is final."""
     needs: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Section:
 
 
 def of_commands(kind: type[Settings], *commands: str) -> Section:
-    """Return a section with one settings class, which exists only for the given commands."""
+    """Return a section with a single settings class. The section exists only in the given commands."""
     return Section(kinds=(kind,), choose=lambda chosen: kind if chosen.command in commands else None)
 
 

@@ -82,15 +82,15 @@ class Settings(BaseModel):
     )
 
     needs: ClassVar[Mapping[str, str]] = {}
-    """Conditions under which keys have an effect, as {condition: keys}: `{"kl_in_reward": "kl_target kl_horizon"}`.
-    A condition is `key` (the key is set), `key=a|b` or `key!=a|b`; join conditions with " or ", append ": reason" to
-    explain. Keys that start with / are relative to the whole config. "never: reason" is always false."""
+    """Conditions under which keys have an effect, as {condition: keys}: `{"kl_in_reward": "kl_target kl_horizon"}`. A
+    condition is `key` (the key is set), `key=a|b` or `key!=a|b`. Conditions are joined with " or "; an explanation is
+    appended as ": reason". Keys that start with / are relative to the whole config. "never: reason" is always false."""
 
     flattened: ClassVar[str] = ""
     """Name of a field of type Settings whose keys are written without the field's name, next to the keys of this
     class."""
     inlined: ClassVar[Mapping[str, type[Settings]]] = {}
-    """Settings class of each flattened field (see `flattened`), by name of the section that contains the field."""
+    """Settings class of each flattened field (see `flattened`), by the name of the field's section."""
 
     def __eq__(self, other: object) -> bool:
         """Return True for equal classes and values, regardless of the sources of the values."""
@@ -193,7 +193,7 @@ class Key:
 
     @property
     def expectation(self) -> str:
-        """Description of type and range, printed in errors after "must be"."""
+        """Description of the valid type and range, which error messages print after "must be"."""
         hint, metadata, optional = self._type
         said = next((item.wording for item in metadata if isinstance(item, Must)), None)
         if said is None:

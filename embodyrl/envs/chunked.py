@@ -13,8 +13,7 @@ from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 Choice = Callable[[IntArray, int, IntArray], FloatArray]
-"""Function that returns actions [n, A]; its arguments are rows [n] of the chunk array, step k of the chunk, slots
-[n]."""
+"""Function that returns actions [n, A]. Arguments: rows [n] of the chunk array, step k in the chunk, and slots [n]."""
 
 _EMPTY, _RUNNING, _OVER = 0, 1, 2
 """Phases of a slot: no episode, running episode, ended episode."""

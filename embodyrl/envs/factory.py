@@ -88,7 +88,7 @@ class Delay(Protocol):
     """Extension that delays action chunks (`env.control.latency_steps`, `rollout.chunk_overlap`)."""
 
     def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
-        """Return the spec with the delay, for a policy with `chunk` actions per chunk (0: unknown)."""
+        """Add the delay to a spec, for a policy with `chunk` actions per chunk (0: unknown)."""
         ...
 
     def original(self, spec: EnvSpec) -> EnvSpec:

@@ -168,7 +168,7 @@ class EnvFactory(Protocol):
         ...
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Return the context with the objects that are built from other config sections. Optional.
+        """Return the context, extended with objects that are built from other config sections. Optional.
 
         Raises:
             ConfigError: a section has invalid values.
@@ -196,8 +196,7 @@ class GoalJudge(Protocol):
     """Interface of reward functions for relabelled goals (hindsight experience replay)."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
-        """Return rewards [n] and terminations [n] of env steps that reached `achieved` [n, G], for goals `desired` [n,
-        G].
+        """Return rewards [n] and terminations [n] of env steps with achieved goals [n, G], for desired goals [n, G].
 
         Terminations are None if they do not depend on the goal.
 

@@ -57,7 +57,7 @@ class RewardStep:
     action: FloatArray
     """Executed action [A]."""
     reward: float
-    """The simulator's own reward after the action, before `use_rel_reward` and `reward_coef`."""
+    """Reward of the simulator after the action, before `use_rel_reward` and `reward_coef` are applied."""
     success: bool
     """True if the goal is reached after the action."""
     terminated: bool

@@ -283,7 +283,7 @@ def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
 
 
 def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
-    """Split `total` into nearly equal parts: `number` parts, or the fewest parts of at most `largest`.
+    """Split `total` into `number` nearly equal parts, or by default into the fewest parts of at most `largest`.
 
     >>> even_parts(10, 4), even_parts(10, 4, 2)
     ([4, 3, 3], [5, 5])

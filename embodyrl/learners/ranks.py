@@ -24,7 +24,7 @@ class Ranks(Protocol):
     """True if the module contains shards of the weights, except between `act` and `train`."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run the forward pass `compute` (collective); `last`: last micro-batch before the optimizer step."""
+        """Run the forward pass `compute` (collective); `last`: the optimizer step follows this micro-batch."""
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         """Gather the full weights on every rank for inference (collective)."""
 
     def reshard(self) -> None:
-        """Restore the default placement (collective): full weights if the process acts, shards if it only trains."""
+        """Restore the default placement (collective): shards, or full weights if the process also runs the policy."""
 
     def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
         """Provide full, unsharded parameters inside the block (collective); with `write`, changes are kept."""

@@ -352,6 +352,6 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps that report it; the maximum if its name ends in _max."""
+    """Return the mean of each metric over the steps that report the metric; the maximum for names that end in _max."""
     values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
     return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}

@@ -78,7 +78,7 @@ class EpisodeRow:
 
     @property
     def doubts(self) -> list[str]:
-        """Text lines about the least probable tokens of the replies, with the most probable alternatives."""
+        """Lines of text about the least probable tokens of the replies and their most probable alternatives."""
         least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
         told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]
         return [f"token {i + 1}: {said}; most probable {', '.join(top)}" for i, said, *top in told]

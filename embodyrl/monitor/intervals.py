@@ -97,7 +97,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson 95 % interval, with the effective number of episodes if episodes share initial states."""
+        """Wilson 95 % interval, computed with the effective number of episodes if episodes share initial states."""
         n = self.episodes if self.effective is None else self.effective
         return wilson(self.value * n, n)
 

@@ -14,6 +14,6 @@ PHASES: Mapping[str, tuple[str, ...]] = {
 
 
 def step_seconds(metrics: Mapping[str, float | None]) -> float:
-    """Return the seconds of a step including its validation; 0 if the row is not a training step."""
+    """Return the duration of a training step including its validation, in seconds; 0 for any other row."""
     whole = metrics.get("time/step") or 0.0
     return whole + (metrics.get("time/validate") or 0.0) if whole else 0.0

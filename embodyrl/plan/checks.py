@@ -104,7 +104,7 @@ def wrong_value(key: Key, value: Any) -> list[str]:
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each key in `names` that has no effect with the values of other keys.
+    """Yield a warning for each key in `names` that has no effect because of the values of other keys.
 
     `needs` contains conditions in addition to `Settings.needs` of the classes.
     """

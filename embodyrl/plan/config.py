@@ -118,7 +118,7 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
 
 
 def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove the groups from which this command cannot choose an option, and return them as settings."""
+    """Remove the groups that have no options for this command, and return the removed groups as settings."""
     unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
     return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
@@ -171,7 +171,7 @@ def _covers(name: str, other: str) -> bool:
 
 
 def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
-    """Resolve `${...}` (of set values or defaults) and `???`; report and remove unresolvable values."""
+    """Resolve `${...}` and reject `???` in values; report and remove each value that cannot be resolved."""
     values = {name: setting.value for name, setting in last.items()}
     marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
     if not marked:
@@ -234,7 +234,7 @@ def _located(cfg: Config) -> dict[str, Any]:
 
 
 def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of a config with `values` by dotted key, after a check of the whole config.
+    """Return a copy of a config, updated with `values` by dotted key. The whole copy is checked.
 
     Raises:
         ConfigError: one line per problem.

@@ -134,7 +134,7 @@ class GroupSampler(Protocol):
     """Interface that samples the initial states of groups with unequal probabilities."""
 
     def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return an error for each invalid key that sets weights of initial states."""
+        """Return one error for each invalid key that sets initial-state weights."""
         ...
 
     def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
@@ -152,7 +152,7 @@ SAMPLERS: Registry[GroupSampler] = Registry(
 
 
 def group_sampler(cfg: Config) -> GroupSampler | None:
-    """Return the extension that samples initial states with weights; None: the config sets no weights.
+    """Return the extension that samples initial states by weight; None: the config sets no weights.
 
     Raises:
         ConfigError: no extension provides a sampler.
@@ -225,7 +225,10 @@ def count_asked(cfg: Config, env: EnvSpec) -> int:
 
 
 def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, int]:
-    """Return task id, reset id and seed of an evaluation episode; episodes cycle through tasks, then states."""
+    """Return task id, reset id and seed of an evaluation episode.
+
+    Consecutive episodes cycle through the tasks, then through the initial states of each task.
+    """
     tasks = selected_tasks(env, split, across=True)
     trial, place = divmod(episode, len(tasks))
     ids = reset_ids_of(env, split, tasks[place])
@@ -298,7 +301,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None
 
 @lru_cache(maxsize=1)
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """Return the order of the reset ids in pass number `lap`; cached, because shuffling many ids is slow."""
+    """Return the order of the reset ids in pass `lap` over all ids. Cached, because shuffling many ids is slow."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 

@@ -66,7 +66,7 @@ def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
 
 
 def located(key: str, value: Any) -> Any:
-    """Download the hub repositories in the value of a key; return the value with each pinned to `owner/name@commit`."""
+    """Download all hub repositories in a config value; return the value with each repository pinned to a commit."""
     if isinstance(value, list):
         return [located(key, item) for item in value]
     return fetched(key, value) if isinstance(value, str) else value

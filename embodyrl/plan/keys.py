@@ -75,7 +75,7 @@ def selected(command: str, group: str) -> str | None:
 
 @functools.cache
 def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
-    """Return the config class of a command with the given settings classes of its sections."""
+    """Create the config class of a command from the settings classes of its sections (`fields`)."""
     given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
     if selected(command, "algorithm") is None and reads(command, "algorithm"):
         given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
@@ -171,7 +171,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
 
 @functools.cache
 def state_keys() -> frozenset[str]:
-    """Return the keys and groups whose values change which initial state a state id refers to."""
+    """Return the keys and groups that determine which initial state a state id refers to."""
     found = {**keys_below("env"), **keys_below("data")}
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
@@ -219,7 +219,7 @@ def is_known(name: str) -> bool:
 
 @functools.cache
 def _synonyms() -> dict[str, str]:
-    """Return {name of a key in another framework: last part of the equivalent key here}."""
+    """Return the last part of the equivalent embodyrl key for each key name of another framework."""
     table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
     return {word: key for key, words in table.items() for word in words.split()}
 
@@ -259,7 +259,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
-    """Return a description, for warnings, of the command or component that does not use this key."""
+    """Describe the command or component that does not use this key, as text for warnings."""
     group = name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (

@@ -13,7 +13,7 @@ _HORIZON = "env.eval.max_episode_steps"
 
 
 def horizon_of(cfg: Config) -> dict[str, Any]:
-    """Return {key: value} of the protocol's time limit for this environment; empty if the command line sets a limit."""
+    """Return config values that apply the protocol's time limit; a time limit on the command line takes precedence."""
     if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return {}
     horizon = _horizon(cfg, cfg.env.title)
@@ -62,7 +62,7 @@ def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
 
 
 def _horizon(cfg: Config, env: str) -> int | None:
-    """Return the protocol's time limit in env steps; the longest matching prefix of the environment's name decides."""
+    """Return the protocol's time limit in env steps: the value of the longest prefix of the environment's name."""
     horizons = cfg.eval.protocol.horizons
     fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
     return horizons[max(fitting, key=len)] if fitting else None

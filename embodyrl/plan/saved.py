@@ -20,12 +20,12 @@ from embodyrl.plan.schema import Config
 
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
-"""Name of the file of an SFT run with the settings of the environment in which demonstrations were recorded."""
+"""Name of the file of an SFT run that contains the settings of the demonstrations' environment."""
 _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
 )
-"""Keys of a run that are not inherited with its weights."""
+"""Keys that a command does not inherit from the run whose weights it uses."""
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 """Keys that are not inherited from a run if the command line selects another environment."""
 
@@ -87,7 +87,7 @@ def on_base(
     typed: Sequence[Setting],
     problems: list[str],
 ) -> list[Setting]:
-    """Return the settings inherited from the run with the initial weights, merged with the files of chosen groups."""
+    """Return the settings inherited from the run with the initial weights, merged with the selected group options."""
     saved = _base_settings(base, command, groups, chosen, problems)
     check_trust(saved, typed, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
@@ -100,7 +100,7 @@ def on_base(
 def _base_settings(
     base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
-    """Return the settings that a command inherits from the run with its weights.
+    """Return the settings that a command inherits from the run whose weights it uses.
 
     These are all settings except the sections of command-line groups. `train` inherits only environment and model from
     a run of another command.

@@ -175,7 +175,7 @@ SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-"""Sampling keys and their condition (see `Settings.needs`), for commands that run episodes without RL training."""
+"""Sampling keys and their conditions (see `Settings.needs`), for commands that run episodes without RL training."""
 READS.add(
     "train",
     Reads(
@@ -220,6 +220,6 @@ def conditions(cfg: Config) -> dict[str, str]:
 
 
 def sections_of(cfg: Config) -> dict[str, Section]:
-    """Return the sections of extensions that a config has, by name."""
+    """Return the config's sections that extensions define, by name."""
     names = sorted({*SECTIONS.names()} & {*type(cfg).model_fields})
     return {name: section for name in names if isinstance(getattr(cfg, name), (section := SECTIONS.get(name)).kinds)}

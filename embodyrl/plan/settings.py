@@ -71,8 +71,7 @@ class RunnerSettings(Settings):
     keep_episodes_gb: Positive = 10.0
     """Maximum total size of the kept episodes in GB; later episodes are not kept."""
     deterministic: bool = False
-    """Produce bit-for-bit equal results for the same seed and any number of workers, with padded batches in
-    inference."""
+    """Produce bit-for-bit equal results for the same seed and any number of workers. Inference batches are padded."""
     trace: bool = False
     """Write a timeline of the processes to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerSettings = LoggerSettings()
@@ -94,7 +93,7 @@ class VllmSettings(Settings):
     enable_chunked_prefill: bool | None = None
     """Split the prefill of long prompts into chunks and interleave them with decoding."""
     enforce_eager: bool | None = None
-    """Disable CUDA graphs, which needs less memory and is slower."""
+    """Disable CUDA graphs, which saves memory at the cost of speed."""
     enable_sleep_mode: bool | None = None
     """Free the engine's GPU memory during updates; default: on if the KV cache of all slots and training do not fit
     together."""

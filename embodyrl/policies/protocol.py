@@ -117,7 +117,7 @@ class TextPolicy(Policy, Protocol):
         ...
 
     def served_by(self, url: str, model: str | None) -> Any:
-        """Return a reference policy with `score` and `module`, computed by a model on a server.
+        """Return a reference policy whose log-probabilities a server computes; only `score` and `module` are available.
 
         Raises:
             EmbodyError: there is no server, or its tokens differ.
@@ -174,7 +174,7 @@ class PolicyFactory(Protocol):
         ...
 
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate parameters, memory and FLOPs of the policy without importing torch or building it. Optional."""
+        """Estimate parameters, memory and FLOPs without building the policy or importing torch. Optional."""
         ...
 
 
@@ -216,7 +216,7 @@ def fitting_models(env: EnvSpec) -> str:
 
 
 def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:
-    """Convert a folder written by `Policy.save` to a self-contained checkpoint with merged adapters.
+    """Convert a saved folder to a self-contained checkpoint with merged adapters and weights in the compute precision.
 
     Args:
         cfg: model settings of the run.

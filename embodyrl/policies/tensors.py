@@ -72,12 +72,12 @@ def cumulative(probability: Tensor) -> Tensor:
 
 
 def integer_sums(probability: Tensor) -> Tensor:
-    """Return cumulative sums in units of 2^-53, as integers, which do not depend on the summation order."""
+    """Return cumulative sums, computed with integers (units of 2^-53) to be independent of the summation order."""
     return ((probability.double() * 2**53).long().cumsum(-1).double() / 2**53).to(probability.dtype)
 
 
 def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
-    """Sample one category per entry: the first category whose cumulative probability exceeds the uniform.
+    """Sample one category per entry: the first category whose cumulative probability exceeds `noise`.
 
     Args:
         scaled: [..., n] logits divided by the temperature.
@@ -103,7 +103,7 @@ def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def standard_normal(noise: Tensor) -> Tensor:
-    """Sample from the standard normal distribution by its inverse CDF, float32.
+    """Return float32 samples of the standard normal distribution, computed with the inverse CDF.
 
     Args:
         noise: [...] uniform in [0, 1); both ends of the interval would become infinite and are moved by 1e-6.

@@ -22,7 +22,7 @@ from embodyrl.types import ActionKind, Episode, IntArray, PreparedBatch
 
 
 class StepRollouts:
-    """Rollouts of the current and the next training steps.
+    """Rollouts of the current training step and of later training steps.
 
     The staleness rule of arXiv 2505.24298 is applied to fixed lists of episodes: the episodes of training step `s`
     start once the weights have version `s - algorithm.max_staleness`; with 0, all data of an update come from its own
@@ -153,7 +153,10 @@ class Actors:
         return done.metrics | tokens | {"seconds": done.seconds}
 
     def _tokens(self, batch: PreparedBatch) -> dict[str, float]:
-        """Return the number of tokens of a batch, and mean and maximum prompt length, with the chat template."""
+        """Return the number of tokens of a batch, and the mean and maximum length of its prompts.
+
+        Prompts include the tokens of the chat template.
+        """
         cost, replies = self._arena[Record.cost][batch.records], self._arena[Record.valid][batch.records].sum(1)
         prompts = cost - replies
         return {

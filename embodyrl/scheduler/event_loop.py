@@ -72,7 +72,7 @@ class PolicyClient:
         self._sequence = 0
         self._open: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
         self._lost: dict[str, list[tuple[Request, OnDone]]] = {}
-        """Requests to repeat, for each rollout process that died and has not received the weights again."""
+        """Unanswered requests of each dead rollout process; repeated when the restarted process has the weights."""
         self._restarted: list[str] = []
         self._receiving = ""
         """Name of the restarted process that is receiving the weights; empty: none."""
@@ -166,7 +166,10 @@ class PolicyClient:
     def _transfer(
         self, arena: Arena, buckets: Iterator[tuple[WeightPart, ...]], targets: Callable[[], list[str]]
     ) -> Iterator[Replies]:
-        """Transfer weights to the processes in `targets()`; yield the replies that must be complete to continue."""
+        """Transfer weights to the processes in `targets()`.
+
+        Yield the replies that must be complete before the iterator continues.
+        """
         under_way: list[tuple[Ticket, Replies]] = []
         for parts in buckets:
             ticket = arena.allocate()
@@ -237,7 +240,7 @@ class PolicyClient:
 
 
 def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Replies]:
-    """Yield the replies of each transfer in `under_way`, then free its bucket; the caller waits for the replies."""
+    """Yield the replies of each transfer, for which the caller waits; then free the bucket of the transfer."""
     while under_way:
         ticket, replies = under_way.pop()
         yield replies

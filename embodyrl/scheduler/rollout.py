@@ -16,7 +16,7 @@ _REASONS = 10
 """Maximum number of distinct reward errors logged in a run."""
 
 VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
-"""Function that returns (file stem, outcomes to keep) for an episode to record, else None."""
+"""Function that decides on recording an episode: it returns (file stem, outcomes to keep), or None for no recording."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Rollout:
     keep: bool = True
     """True: keep the records in the arena; False: keep only the small arrays of the episodes."""
     continues: bool = False
-    """True: continue episodes that the previous rollout cut, if their simulator state still exists."""
+    """True if the rollout continues episodes that the previous rollout cut and whose simulator state still exists."""
     video: VideoChoice | None = None
     replayed: Mapping[int, FloatArray] | None = None
     """Actions [T, K, A] to repeat instead of policy inference, by episode id."""

@@ -63,18 +63,21 @@ class RolloutScheduler(EventLoop):
         self._num_opened = 0
         self._tally = Tally()
         self._tally_since: float | None = None
-        """Time since which open rollouts progress outside of `finish`; None: no rollout is open."""
+        """Time at which open rollouts began to progress outside of `finish`; None: no rollout is open."""
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:
-        """Transfer the weights of this version to the acting processes, which use them from the next chunk on."""
+        """Transfer the weights of version `version` to the processes that run the policy.
+
+        The processes use these weights from the next chunk on.
+        """
         for replies in self._policy.publish(version):
             self.run_until(replies.complete)
         # Slots whose episodes wait for this version may act from here on.
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
-        """Queue a rollout, at the front with `first`; its episodes start in free slots."""
+        """Queue a rollout (`first`: at the front of the queue), and start its episodes in free slots."""
         self._num_opened += 1
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()
@@ -201,10 +204,10 @@ class RolloutScheduler(EventLoop):
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
     def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
-        """Return the first rollout whose next episode this slot can run; `crashed`: an episode has crashed a worker.
+        """Return the first rollout whose next episode this slot can run.
 
-        Workers with few simulators accept few tasks at a time; their slots then wait instead of starting a later
-        rollout.
+        `crashed`: True if any episode has crashed a worker. Workers with few simulators accept few tasks at a time;
+        their slots then wait instead of starting a later rollout.
         """
         limit = self._task_limits.get(worker)
         if limit is None and not crashed:
@@ -297,7 +300,7 @@ class RolloutScheduler(EventLoop):
             self._arena.free(self._slots.drop(row))
 
     def _process_reports(self) -> None:
-        """Process all new reports together, because array operations take as long on a few slots as on thousands."""
+        """Process all new reports together, because an array operation is as fast on thousands of slots as on a few."""
         if not (reports := self._stages.take_reports()):
             return
         # Store results before `_on_stepped` closes the episode and clears the slot.
@@ -351,7 +354,7 @@ class RolloutScheduler(EventLoop):
         self._arena.free(finals[spare])
 
     def _on_death(self, worker: str) -> None:
-        """Restart the running episodes of a dead worker; the policy may still be reading some of their records."""
+        """Requeue a dead worker's running episodes; mark slots as stale if the policy is reading their records."""
         self._process_reports()
         # Drop open requests: the restarted worker does not have them.
         self._stages.drop_requests(worker)

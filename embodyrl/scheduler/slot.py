@@ -43,7 +43,7 @@ KEPT: tuple[str, ...] = (
 
 
 def following_action(valid: BoolArray, chunk_steps: int) -> int:
-    """Return the index of the first action of the next chunk whose env step this chunk does not cover.
+    """Return the index of the first action in the next chunk that follows this chunk's last executed action.
 
     The next observation follows after `chunk_steps` actions; with a delay, more actions of this chunk are executed.
     """
@@ -265,7 +265,7 @@ class Slots:
         return found
 
     def drop(self, row: int, *, again: bool = True) -> list[int]:
-        """Drop the current attempt at the slot's episode, and requeue it if `again`; return the tickets to free."""
+        """Stop the running episode of a slot, and return the tickets to free; `again`: also requeue the episode."""
         slot, phase = self.each[row], self.phase[row]
         assert slot.episode is not None and slot.rollout is not None
         # Before the slot is idle: `Rollout.ended` must find the episode in its queue.
@@ -329,7 +329,7 @@ class Stages:
         targets: IntArray,
         resets: tuple[ResetRequest, ...],
     ) -> EnvRequest:
-        """Open the next request of a stage: chunks of the slots `acted`, and resets. The stage is then busy."""
+        """Open a request to execute the chunks of slots `acted` and to perform `resets`. The stage is then busy."""
         worker, stage = key
         first = self.first[worker]
         self._sequence += 1
@@ -357,7 +357,7 @@ class Stages:
         return reports
 
     def note_worker(self, worker: str) -> None:
-        """Mark all stages of a worker for `to_check`, because a task limit applies to the whole worker."""
+        """Mark all stages of a worker as changed, for `to_check`, because a task limit applies to the whole worker."""
         self._changed.update(self._own[worker])
 
     def note_slots(self, rows: IntArray) -> None:
@@ -365,7 +365,7 @@ class Stages:
         self._changed.update(self._stage_of[rows].tolist())
 
     def to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:
-        """Return (stage, slots) of idle stages with events, or of all idle stages if `work` has changed or is None.
+        """Return (stage, slots) of idle stages with events; if `work` has changed or is None, of all idle stages.
 
         Args:
             work: identifies the episodes that any stage may start.

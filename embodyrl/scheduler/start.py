@@ -31,7 +31,7 @@ from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Rendezvous of the actor ranks, open as long as the driver runs."""
+    """Rendezvous at which the actor ranks connect to each other; open while the driver runs."""
 
     rank_info: RankInfo
     """Connection data for all ranks."""

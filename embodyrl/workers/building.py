@@ -43,7 +43,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
 
 
 def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
-    """Return True if frozen float32 weights can be stored in the compute precision with equal results.
+    """Return True if storing frozen float32 weights in the compute precision does not change results.
 
     Models with adapters or steering store them in half precision already; trained weights stay in float32.
     """

@@ -73,7 +73,7 @@ class PolicyHostInit(WorkerInit):
     algorithm: AlgorithmSettings | None = None
     """Algorithm settings; None: inference only, or SFT."""
     longest_episode: int = 1
-    """Number of chunks of an episode at its time limit."""
+    """Number of chunks of an episode that reaches the time limit."""
     env: EnvSettings | None = None
     """Settings of the environment that computes rewards of relabelled goals; None: not needed."""
     objective: Any = None

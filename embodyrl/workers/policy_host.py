@@ -252,7 +252,7 @@ class RolloutWorker:
             arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
 
     def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action of each running chunk; return the request and the env steps of the other slots."""
+        """Write the next action of slots with a running chunk; return request and env steps of the remaining slots."""
         waiting: list[int] = []
         about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
         for place, (row, seed, step) in enumerate(about):

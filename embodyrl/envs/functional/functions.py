@@ -131,7 +131,7 @@ def _success(said: Mapping[str, Any], key: str | None) -> Any:
 
 
 def _action(space: Any) -> ActionSpec:
-    """Convert an action space of gymnax or Gymnasium to an ActionSpec; Discrete has `n`, Box has `low` and `high`."""
+    """Convert a Discrete or Box action space of gymnax or Gymnasium to an ActionSpec."""
     if hasattr(space, "n"):
         return ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(int(space.n),))
     low, high = (

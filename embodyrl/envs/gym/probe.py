@@ -165,7 +165,7 @@ def _closed(cfg: GymSettings, env: Any, late: list[str]) -> Iterator[None]:
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Return the result of `_try_out`, reconstructed from an earlier spec of the environment."""
+    """Reconstruct the result of `_try_out` from an earlier spec of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "doubts": (),

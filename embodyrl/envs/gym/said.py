@@ -13,9 +13,9 @@ from embodyrl.errors import EnvError
 
 _SUCCESS = ("success", "is_success", "succeed")
 _LAST = ("final_obs", "final_observation", "terminal_observation")
-"""Keys in `info` of an episode's last observation, for environments that reset themselves at the end of an episode."""
+"""Possible keys of the final observation in `info`, for environments that reset themselves at the end of an episode."""
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
-"""Keys of the instruction in an observation or in `info`, the most common first."""
+"""Possible keys of the instruction, in an observation or in `info`, sorted from the most common to the least common."""
 _ATTRIBUTES = ("task_description", "task")
 """Attributes of LeRobot's environments that contain the instruction."""
 

@@ -231,7 +231,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
 
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
-    """Return the inverse function of `native_actions`, which raises EnvError for values outside the action space."""
+    """Return the inverse of `native_actions`, which is a function that raises EnvError for invalid actions."""
     categories = _categories(space)
     starts = 0 if categories is None else categories[1]
 

@@ -105,7 +105,9 @@ def _factory(base: str) -> HistoryFactory:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the factory of an environment with history (`ROBOTS` for `robots`), or its settings class.
+    """Return the factory of an environment with history, or its settings class.
+
+    For `robots`, the names are `ROBOTS` and `robots_settings`.
 
     Pickle looks up the settings classes by name.
     """

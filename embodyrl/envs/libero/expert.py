@@ -20,14 +20,16 @@ _SQUARE = 0.075
 """Maximum width in metres of an object that may be grasped in either horizontal direction."""
 
 _RIM_INSET = 0.006
-"""Distance in metres from the rim of a bowl inwards to the grasp point: half the wall, so that one finger is inside."""
+"""Distance in metres from a bowl's rim inwards to the grasp point: half the thickness of the wall.
+
+One finger is then inside the bowl."""
 
 _RIM_DEPTH = 0.025
 _BODY_DEPTH = 0.035
 """Distance in metres of the grasp point below the object's top."""
 
 _FINGER_REACH = (0.045, 0.06)
-"""Distances in metres of an open finger's middle and outer side from the grasp point."""
+"""Distances from the grasp point to the middle and the outer side of an open finger, in metres."""
 
 _FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
@@ -48,8 +50,8 @@ class Grasp:
     axis: DoubleArray
     """Horizontal unit vector [2] from one finger to the other."""
     clearance: float
-    """Minimum of the hand's height above obstacles and its remaining reach, in metres, at pick and place; negative: the
-    hand collides or cannot reach."""
+    """Margin of the grasp in metres: minimum, over pick and place, of the hand's height above obstacles and of its
+    remaining reach. If the margin is negative, the hand collides or cannot reach the position."""
 
 
 def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> list[Grasp]:
@@ -146,7 +148,7 @@ class Expert:
     """
 
     def __init__(self, seed: int, *, nearest: bool = False) -> None:
-        """Set the seed that orders the grasps; `nearest`: prefer the free grasp that rotates the hand least."""
+        """Set the seed for ordering grasps; `nearest`: prefer the free grasp that rotates the hand least."""
         self._seed = seed
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
@@ -253,7 +255,7 @@ class Expert:
         speed: float = 1.0,
         to_rest: bool = False,
     ) -> Actions:
-        """Yield actions that move the held object above its target; stop if it is lost or (with `to_rest`) rests."""
+        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`to_rest`)."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])

@@ -37,10 +37,10 @@ object positions, a rephrased instruction, another task."""
 ALL_AXES = (*AXES, *PLUS_AXES)
 
 BASE = "base"
-"""Name of the unperturbed suite among the additional suites of a perturbed suite."""
+"""Name of the additional suite that contains the unperturbed tasks of a perturbed suite."""
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), settle steps excluded."""
+"""Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), without settle steps."""
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 

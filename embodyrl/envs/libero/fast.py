@@ -149,7 +149,7 @@ def _advance(
     model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
     kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
 ) -> bool:  # fmt: skip
-    """Run `count` substeps, the first without its `mj_step1`; return False if the inertia is singular."""
+    """Run `count` substeps, the first one without `mj_step1`; return False if the inertia matrix is singular."""
     for substep in range(count):
         if substep:
             _step1(model, data)

@@ -158,7 +158,7 @@ def _description(task: Any) -> str:
 
 @functools.cache
 def seeded_tasks(suite: str) -> tuple[int, ...]:
-    """Return the ids of tasks with fixtures other than the table, whose poses depend on the seed, not on the state."""
+    """Return the ids of tasks in which the seed, not the initial state, determines the poses of fixtures."""
     found = []
     for number, task in enumerate(suite_tasks(suite)):
         fixtures = re.search(r"\(:fixtures([^)]*)\)", _description(task))

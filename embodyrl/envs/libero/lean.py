@@ -45,7 +45,7 @@ def lean_xml(xml: str) -> str:
 
 @contextlib.contextmanager
 def lean_models() -> Iterator[None]:
-    """Replace the models that robosuite builds inside this context with lean models, without multisampling."""
+    """Make robosuite build lean models, without multisampling, while this context is active."""
     from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
 
     original = MujocoEnv._initialize_sim

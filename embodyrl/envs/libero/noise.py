@@ -16,7 +16,7 @@ ndimage: Any = _ndimage
 
 SIZE = 256
 _SEEN = 224
-"""Glass blur only moves pixels whose row and column are below this index."""
+"""Exclusive upper bound of the row and column indices of pixels that glass blur moves."""
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:
@@ -39,7 +39,7 @@ _Kind = Callable[[ByteArray, int, np.random.RandomState], ByteArray]
 
 
 def _motion(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """Apply ImageMagick 6's motion blur with 16 bits per channel: a Gaussian tail along a line, edges repeated."""
+    """Apply ImageMagick 6's motion blur (16 bits per channel): one-sided Gaussian along a line, with repeated edges."""
     radius = (5, 8, 10, 12, 15, 18, 20, 25, 30, 35)[severity]
     sigma = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)[severity]
     angle = np.radians(rng.uniform(-45, 45))

@@ -55,7 +55,7 @@ def stock(suite: str) -> str:
 
 
 def variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]:
-    """Return the variant of an initial state (None: unchanged), and the number of the base suite's initial state.
+    """Return the variant of an initial state (None: unchanged), and the number of its initial state in the base suite.
 
     With n variants per task, states 0 to n-1 are the variants from initial state 0, as in the benchmark's evaluation;
     states n to 2n-1 are the variants in reverse order from initial state 1, and so on.

@@ -71,7 +71,7 @@ class Scene:
         )
 
     def refresh(self) -> None:
-        """Compute body poses from the current joint positions, without an effect on the next simulation step."""
+        """Compute body poses from the current joint positions, without affecting the next simulation step."""
         mujoco.mj_kinematics(self._model, self._data)
 
     def holds(self, goal: Goal) -> bool:

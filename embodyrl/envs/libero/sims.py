@@ -152,7 +152,10 @@ class LiberoSims(PerSlot):
         self.note_start(slot, solved=simulator.reset(state, seed, change))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""
+        """Execute one action [7] in -1..1: position and rotation changes, and the gripper (-1: open).
+
+        A change of 1 is 0.05 m or 0.5 rad.
+        """
         return self.pool.use(slot).step(action)
 
     def expert(self, slot: int) -> FloatArray:

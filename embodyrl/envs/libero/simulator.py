@@ -1,4 +1,4 @@
-"""One loaded LIBERO task whose complete simulation state can be saved and restored bit by bit."""
+"""Loaded LIBERO task, whose complete simulation state can be saved and restored bit for bit."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ mujoco: Any = _mujoco
 SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # opens the gripper
 
 JOINT_NOISE = 0.02
-"""Standard deviation, rad, of the noise on the robot's joints in the stored states: robosuite's default."""
+"""Standard deviation in rad of the noise on the robot's joints in the stored states (robosuite's default)."""
 
 VIEW_SUBSTEP = 23
 """Substep (of 25) whose positions are visible in the benchmark's observations.
@@ -43,7 +43,7 @@ _PLACEMENT_TRIES = 100
 _NEVER_DRAWN = 5
 """Geom group that robosuite does not render."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
-"""Fields of the compiled model that change at run time: fixture poses in reset, visible sites (a burner), cameras."""
+"""Model fields that change at run time: poses of fixtures (at reset), visibility of sites (a burner), and cameras."""
 _OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
 """Attributes of `TaskSimulator` that belong to the state of the running episode."""
 _CLOCK_FIELDS = ("timestep", "cur_time")
@@ -191,8 +191,9 @@ class TaskSimulator:
         return SimStep(reward=float(reward), terminated=done, success=done)
 
     def _run_stock(self, command: DoubleArray) -> None:
-        """Run the benchmark's substeps and controller, bit-identical, with one evaluation of the dynamics per substep.
+        """Run the benchmark's substeps and controller with only one dynamics evaluation per substep.
 
+        The results are bit-identical.
         Robosuite evaluates the dynamics twice before its controller, which needs only positions and velocities
         (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
         """
@@ -283,7 +284,7 @@ class TaskSimulator:
 
     @contextlib.contextmanager
     def _viewed(self) -> Iterator[None]:
-        """Set the poses of the observed substep for the duration of the block, then restore the state."""
+        """Set the poses of the observed substep; after the `with` block, restore the current state."""
         qpos, sites = self._data.qpos.copy(), self._model.site_rgba.copy()
         self._data.qpos[:] = self._view_qpos
         self._model.site_rgba[:] = self._view_sites

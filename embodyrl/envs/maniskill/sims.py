@@ -33,8 +33,8 @@ class Expert:
         }
         self._plan = plans[name]
         self._in_place = False
-        """Push and pull tasks: True if the hand is behind the cube; StackCube: True if the cube is on the other
-        cube."""
+        """True if the hand is behind the cube (push and pull tasks), or if the cube is on the other cube
+        (StackCube)."""
         self._waited = 0
 
     def act(self) -> FloatArray:
@@ -145,7 +145,7 @@ class _Slots(Simulators):
         )
 
     def _read(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
-        """Return [states [N, S], images [N, H, W, 3] of the first camera, of the second camera, and so on]."""
+        """Return a list: the states [N, S], then the images [N, H, W, 3] of each camera."""
         pictures = env._get_obs_sensor_data() if self.spec.cameras.names else {}
         seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras.names)]
         return [part.cpu().numpy() for part in seen]

@@ -59,7 +59,7 @@ class MetaWorldSims(PerSlot):
         return SimStep(reward=float(reward), terminated=success, success=success)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write the images, hand position and gripper, or the 39-dimensional state and the one-hot task id."""
+        """Write images, hand position and gripper (with `pixels`), or the 39-dimensional state and one-hot task id."""
         seen = self._seen[slot]
         if self._cfg.pixels:
             out.state[:] = seen[:PROPRIOCEPTION]

@@ -1,4 +1,4 @@
-"""Server for tasks of robosuite 1.5, a script for a Python environment with robosuite but without embodyrl.
+"""Server for robosuite 1.5 tasks. The script runs in a Python environment that has robosuite but not embodyrl.
 
 Requests are (name, arguments...). Arrays are sent as (dtype, shape, bytes), which does not depend on numpy's version.
 """
@@ -14,7 +14,7 @@ CLOSED, OPEN = 1.0, -1.0
 _REACH = 0.05
 """Displacement of the gripper in metres for an action of 1."""
 _GRASP_WIDTH = 0.065
-"""Closed fingers hold a cube if the sum of their positions is below this value, in metres."""
+"""Closed fingers count as holding a cube if the sum of their positions is below this value, in metres."""
 _ABOVE = 0.08
 """Height in metres above an object at which the gripper moves horizontally."""
 _GAIN = 2.0
@@ -130,7 +130,7 @@ def holds(seen: Any, cube: Any) -> bool:
 
 
 def grasp(seen: Any, cube: Any) -> Any:
-    """Return the action that approaches the cube from above, or closes the fingers around it."""
+    """Return an action that approaches the cube from above or, at the cube, closes the fingers."""
     way = cube - seen["robot0_eef_pos"]
     aside = np.linalg.norm(way[:2])
     if aside < 0.01 and abs(way[2]) < 0.01:
@@ -141,7 +141,7 @@ def grasp(seen: Any, cube: Any) -> Any:
 
 
 def motion(way: Any, gripper: float) -> Any:
-    """Return the action that moves the gripper by `way` [3] metres without rotation."""
+    """Return the action that moves the gripper by `way` [3] (in metres) without rotation."""
     # The controller lags behind, so that small actions do not move the arm.
     return np.array([*np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), 0.0, 0.0, 0.0, gripper], np.float32)
 

@@ -84,7 +84,7 @@ def _push(world: World) -> Command:
 
 
 def _go_down_at(world: World, point: Point, gripper: float) -> Command:
-    """Return a command that moves at travel height, and descends when the gripper is above the point."""
+    """Return the next command towards a point: move at travel height, and descend when the gripper is above it."""
     near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
     height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
     # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:
@@ -121,7 +121,7 @@ class TabletopSims(PerSlot):
         self._worlds: dict[int, World] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Set up the table of initial state `reset_id`; the seed has no effect."""
+        """Place the gripper and the objects as in initial state `reset_id`; the seed has no effect."""
         task, _ = self.spec.task_of(reset_id)
         # The same tables in every variation: reset ids of other suites are offset.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop

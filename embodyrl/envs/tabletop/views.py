@@ -48,7 +48,7 @@ _WRIST_LOW, _WRIST_RISE = 0.12, 0.9
 """Half width in metres of the wrist view at height 0, and its increase per metre of height."""
 
 _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
-"""Distance in metres of each finger from the middle of the gripper: open, closed around a block, closed."""
+"""Distance in metres between each finger and the middle of the gripper: open, closed around a block, fully closed."""
 
 
 _COUNT = np.arange(MAX_SIZE, dtype=np.float32)

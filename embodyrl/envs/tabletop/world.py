@@ -30,7 +30,7 @@ PUSH_RADIUS = 0.042
 """Distance in metres from a block's centre within which a low, closed gripper pushes the block."""
 PUSH_HEIGHT = 0.04
 ON_PLATE = 0.05
-"""Maximum distance in metres between the centres of a block and a plate for a block on the plate."""
+"""A block is on a plate if the distance between their centres is below this value, in metres."""
 
 _LAYOUT_SEED = 20261
 _PLATE_COLUMNS = (-0.2, 0.0, 0.2)

@@ -28,17 +28,18 @@ from embodyrl.types import (
 )
 
 Tool = Callable[[str], str]
-"""Function that takes the text of a tool call and returns the tool's answer; the message of a ValueError is the
-answer. Answers longer than the function's attribute `answer_bytes` (default: `ANSWER_BYTES`) are truncated."""
+"""Function that takes the text of a tool call and returns the tool's answer. If the function raises a ValueError, the
+error message is the answer. Answers longer than the function's attribute `answer_bytes` (default: `ANSWER_BYTES`) are
+truncated."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
 TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
 
 LAST_BYTES = 1 << 10
-"""Bytes reserved for the final reply in the last observation, which stores the reply only for display."""
+"""Bytes reserved for the final reply in the last observation; the reply is stored there only for display."""
 TURN_BYTES = 1 << 12
-"""Bytes reserved per turn after the first for a reply and a tool's answer; a conversation that needs more bytes
+"""Bytes reserved for the reply and the tool's answer of each turn after the first. A conversation that needs more bytes
 ends."""
 ANSWER_BYTES = 1 << 10
 """Default maximum bytes of a tool's answer; longer answers are truncated."""
@@ -87,7 +88,7 @@ def clip(text: str, width: int) -> str:
 
 
 def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
-    """Return an empty result, and the index [n] of the last token of each reply; `actions` [n, K, 1] are token ids."""
+    """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
     result = ChunkResult.empty(*actions.shape[:2], parts=parts)
     result.valid[:] = actions[:, :, 0] >= 0
     result.valid[:, 0] = True  # an empty reply is a decision, too

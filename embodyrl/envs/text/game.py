@@ -31,7 +31,7 @@ from embodyrl.types import (
 SUFFIXES = (".z8", ".ulx")
 """File name suffixes of games written by `tw-make`."""
 COMMANDS = "admissible_commands"
-"""Key in `info` of the commands that the game accepts."""
+"""Key in `info` under which a game lists the commands that it accepts."""
 
 
 def game_files(place: str) -> list[Path]:
@@ -183,7 +183,7 @@ class GameEnv(DialogueEnv[_Game]):
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute the action of each reply; `actions` [n, K, 1] are token ids, padding below 0."""
+        """Execute the action in each reply. `actions` [n, K, 1] are token ids; negative ids are padding."""
         result, last = begin_replies(actions)
         for i, slot in enumerate(slots):
             game, at = self.dialogues[slot], (i, last[i])

@@ -78,7 +78,7 @@ class Completion:
         return cls(served, request, prompt, limit)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Generate the choices one after another; yield the index of the choice with each token."""
+        """Generate the requested number of replies one after another; yield (index of the reply, piece of text)."""
         seed = secrets.randbits(62) if self.request.seed is None else self.request.seed
         for index in range(self.request.n or 1):
             yield from (

@@ -40,7 +40,7 @@ class _TextPart(_Part):
 
 
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""Type of a list that must be empty; clients send such fields when they copy replies into requests."""
+"""Type of a list that must be empty. Clients send empty lists when they copy replies into requests."""
 
 
 class _Message(_Part):

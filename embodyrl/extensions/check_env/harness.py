@@ -150,7 +150,7 @@ class Harness:
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
     def tasks(self) -> list[int]:
-        """Return the ids of the tested tasks: the first of `env.train.task_ids`, or of all tasks."""
+        """Return the ids of the tested tasks: the first few in `env.train.task_ids`, or in all tasks."""
         return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MOST_TASKS]
 
     def reset_ids(self, task: int) -> list[int]:
@@ -160,12 +160,12 @@ class Harness:
 
     @property
     def can_ignore(self) -> bool:
-        """True if `validate` accepts `ignore_terminations`, with which episodes continue after termination."""
+        """True if `validate` accepts `ignore_terminations`, which lets episodes continue after termination."""
         train = plain(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Return the start settings of an episode; `ignore`: ignore terminations, if the environment can."""
+        """Return the start settings of an episode; `ignore`: continue after termination, if supported."""
         ignore = ignore and self.can_ignore
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
@@ -211,7 +211,10 @@ class Harness:
         chunk: int = CHUNK,
         between: Callable[[], object] | None = None,
     ) -> Trace:
-        """Reset the slot and run `actions` [n, A] in chunks to the episode's end; call `between` before each chunk."""
+        """Reset the slot, then run `actions` [n, A] in chunks until the episode ends.
+
+        `between` is called before each chunk.
+        """
         trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
         trace.seen.append(self.observe(slot))
@@ -274,7 +277,7 @@ def nearly_equal(one: Trace, other: Trace) -> bool:
 
 
 def nearly_same(one: Seen, other: Seen) -> bool:
-    """Return whether two observations have the same instruction, and nearly equal states and images."""
+    """Return True if two observations have the same instruction and nearly equal states and images."""
     if one.instruction != other.instruction or not _near(one.state, other.state):
         return False
     return not one.images.size or float(np.abs(one.images.astype(np.float32) - other.images).mean()) <= 1.0
@@ -292,7 +295,10 @@ CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
 
 
 def check(*needs: str) -> Callable[[Check], Check]:
-    """Return a decorator that registers a check by its function name; it runs only if the checks in `needs` pass."""
+    """Return a decorator that registers a check by its function name.
+
+    The check runs only if the checks in `needs` pass.
+    """
 
     def add(function: Check) -> Check:
         CHECKS[function.__name__] = function, needs

@@ -68,7 +68,7 @@ def observe(h: Harness) -> None:
 
 @check("reset")
 def instruction(h: Harness) -> None:
-    """Check that the instruction is as declared, or constant in an episode if the environment provides the text."""
+    """Check that the instruction is as declared; a text from the environment must be constant in an episode."""
     for task in h.tasks():
         first = h.start(h.reset_ids(task)[0])
         h.env.reset([0], [first])
@@ -132,7 +132,7 @@ def reset_repeats(h: Harness) -> None:
 
 @check("step")
 def expert(h: Harness) -> None:
-    """Check that the expert solves a task in `spec.expert.tasks`, and raises an error in other tasks."""
+    """Check that the expert solves at least one task in `spec.expert.tasks`, and raises an error in all other tasks."""
     declared = [task for task in h.tasks() if task in h.spec.expert.tasks]
     successes = 0
     for task in declared:
@@ -254,7 +254,7 @@ def ignore_terminations(h: Harness) -> None:
 
 @check("time_limit")
 def lasts(h: Harness) -> None:
-    """Run random episodes to their end in both slots, to find crashes, hangs and non-finite values.
+    """Run episodes with random actions until they end, in both slots, to find crashes, hangs and non-finite values.
 
     The first steps are observed one by one: a chunk hides values that are non-finite in one step only.
     """

@@ -68,7 +68,7 @@ def speed(h: Harness) -> None:
 
 @check("make")
 def close(h: Harness) -> None:
-    """Check that `close` can be called twice, and stops all threads and child processes."""
+    """Check that `close` stops all threads and child processes, and can be called twice."""
     h.env.close()
     h.env.close()
     left = left_after(CLOSE_SECONDS, h.threads, h.children)

@@ -28,16 +28,16 @@ from embodyrl.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataExport:
-    """Functions of `export` and `push` that depend on the type of the training data."""
+    """Functions that `export` and `push` need for one type of training data."""
 
     kinds: tuple[type, ...]
     """Classes of the config section `data` that the functions support."""
     environment: Callable[[Any], EnvSpec]
-    """Function that returns the environment spec of a policy trained on the data of a section `data`."""
+    """Function that maps a config section `data` to the environment spec of a policy trained on that data."""
     task: Callable[[Any], str]
-    """Function that returns the task category on the Hugging Face hub for a section `data`, for example robotics."""
+    """Function that maps a config section `data` to a task category of the Hugging Face hub, for example robotics."""
     upload: Callable[[Path, str], tuple[str, str] | None]
-    """Function that returns the README and git tag of a data set folder for a repository; None: not a data set."""
+    """Function from (data set folder, repository) to (README text, git tag); None if the folder is not a data set."""
 
 
 EXPORTS: Registry[DataExport] = Registry(
@@ -159,7 +159,7 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
 
 
 def _published(path: str) -> re.Match[str] | None:
-    """Match the owner, name and commit of a hub repository; None for a folder, or a name without a commit."""
+    """Match the owner, name and commit of a hub repository; return None for a folder or a name without a commit."""
     match = HUB_NAME.fullmatch(path)
     return match if match and match["revision"] else None
 

@@ -41,7 +41,7 @@ class PlayPage:
 PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
     "page", group="embodyrl.play_pages", wants="a function of a run and of trust arguments", fits=takes(2)
 )
-"""Functions that return the page of a run with a particular kind of policy, or None for any other run."""
+"""Functions that return the page for a run if they support the run's policy, otherwise None."""
 
 
 def play(args: argparse.Namespace) -> int:

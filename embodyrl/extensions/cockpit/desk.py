@@ -59,7 +59,7 @@ class Desk:
         return {"/hello": self.hello, "/view": self.view, "/act": self.act}
 
     def hello(self, body: dict[str, Any]) -> Answer:
-        """Return the sequence number of the client's last request, and the properties of the scene."""
+        """Return the properties of the scene, and the sequence number of the client's last request (0: none)."""
         client, scene = _client(body), self.scene
         known = self._clients.get(client)
         content: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
@@ -74,7 +74,7 @@ class Desk:
         return self._answer(client, content, image=True)
 
     def view(self, body: dict[str, Any]) -> Answer:
-        """Return the state of the scene, and the image unless the request's `after` is the number of this image."""
+        """Return the state of the scene, and the current image unless its number equals `after` in the request."""
         moment = self.scene.moment if self.scene else 0
         return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
 
@@ -108,7 +108,7 @@ class Desk:
         return client.answer
 
     def _answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
-        """Return content type and body: length of the JSON (4 bytes, big-endian), state as JSON, and image as JPEG."""
+        """Return the content type and the body: JSON length (4 bytes, big-endian), state as JSON, and JPEG image."""
         scene = self.scene
         content |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
         content["live"] = scene is not None

@@ -62,7 +62,10 @@ class Scene:
         return len(self._reset_ids) - self.assigned
 
     def begin(self, task: int = -1) -> None:
-        """Record the current episode; start the next episode of `reset_ids`, or an episode of `task` (-1: any task).
+        """Record the current episode, and start another episode.
+
+        If the scene has a list of `reset_ids`, the next id in the list is used; otherwise, an initial state of `task`
+        (-1: any task).
 
         Raises:
             ValueError: the environment has no such task.
@@ -130,7 +133,7 @@ class Scene:
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute one env step with the action of the inputs `amounts` (see `action_of`), or of the policy if None.
+        """Execute one env step with the action of the inputs `amounts` (see `action_of`); None: the policy's action.
 
         The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
         infers a new chunk from the current observation.

@@ -105,7 +105,7 @@ class Hdf5Source:
 
 @contextmanager
 def _opened(path: Path, name: str = "") -> Iterator[Any]:
-    """Open a file for reading; errors name the file and the episode."""
+    """Open a file for reading; error messages contain the file and the episode."""
     import h5py
 
     try:

@@ -73,7 +73,7 @@ def _shift_by(count: int) -> _Words:
 
 
 def _apply(images: _Words, states: _Words) -> _Words:
-    """Apply a linear map over GF(2), given by the images of the 32 unit vectors, to states [n]."""
+    """Apply a linear map over GF(2) to states [n]; `images` contains the images of the 32 unit vectors."""
     result = np.zeros_like(states)
     for bit in range(32):
         result ^= np.where(states >> np.uint32(bit) & np.uint32(1), images[bit], np.uint32(0))

@@ -69,7 +69,7 @@ class WeightedGroups:
     """Sampler of reset ids by task weights and curriculum (implements `GroupSampler`)."""
 
     def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return one error line for each invalid config key among task weights and curriculum.
+        """Return one error for each invalid key that sets task weights or the curriculum.
 
         Weights need one number per task (or per reset id of a single task), and slots with assigned initial states.
         """

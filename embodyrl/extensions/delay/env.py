@@ -33,7 +33,7 @@ class Timing:
     high: int
     """Maximum delay in env steps; delays are sampled uniformly from low..high."""
     overlap: int
-    """Number of actions at the end of a chunk whose env steps the next chunk also covers."""
+    """Number of actions at the end of a chunk that cover the same env steps as the start of the next chunk."""
     observed: bool
     """True if the state contains the committed actions: those of the previous chunk that will still be executed."""
 
@@ -169,7 +169,7 @@ class DelayedEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute the chunks [n, K, A], except in steps whose actions come from the previous or the next chunk.
+        """Execute the chunks [n, K, A] without the actions that the previous or the next chunk replaces.
 
         Raises:
             EnvError: the chunk is too short for the delay; see also `Env.step_chunk`.

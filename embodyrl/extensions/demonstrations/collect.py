@@ -310,7 +310,7 @@ def source_of(episode: Episode, *, trial: int, version: int) -> Source:
 
 
 def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
-    """Copy an episode, which has one env step per record, from the arena, whose records are reused later."""
+    """Copy an episode from the arena, whose records are reused later. Each record must contain one env step."""
     records = episode.records
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(

@@ -104,7 +104,7 @@ def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path])
 
 
 def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
-    """Return the config overrides that select the initial weights: those of the previous round, or of the config."""
+    """Return the config overrides that select the initial weights: the previous round's weights, or the config's."""
     ckpt, resumed = cfg.ckpt if before is None else str(before), {"runner.on_existing": OnExisting.resume}
     return resumed | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
 

@@ -122,7 +122,7 @@ class ImitationLearner(Learner):
         return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
     def _samples(self, records: IntArray) -> IntArray:
-        """Return the record of each sample [n], or for pairs of episodes the better and the worse record [n, 2]."""
+        """Return the record of each sample [n]; for pairs of episodes, return (better, worse) records [n, 2]."""
         of_episodes = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
         return records.reshape(-1, 2) if of_episodes else records
 
@@ -207,12 +207,12 @@ class ImitationLearner(Learner):
 
 
 def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
-    """Return the tokens [B, longest, 1] of the UTF-8 replies of records, in the format of actions."""
+    """Encode replies, which records store as UTF-8 bytes, to tokens [B, longest, 1] in the array format of actions."""
     return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
-    """Return the observations twice, [2B], with `instructions` [2B]; B instructions are also repeated."""
+    """Return the observations twice, as a batch of 2B; `instructions` has length 2B, or length B and is repeated."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
 

@@ -27,7 +27,7 @@ class Labels:
     returns: FloatArray
     """[N] normalised return-to-go, in -1..0."""
     value: FloatArray
-    """[N] predicted value; with several folds, by a model that was not trained on the episode."""
+    """[N] predicted values. With several folds, the value model was not trained on the frame's episode."""
     advantage: FloatArray
     positive: BoolArray
 

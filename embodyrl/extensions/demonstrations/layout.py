@@ -241,7 +241,7 @@ def tasks_table(tasks: list[str]) -> pa.Table:
 
 
 def number_names(feature: Mapping[str, Any]) -> list[str]:
-    """Return the names of a column's dimensions, which the feature stores as one or several lists; empty if missing."""
+    """Return the names of a column's dimensions, stored in the feature as one or several lists; empty without names."""
     names = feature.get("names") or ()
     parts = names.values() if isinstance(names, dict) else [names]
     return [str(name) for part in parts if isinstance(part, list | tuple) for name in part]

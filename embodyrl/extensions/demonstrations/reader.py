@@ -86,9 +86,10 @@ class Demonstrations:
         return self.action[self.window(steps, length)[0]]
 
     def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
-        """Return the step indices [B, K] of windows that begin `before` steps before `steps` [B], and a mask [B, K].
+        """Return the step indices [B, K] of one window per step in `steps` [B], and a mask [B, K].
 
-        The mask is False for padding, which repeats the first or the last step of the episode.
+        A window begins `before` steps before its step. The mask is False for padding, which repeats the first or the
+        last step of the episode.
         """
         episode = np.searchsorted(self.stop, steps, side="right")
         wanted = steps[:, None] + np.arange(-before, length - before)
@@ -96,7 +97,7 @@ class Demonstrations:
         return found, found == wanted
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
-        """Return the steps [M, 2] at which chunks of a better and a worse episode from one initial state begin.
+        """Return pairs [M, 2] of chunk starts: one in a better, one in a worse episode from the same initial state.
 
         A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
         same env step of their episodes, up to the length of the shorter episode.
@@ -348,7 +349,7 @@ def _read_videos(
 
 
 def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[bytes]:
-    """Yield the encoded image of each row of a column; the row contains the bytes or the path of a file."""
+    """Yield the encoded image of each row of a column, whose rows contain the bytes or the path of an image file."""
     for value, place in zip(column, places, strict=True):
         row = value.as_py()
         row = row if isinstance(row, dict) else {"bytes": row}

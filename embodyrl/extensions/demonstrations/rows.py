@@ -204,7 +204,7 @@ def _as_float32(values: npt.NDArray[Any]) -> FloatArray:
 
 
 def _lossy(values: npt.NDArray[Any]) -> set[int]:
-    """Return the column indices of [n, width] whose variation is mostly lost in float32."""
+    """Return the indices of the columns of `values` [n, width] whose variation is mostly lost in float32."""
     if not len(values) or values.dtype.itemsize < 4 or values.dtype.kind not in "iuf":
         return set()
     exact = values.astype(np.float64)

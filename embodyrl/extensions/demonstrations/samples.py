@@ -20,7 +20,7 @@ class Samples:
     actions: FloatArray
     """[M, K, A] action chunk that begins at each step, in the policy's gripper convention."""
     shown: BoolArray
-    """[N] True for each step of `demos` whose observation shows the reached goal."""
+    """[N] True for each step of `demos` in whose observation the goal is already reached."""
     valid: BoolArray
     """[M, K] False for padding, which repeats the first or last action of the episode."""
     history: int = 1
@@ -30,7 +30,7 @@ class Samples:
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1
-    """Number of entries of `steps` per sample: 1, or 2 for pairs of chunks of a better and a worse episode."""
+    """Number of entries of `steps` per sample: 1, or 2 if a sample is a pair of chunks (better and worse episode)."""
 
     def __len__(self) -> int:
         return len(self.steps) // self.width

@@ -72,7 +72,7 @@ def video_file(episode: Mapping[str, Any], column: str) -> str:
 
 
 def data_file(episode: Mapping[str, Any]) -> str:
-    """Return the path of an episode's data file from its row of meta/episodes, relative to the data set."""
+    """Return the path of an episode's data file, relative to the data set, from the episode's row of meta/episodes."""
     place = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
     return DATA_PATH.format(**place)
 
@@ -109,7 +109,7 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
 
 
 def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the episode rows of third-party data with steps numbered from 0 without gaps (see `find_rows`).
+    """Renumber the steps in the episode rows of third-party data from 0, without gaps (see `find_rows`).
 
     Overlapping or inconsistent episodes stay unchanged, and are reported by the checks.
     """

@@ -15,7 +15,7 @@ from embodyrl.plan.schema import Config
 def check_unchanged(
     cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
 ) -> None:
-    """Raise an error if the saved config differs in a key with a prefix in `keys`; prefixes in `free` are exempt.
+    """Raise an error if the saved config differs in one of `keys` or their subkeys, except `free` and its subkeys.
 
     Raises:
         ConfigError: values differ; the message lists the run's values and suggests another `instead`.

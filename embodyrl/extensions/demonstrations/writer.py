@@ -1,4 +1,4 @@
-"""Writer of demonstrations in batches: after a crash, written batches stay usable and the collection can resume."""
+"""Writer that saves demonstrations in batches: saved batches survive a crash, and the collection can resume."""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ FLUSH_BYTES = 512 * 2**20
 """Size of raw frames in bytes at which a batch is written; a crash loses at most one batch."""
 _ENCODERS = 2
 _PIXELS = f"{layout.OWN}pixels/"
-"""Prefix of the pixel histogram columns in meta/episodes, from which quantiles over all frames are computed."""
+"""Prefix of the columns with pixel histograms in meta/episodes; the histograms give quantiles over all frames."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def list_things(args: argparse.Namespace) -> int:
 
 
 _POINTS = {"envs": "embodyrl.envs", "models": "embodyrl.policies", "launchers": "embodyrl.launchers"}
-"""Entry-point group of the components in each list."""
+"""Entry-point group of the components in a list, by name of the list."""
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:

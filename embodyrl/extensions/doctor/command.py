@@ -90,7 +90,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _probe_config(cfg: Config) -> list[Finding]:
-    """Check the requirements of the chosen environment and policy on this machine."""
+    """Check that this machine meets the requirements of the chosen environment and policy."""
     from embodyrl.commands.facts import memory_of_tasks
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import count_env_workers, plan_devices

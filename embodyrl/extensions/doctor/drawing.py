@@ -75,7 +75,7 @@ def check_drawing() -> GpuResult:
 
 
 def measure_frames(parts: GpuParts, backend: str, device: str, gpu: str) -> str:
-    """Measure the frames per second of 1 process, 8 processes and one per core, and the GPU memory per process."""
+    """Measure the frames per second of 1 process, of 8 and of one per core, and the GPU memory per process."""
     cores, said, rates = min(available_cores(), _MOST), list[str](), list[float]()
     for count in sorted({1, min(8, cores), cores}):
         before = _free(gpu)

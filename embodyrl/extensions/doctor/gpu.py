@@ -105,7 +105,7 @@ def _run(name: str, check: GpuCheck) -> dict[str, Any]:
 
 
 def _keep_rates(report: dict[str, Any], path: Path) -> str:
-    """Save the measured rates for predictions of `--dry-run`; return a sentence for the report."""
+    """Save the measured rates, which `--dry-run` uses for predictions; return a sentence for the report."""
     measured: dict[str, dict[str, float]] = {}
     for entry in report["checks"]:
         measured |= entry["measured"]

@@ -13,7 +13,10 @@ _CLOSING_S = 10.0
 
 
 class ForeignScript:
-    """Script that runs in another Python interpreter; its process ends with this object or this process."""
+    """Script that runs in another Python interpreter.
+
+    Its process ends when this object is deleted or the current process exits.
+    """
 
     def __init__(self, python: str, script: str, *, key: str, program: str) -> None:
         """Start the script; its argument is the file descriptor of a `multiprocessing` Connection to this process.

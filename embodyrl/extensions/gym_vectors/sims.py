@@ -84,7 +84,7 @@ class VectorSims(GymSlots):
             self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
 
     def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
-        """Store the final observations of the ended slots `over`; return `success` [N] with their final values."""
+        """Store the final observations of slots whose episode ended; return `success` [N] with their final values."""
         ends, said = infos.get("final_obs"), infos.get("final_info", {})
         if ends is None:
             raise EnvError(
@@ -133,7 +133,7 @@ class VectorSims(GymSlots):
 
 
 def _pick(batch: Any, slot: int) -> Any:
-    """Return one environment's element of a batched value, also in nested dictionaries."""
+    """Select one environment's element of a batched value, recursively in dictionaries."""
     return {name: _pick(part, slot) for name, part in batch.items()} if isinstance(batch, dict) else batch[slot]
 
 

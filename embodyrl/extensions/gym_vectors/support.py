@@ -105,7 +105,7 @@ VECTORS = GymVectors()
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the arguments with which `creator` (such as LeRobot's `make_env`) builds `num_envs` environments."""
+    """Return the arguments with which `creator`, such as a class or `make_env`, builds `num_envs` environments."""
     if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).

@@ -21,7 +21,10 @@ class IqlValues:
     """Two critics Q(s, a), their target networks, and the value network V(s)."""
 
     def __init__(self, features: Tensor, actions: Tensor, rules: IqlSettings, optim: OptimSettings, seed: int) -> None:
-        """Build networks with random weights for the features [N, F] and flattened chunks [N, K A] of all N frames."""
+        """Build networks with random weights for N frames.
+
+        `features` [N, F] are the features of the frames; `actions` [N, K A] are their flattened chunks.
+        """
         self._features, self._actions = _standardised(features), _standardised(actions)
         self._rules, self._clip = rules, optim.value_clip_grad
         hidden = (rules.critic_width, rules.critic_width)

@@ -151,7 +151,10 @@ def answer() -> None:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Describe the new threads and child processes (not in `threads` or `children`) that still run after `seconds`."""
+    """Wait up to `seconds` for new threads and child processes to end, and describe those that still run.
+
+    Threads in `threads` and processes in `children` are not new.
+    """
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),

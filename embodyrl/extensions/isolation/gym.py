@@ -1,4 +1,4 @@
-"""Specs of Gymnasium environments from a separate process, because user code may crash or hang."""
+"""Inspection of Gymnasium environments in a separate process, because user code may crash or hang."""
 
 import multiprocessing
 import sys

@@ -15,7 +15,7 @@ _FONT = "ui-sans-serif, system-ui, sans-serif"
 
 
 def plot(points: Sequence[Point]) -> str:
-    """Return an SVG image with one curve and 95 % intervals per method, over the maximum delay."""
+    """Return an SVG plot of the score against the maximum delay: one curve per method, with 95 % intervals."""
     rates = all(isinstance(point.score, Rate) for point in points)
     factor = 100.0 if rates else 1.0
     values = [factor * value for point in points for value in (point.score.value, *point.score.interval)]

@@ -55,7 +55,7 @@ def collect_points(runs: Sequence[Path]) -> list[Point]:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Return the method by which a run's policy handles delays: the value of model.rtc, `ensembling` or `naive`."""
+    """Return the name of a run's method against inference delay: `ensembling`, `naive`, or the value of model.rtc."""
     if config.get("env", {}).get("ensemble_chunk"):
         return ENSEMBLE
     rtc = config.get("model", {}).get("rtc", "off")

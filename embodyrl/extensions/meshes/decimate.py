@@ -21,13 +21,14 @@ from embodyrl.errors import EnvError, MissingDependencyError
 
 _NORMAL_WEIGHT = 0.5
 _TEXCOORD_WEIGHT = 1.0
-"""Weights of normals and texture coordinates in the simplification error, relative to positions."""
+"""Weight of texture coordinates in the simplification error, relative to positions; `_NORMAL_WEIGHT` is the weight of
+normals."""
 
 _WELD = 1.0e-6
 """Maximum distance between merged vertices, as a fraction of the size of the mesh."""
 
 _SEAM_SLACK = 3
-"""If more faces than this multiple of the target remain, the mesh is simplified by clustering instead."""
+"""Ratio of remaining to requested faces above which a mesh is simplified by clustering, which ignores texture seams."""
 
 _Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.uint32]
@@ -139,7 +140,7 @@ def weld(position: _Floats, faces: np.ndarray, painted: tuple[_Floats, np.ndarra
 
 
 def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
-    """Return fewer faces [F', 3] by edge collapse with attributes, or by clustering without topology (`sloppy`)."""
+    """Return fewer faces [F', 3] by edge collapse, or, if `sloppy`, by clustering that ignores the topology."""
     library = _library()
     source, out = np.ascontiguousarray(mesh.faces.ravel()), np.zeros(mesh.faces.size, np.uint32)
     position = mesh.position

@@ -137,7 +137,7 @@ def aipo(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
 
 
 def aipo_ratio(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
-    """Compute the loss -min(r, ratio_max) A, which has no gradient where the ratio exceeds the bound."""
+    """Compute the loss -min(r, ratio_max) A, which has no gradient where the ratio exceeds `ratio_max`."""
     ratio = ratio_of(u)
     return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
 

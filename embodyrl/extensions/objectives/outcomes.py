@@ -41,7 +41,9 @@ def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Return the best minus the second-best return for the best episode of a group, else 0 (arXiv 2503.19595).
+    """Return pass@k advantages (arXiv 2503.19595).
+
+    The best episode of a group gets its return minus the second-best return; all other episodes get 0.
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """

@@ -23,7 +23,7 @@ class GymGoals:
 
     @staticmethod
     def applies(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
-        """Return True if `compute_reward` with an empty info returns the reward of the env step that led to `seen`."""
+        """Return True if `compute_reward`, called with observation `seen` and an empty info, reproduces `reward`."""
         space = env.observation_space
         if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
             return False

@@ -99,7 +99,7 @@ class OpenEpisodes:
         return [*map(join, held.values()), *found]
 
     def state(self) -> dict[str, Any]:
-        """Return the stored frames for a checkpoint; a resumed run does not continue these episodes."""
+        """Return the frames of unfinished episodes for a checkpoint; a resumed run does not continue these episodes."""
         held = [join(parts) for parts in self._held.values()]
         numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
         whole = join(numbered, one=False) if held else None
@@ -107,7 +107,7 @@ class OpenEpisodes:
 
 
 def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Concatenate frames; with `one`, the result has a single episode number."""
+    """Concatenate frames; `one`: set the episode number of all frames to 0."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

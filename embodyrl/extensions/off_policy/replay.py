@@ -110,7 +110,7 @@ class ReplayBuffer:
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned; if it exceeds the capacity, keep only the newest observations."""
+        """Restore the buffer from a result of `state`; if it does not fit, keep only the newest observations."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return
@@ -134,7 +134,7 @@ class ReplayBuffer:
             self._arrays[name] = larger
 
     def _steps(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
-        """Return reward, discount and length, each [N], of the n-step transition at each frame; length 0: none."""
+        """Return reward, discount and length [N] of the n-step transition from each frame. Length 0: no transition."""
         count = len(frames.acted)
         reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
         ahead = np.zeros(count, np.int64)

@@ -17,7 +17,7 @@ def soft_target(reward: Tensor, discount: Tensor, next_value: Tensor, next_logpr
 
 
 def critic_loss(value: Tensor, target: Tensor) -> Tensor:
-    """Return half the squared error of Q values [n, B]: sum over n critics, mean over B samples; equation 5."""
+    """Return half the squared error of Q values [n, B], summed over n critics and averaged over B samples (eq. 5)."""
     return 0.5 * (value - target).square().mean(1).sum()
 
 

@@ -71,7 +71,7 @@ class SacLearner(Learner):
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Store the observations and run `updates_per_sample` updates for each new chunk; yields after each update.
+        """Store the observations, run `updates_per_sample` updates for each new chunk, and yield after each update.
 
         Returns metrics averaged over the updates.
         """
@@ -284,7 +284,7 @@ class SacLearner(Learner):
             save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
 
     def _parts(self) -> dict[str, Any]:
-        """Return the critics, target critics and optimizers by name in the checkpoint."""
+        """Return the critics, target critics and optimizers, by their names in the checkpoint."""
         return {"nets": self._critics, "targets": self._targets, **self._optimizers}
 
     def load(self, folder: Path) -> None:

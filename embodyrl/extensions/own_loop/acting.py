@@ -107,7 +107,10 @@ class LoadedPolicy:
         )
 
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
-        """Return actions [B, K, A] for the environment, with tokens and log-probabilities [B, L]; no gradients."""
+        """Return actions [B, K, A] for the environment, with tokens and log-probabilities [B, L].
+
+        No gradients are computed.
+        """
         out = self.policy.act(obs, noise=noise)
         # A copy, because the gripper is rewritten in place and a policy may keep its returned array.
         actions = np.array(out.actions)

@@ -28,7 +28,8 @@ _REQUEST_S = 10.0
 """Maximum time for a client to send a request, in seconds."""
 _STRANGER = b"not from this page: open the address that the command printed, with its token"
 _SIGNALS_S = 0.5
-"""Maximum duration of a blocking call, in seconds; a signal just before the call is handled after this time."""
+"""Maximum duration of a blocking call, in seconds. A signal that arrives just before the call is handled after the
+call."""
 
 
 class Loopback(LimitedServer):

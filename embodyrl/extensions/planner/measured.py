@@ -30,7 +30,7 @@ def rates_file() -> Path:
 
 
 def read_measured() -> dict[str, Measured]:
-    """Return the measurements by name of the GPU or environment; empty if the cache file cannot be read."""
+    """Return the cached measurements by name of the GPU or environment; empty if the cache file cannot be read."""
     try:
         return _FILE.validate_json(rates_file().read_bytes())
     except (OSError, ValidationError):

@@ -54,14 +54,15 @@ class MemoryPlan:
     keeps_acting: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int
-    """Peak memory of construction: full float32 weights before sharding or casting, or loaded demonstrations."""
+    """Peak memory during construction, from full float32 weights before sharding or casting, or from loaded
+    demonstrations."""
     engine: int
     """Minimum GPU memory of the vLLM engine."""
     sleeps: bool
     """True if vLLM frees its memory during updates."""
     process: int
     saving: int
-    """Host memory of rank 0 in runs with GPUs, for gathered weights or optimizer state, and the replay buffer."""
+    """Host memory of rank 0, in runs with GPUs, for the replay buffer and for gathered weights or optimizer state."""
     offloaded: int
     """Host memory per rank for offloaded weights, gradients and optimizer state (actor.fsdp.cpu_offload)."""
     acting: int
@@ -221,7 +222,7 @@ def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
 
 
 def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
-    """Return the costs of a second model of the same type (teacher or separate critic), or None without `path`."""
+    """Return the costs of a second model of the policy's type (teacher or separate critic); None without `path`."""
     if path is None:
         return None
     model = run_plan.cfg.model
@@ -237,7 +238,7 @@ def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
 
 
 def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
-    """Return the bytes of the replay buffer and the additional bytes while demonstrations are loaded.
+    """Return the bytes of the replay buffer, and the additional bytes needed while demonstrations are loaded.
 
     For SAC, the buffers contain the observation and action of each record, up to the capacity, and all chunks of the
     demonstrations. Loading temporarily needs all frames of the demonstrations, and a second copy of the chunks.
@@ -375,7 +376,7 @@ def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
 
 
 def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
-    """Return the bytes of the policy processes and the number of env workers on the host with the highest demand."""
+    """Return the bytes of policy processes and the number of env workers on the host with the highest memory demand."""
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
     for number in range(run_plan.ranks + run_plan.cfg.acting_processes):
         trains = number < run_plan.ranks

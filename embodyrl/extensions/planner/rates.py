@@ -45,10 +45,11 @@ SPEEDS = (
 GeForce GPUs have half the rate for matrix products with float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 ACTING = 1.4
-"""Ratio of inference time to the time of the matrix products alone: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
+"""Ratio of inference time to the time of the matrix products alone, measured with OpenVLA-OFT 7B on an H100 (batches of
+32 and 64)."""
 TRAINING = 2.2
-"""Ratio of update time to the time of the matrix products alone: 1.8 for micro-batches of 16 with gradient
-checkpointing, 2.6 to 2.8 for micro-batches of 8 without (docs/results/gpu.md)."""
+"""Ratio of update time to the time of the matrix products alone. Measured values (docs/results/gpu.md): 1.8 for
+micro-batches of 16 with gradient checkpointing; 2.6 to 2.8 for micro-batches of 8 without gradient checkpointing."""
 CHUNK = 8
 """Number of actions per chunk for which `EnvCosts.chunk_s` is given."""
 

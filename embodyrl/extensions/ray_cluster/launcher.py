@@ -117,7 +117,7 @@ class _Handle(Handle):
     open: deque[Any] = field(default_factory=deque)
     """Ray object references of unanswered requests, oldest first."""
     requests: deque[Request | None] = field(default_factory=lambda: deque([None]))
-    """Unanswered requests, oldest first; None: the start of the worker."""
+    """Unanswered requests, oldest first; None represents the start of the worker."""
     output: Any
     """Ray object reference to the path and initial size of the worker's log file on its host."""
     received: int = 0
@@ -240,7 +240,7 @@ class RayLauncher(OpenRequests[_Handle]):
         handle.open.append(handle.actor.handle.remote(request, rows))
 
     def _rows(self, handle: _Handle, request: Request) -> Any:
-        """Return the record fields that a request reads; for weights, return a Ray object reference.
+        """Return the record fields that a request reads, or a Ray object reference if the request loads weights.
 
         Ray transfers the object of a reference only once to each host.
         """
@@ -337,7 +337,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._events.append(Event(worker=name, message=reply))
 
     def _last_output(self, handle: _Handle) -> str:
-        """Append the remaining output of a dead worker to its log; return the path of the output for the error."""
+        """Append the remaining output of a dead worker to its log; return an error suffix with the output's path."""
         try:
             path, size = ray.get(handle.output, timeout=1.0)
         except ray.exceptions.RayError:

@@ -26,7 +26,7 @@ _SPLITS = {
     "env.train.": {"collect"},
     "env.eval.": {"eval"},
 }
-"""Exceptions to `_OF_STAGES`: stages of a single key, or of all keys with a prefix that ends in a dot."""
+"""Exceptions to `_OF_STAGES`: stages that use a key, or that use all keys with a prefix (which ends in a dot)."""
 _SET = {
     "ckpt": "each round trains from model.path=FOLDER; an exported run is such a folder",
     "collect.out": "episodes are in recap.out",

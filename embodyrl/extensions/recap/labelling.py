@@ -163,7 +163,7 @@ def label(stage: Stage) -> None:
 
 
 def cross_fitted(demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, stage: Stage) -> DoubleArray:
-    """Return the value [N] of each frame, from a model that was not trained on its episode (see `value_folds`).
+    """Return the value [N] of each frame, from a model not trained on the frame's episode (see `value_folds`).
 
     Frames after the first success, where the return is 0, have the value 0.
     """
@@ -223,7 +223,7 @@ def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: 
 
 
 def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
-    """Return the frame indices of the episodes in the mask `chosen` [E], up to the first success of each."""
+    """Return the frame indices of the episodes in the mask `chosen` [E], each up to its first success."""
     parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 

@@ -90,7 +90,7 @@ def advantages(outcomes: Outcomes, g: DoubleArray, value: DoubleArray, steps: in
 
 
 def thresholds(outcomes: Outcomes, advantage: DoubleArray, positive_share: float) -> dict[int, float]:
-    """Return the advantage threshold of each task: quantile 1 - `positive_share` of frames up to the first success."""
+    """Return an advantage threshold per task: the quantile 1 - `positive_share` over frames up to the first success."""
     task = outcomes.task_of_frame
     found = np.unique(outcomes.task).tolist()
     return {one: float(np.quantile(advantage[task == one], 1.0 - positive_share)) for one in found}
@@ -114,7 +114,7 @@ def forced(demos: Demonstrations) -> BoolArray:
 
 
 def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
-    """Return the labels [N]; labels in the mask `free` [N] are shuffled within each task."""
+    """Return a copy of the labels [N]; the labels selected by the mask `free` [N] are shuffled within each task."""
     found, task = labels.copy(), outcomes.task_of_frame
     rng = np.random.default_rng(seed)
     for one in np.unique(outcomes.task).tolist():

@@ -128,7 +128,13 @@ def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
 def train_value(
     make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
 ) -> ValueModel:
-    """Train a value model on the frames with indices `frames` [n], with cross-entropy to two-hot targets of g [N].
+    """Train a value model on selected frames, with cross-entropy between its distribution and the two-hot returns.
+
+    Args:
+        make: function that builds a value model.
+        frames: [n] indices of the training frames.
+        g: [N] normalised return of every frame.
+        training: settings of the training.
 
     Raises:
         NonFiniteError: the gradient is not finite.
@@ -160,7 +166,10 @@ def train_value(
 
 @torch.no_grad()
 def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
-    """Return the mean of the predicted return distribution [n] for the frames with the indices `frames` [n]."""
+    """Return the predicted value [n] of the frames with the indices `frames` [n].
+
+    The value is the mean of the predicted return distribution.
+    """
     parts = [np.zeros(0)]
     for start in range(0, len(frames), 256):
         logits = model(frames[start : start + 256])

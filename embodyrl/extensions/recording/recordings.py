@@ -16,7 +16,7 @@ class Mp4Recordings:
     def __init__(self, env: Env, video: VideoSettings) -> None:
         self._env, self._video = env, video
         self._open: dict[int, tuple[VideoRecorder, str]] = {}
-        """Recorder of each slot, with the outcomes whose video is kept (`ResetRequest.keep_video`)."""
+        """Recorder of each slot, and the episode outcomes for which the video is kept (`ResetRequest.keep_video`)."""
 
     @property
     def slots(self) -> Set[int]:

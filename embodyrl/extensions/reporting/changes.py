@@ -48,7 +48,7 @@ def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[Epis
 def record(
     run_plan: RunPlan, workers: Workers, result: EvalResult, wanted: Sequence[int], videos: Path, say: Say
 ) -> EvalResult:
-    """Record videos of validation episodes by repeating their actions; return the result with the recordings.
+    """Repeat the recorded actions of validation episodes to record videos; return the result with the recordings.
 
     Episodes with a different outcome are skipped and reported, because simulators may be nondeterministic.
     """
@@ -84,7 +84,7 @@ def record(
 def record_changes(
     run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
 ) -> Compared:
-    """Record N episodes of the first and last validation (`video=changed:N`), and join both recordings of each.
+    """Record N episodes of the first and last validation (`video=changed:N`), and join each episode's two recordings.
 
     Raises:
         OSError: a recording cannot be written.

@@ -124,7 +124,7 @@ def line_chart(
 
 
 def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
-    """Plot one curve, smoothed if it is long, and its last value at a height that is not in `taken`."""
+    """Plot a curve, smoothed if it is long, and label its last value; `taken`: heights of earlier labels."""
     long = len(line.points) > _LONG
     drawn = smoothed(line.points) if long else line.points
     x, y = frame.at(*drawn[-1])
@@ -186,7 +186,7 @@ def _svg(parts: Sequence[str]) -> str:
 
 _MAX_POINTS = 120
 _SIZES = ("effective_episodes", "episodes")
-"""Metrics with the number of episodes of a success rate, in order of preference."""
+"""Names of metrics that count the episodes of a success rate, in order of preference."""
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:

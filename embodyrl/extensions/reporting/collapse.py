@@ -14,7 +14,7 @@ _ENTROPY_LEFT = 0.1
 _SOLVED = 0.9
 """Success rate above which a low entropy is not reported."""
 _RISE = 0.05
-"""Minimum increase of the return for warnings about reward hacking; 10 % of the initial return is added."""
+"""Minimum increase of the return for warnings about reward hacking, in addition to 10 % of the initial return."""
 _PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
 """Warning thresholds for a reward component, the reply length and the share of truncated replies.
 

@@ -19,7 +19,7 @@ from embodyrl.monitor.timing import step_seconds
 
 _KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
 _WIDE, _NARROW = 92, 76
-"""Minimum terminal widths in characters for bars, and for panes side by side."""
+"""Minimum terminal widths, in characters: for showing bars, and for showing panes side by side."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("success (eval)", "eval/success_once", "{:.3f}"),

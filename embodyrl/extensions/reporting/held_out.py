@@ -51,7 +51,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield a line about the overlap of `states` with the states of a checkpoint's run, and a line per parent run."""
+    """Yield one line for a checkpoint's run and each parent run: the overlap of `states` with the run's states."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
@@ -71,7 +71,7 @@ def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator
 
 
 def _record_of(path: Path) -> Path | None:
-    """Return the path of the config of the run that wrote a weights folder; an export contains a copy."""
+    """Return the path of the config of the run that wrote a weights folder, or of the config in an exported folder."""
     if (path / EXPORTED_CONFIG).is_file():
         return path / EXPORTED_CONFIG
     return run_config(path)
@@ -110,7 +110,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec
 
 
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
-    """Return the reset ids of the demonstrations that a run used; None: unknown (missing data, or text)."""
+    """Return the reset ids of the demonstrations that a run used; None if a data set is missing or contains text."""
     folders = made.get("algorithm.demonstrations") or []
     if "env.env_type" not in made or _by_expert(made):  # else it is text
         folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]

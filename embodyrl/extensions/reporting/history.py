@@ -58,7 +58,7 @@ class Evaluation:
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
-        """Return the success rate in one task or all tasks of the main suite; the mean return if success is unknown."""
+        """Return the success rate (mean return if success is unknown) of one task, or all tasks of the main suite."""
         return score_of([e for e in self.own if task in (None, e.task)], known=known)
 
 
@@ -73,8 +73,9 @@ class History:
     evaluations: tuple[Evaluation, ...]
     """Finished evaluations, in the order of their steps."""
     unfinished: Evaluation | None = None
-    """Newest evaluation if the evaluation is running or was interrupted, else None.
-    `evaluations` excludes this evaluation, because the shortest episodes, often the successful ones, end first."""
+    """Newest evaluation, if it is running or was interrupted; else None.
+    An unfinished evaluation is not in `evaluations`, because its success rate is biased: the shortest episodes end
+    first, and they are often successful."""
 
     @property
     def name(self) -> str:
@@ -106,7 +107,7 @@ class History:
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    """Return True if a file is inside a folder, after resolving links; the run folder is untrusted."""
+    """Return True if a file is inside a folder after links are resolved."""
     # Untrusted run folder: a link must not expose a file of this machine.
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 

@@ -258,7 +258,10 @@ def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ..
 
 
 def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
-    """Return a table of scores per task: first and last evaluation of a run, or last evaluation of each run."""
+    """Return a table of scores per task.
+
+    The columns are the first and last evaluation of a single run, or the last evaluation of each of several runs.
+    """
     if not tasks:
         return []
     if len(histories) > 1:

@@ -129,7 +129,10 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
 def _by_start(
     episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
 ) -> dict[tuple[object, ...], EpisodeRow]:
-    """Return episodes by task, initial state, seed and sample number (count of earlier equal episodes)."""
+    """Return a mapping from (task, initial state, seed, sample number) to the episode.
+
+    The sample number counts earlier episodes with the same task, initial state and seed.
+    """
     found: dict[tuple[object, ...], EpisodeRow] = {}
     seen: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):

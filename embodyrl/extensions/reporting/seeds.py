@@ -102,7 +102,7 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
 
 
 def mean_interval(values: Sequence[float], each: Sequence[tuple[float, float]] = ()) -> tuple[float, float, float]:
-    """Return the mean and its 95 % interval by Student's t over runs; infinite for one run.
+    """Return the mean over runs and its 95 % interval (Student's t). The interval of a single run is infinite.
 
     Equal values have no variance, and an interval without width would contain the true value too rarely (3 runs of 100
     episodes, success rate 99.5 %: 75 %). If all values are equal, the interval is the union of `each`, the intervals of
@@ -130,7 +130,7 @@ class SeedGroup:
 
     @property
     def name(self) -> str:
-        """Name of the first run; with several runs, without the sweep number and with the number of seeds."""
+        """Name of the single run, or the first run's name without its sweep number, followed by the number of seeds."""
         name = self.runs[0].name
         return name if len(self.runs) == 1 else f"{name.removesuffix('-0')} ({len(self.runs)} seeds)"
 
@@ -142,7 +142,7 @@ class SeedGroup:
 
     @property
     def rates(self) -> bool:
-        """True if any run reports success; some environments omit success if no episode succeeds."""
+        """True if at least one run reports success; some environments report success only if an episode succeeds."""
         return any(isinstance(run.evaluations[-1].score(), Rate) for run in self.runs)
 
     def matrix(self, tasks: Sequence[str], *, rates: bool) -> Matrix:

@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comparison]:
-    """Compare the scores of new and stored result cards, before training (if all cards have it) and after training."""
+    """Compare the scores of new and stored cards after training, and before training if all cards have that score."""
     ends = [("after", AFTER)]
     if all(len(card["figures"]) > 1 for card in (*stored, *new)):
         ends.insert(0, ("before", BEFORE))

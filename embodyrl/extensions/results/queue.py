@@ -46,7 +46,7 @@ class Job:
         return (self.run / CARD_JSON).is_file()
 
     def steps(self) -> list[tuple[Path, list[str]]]:
-        """Return the log path (without suffix) and the arguments of each command: preparations, then training.
+        """Return the log path (without suffix) and the arguments of each command, first preparation, then training.
 
         The arguments start a run, or resume an interrupted run from its newest checkpoint.
         """

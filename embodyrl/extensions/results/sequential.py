@@ -32,7 +32,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import Config
 
 _FIRST, _GROWTH = 20, 1.5
-"""Number of pairs at the first interim test, and growth factor of the number between tests."""
+"""Number of pairs at the first interim test, and the factor by which this number grows from test to test."""
 
 
 def log_e_value(wins: int, losses: int) -> float:
@@ -54,7 +54,7 @@ class Verdict:
     """Result of the sequential test so far."""
 
     pairs: int
-    """Number of pairs until the decision; without a decision, the number of all pairs."""
+    """Number of pairs tested until the decision; all pairs if there is no decision."""
     only_first: int
     only_second: int
     p_value: float
@@ -157,7 +157,7 @@ def covering(plan: EpisodeList) -> int:
 
 
 class _Side:
-    """Evaluation of one policy of the test; each interim test adds episodes."""
+    """Evaluation of one of the two policies under test; each interim test adds episodes."""
 
     def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
         self.run = run

@@ -32,7 +32,8 @@ class Serving:
     facts: Sequence[tuple[str, str]]
     """Lines of the start banner, as pairs of name and text."""
     run: Callable[[Callable[[str], None], Callable[[str], None]], None]
-    """Function (`say`, `ready`) that loads the policy, calls `ready` with the address, and serves until a signal."""
+    """Function with the arguments `say` (prints a line) and `ready`. The function loads the policy, calls `ready` with
+    the address, and serves until a signal arrives."""
 
 
 SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(

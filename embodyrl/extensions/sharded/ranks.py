@@ -153,7 +153,7 @@ class ShardedRanks:
             unit.unshard()
 
     def reshard(self) -> None:
-        """Prepare for the next request: `act` if the process acts, else `train` (see `Ranks.reshard`)."""
+        """Restore the default placement: full weights if the process acts, otherwise shards (see `Ranks.reshard`)."""
         if self._acts:
             self.act()
         else:
@@ -262,7 +262,7 @@ def _whole(shard: Tensor, *, keep: bool) -> Tensor:
 
 
 def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
-    """Return this rank's shard of a tensor, sent by rank `source`; None: every rank already has the tensor."""
+    """Return this rank's shard of a tensor, sent by rank `source`. Without `source`, every rank has the tensor."""
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
     return shard.to(like.to_local().device)
 

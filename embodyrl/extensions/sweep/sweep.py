@@ -24,7 +24,8 @@ from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
 _SIGNALS_S = 1.0
-"""Maximum duration of a blocking wait, in seconds; a signal just before the wait is handled after this time."""
+"""Maximum duration of a blocking wait, in seconds. A signal that arrives just before a wait is handled after at most
+this time."""
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:

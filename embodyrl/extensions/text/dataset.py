@@ -275,7 +275,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
 
 
 def _repeated(column: Any) -> int:
-    """Return the additional memory in bytes if a dictionary-encoded column is expanded to one value per row."""
+    """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 

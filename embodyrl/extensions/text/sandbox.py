@@ -82,7 +82,7 @@ def _value(node: ast.AST) -> float:
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression (see `evaluate`) as text; exact integers without a decimal point.
+    """Return the value of an expression (see `evaluate`) as text: integers below 2^53 in full, else six digits.
 
     Raises:
         ValueError: the expression is invalid; the message is short because it is added to the prompt.

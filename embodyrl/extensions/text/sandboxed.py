@@ -64,7 +64,7 @@ _DENIED = {
         *(434, 438, 440, 448, 238, 239),
     ),
 }
-"""AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine."""
+"""AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
 _BY_ARGUMENT = (
     # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
     *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
@@ -205,7 +205,7 @@ def _own_user(place: str) -> int:
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """Wait for a child until `end`; return its message, True if the child exited, and the exceeded limit, if any."""
+    """Wait for a child process until `end`; return its message, True if it exited, and the exceeded limit or ""."""
     heard = b""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
@@ -280,7 +280,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
 
 
 def _bar_files() -> None:
-    """Restrict file writes to the working folder with Landlock, from Linux 5.13 (linux/landlock.h).
+    """Restrict file writes to the working folder with Landlock (Linux 5.13 or later; linux/landlock.h).
 
     Newer kernels also block TCP connections (6.7) and signals to other processes (6.12).
     """

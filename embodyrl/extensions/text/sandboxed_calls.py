@@ -1,4 +1,4 @@
-"""Remote calls between a program of a language model and the tests of its functions, in two processes.
+"""Remote calls between a program written by a language model and the program's tests, in two processes.
 
 `sandboxed.py` runs this source in both processes. Names, arguments and results are sent over a pipe as JSON of plain
 data, so comparisons do not depend on the state of the program's process. Objects of the program
@@ -135,7 +135,9 @@ class Link:
         return {self.unpack(key): self.unpack(value) for key, value in pairs}
 
     def ask(self, what, *parts, in_place=False, **named):
-        """Send a request to the other process and return the reply; execute calls of the other process meanwhile.
+        """Send a request to the other process and return the reply.
+
+        Calls that the other process makes before it replies are executed.
 
         `in_place`: changes that the function makes to list, dict and set arguments are copied back.
         """
@@ -191,7 +193,7 @@ def _shown(kind):
 
 
 def _take_over(own, changed):
-    """Copy the changed content of a list, dict or set argument into the original object."""
+    """Replace the content of a list, bytearray, dict or set `own` with `changed`, received from the other process."""
     if type(own) is type(changed) and isinstance(own, list | bytearray):
         own[:] = changed
     elif type(own) is type(changed) and isinstance(own, dict | set):
@@ -200,7 +202,7 @@ def _take_over(own, changed):
 
 
 class Foreign:
-    """Cache of the local classes that represent exceptions defined by the program, by name."""
+    """Cache, by name, of the local classes that represent the program's own exceptions."""
 
     known = {}
 
@@ -325,7 +327,8 @@ class _Statements(ast.NodeTransformer):
 
 
 _TESTED = "tested "
-"""Prefix of a name in the syntax tree of a test: the name is looked up in the program, even if it is a built-in."""
+"""Prefix that marks names in the syntax tree of a test. A marked name is looked up in the program, even if a built-in
+has the same name."""
 _MODULES = (
     *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
     *("json", "math", "numpy", "operator", "random", "re", "statistics", "string"),
@@ -334,7 +337,7 @@ _FUNCTIONS = {
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
     **{"isclose": "math", "allclose": "numpy", "array_equal": "numpy", "Fraction": "fractions", "Decimal": "decimal"},
 }
-"""Modules of the functions that tests apply to results, by function name.
+"""Module of each function that a test may apply to results, by function name.
 
 Tests use the real functions: a program could redefine a function to accept any result."""
 
@@ -372,7 +375,7 @@ def _mark_tested_calls(tree, results):
 
 
 def _trusted_names(tree, results, kinds):
-    """Return the real modules and functions, by name, that a test applies to results."""
+    """Return the original modules and functions that a test applies to results, by name."""
     found, attributes = {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:

@@ -49,7 +49,7 @@ class RowSettings(DataSettings):
     """Training split of a folder or repository: file name prefix (train-00000-of-00002.parquet) or subfolder; default:
     all files."""
     val_split: Annotated[str | None, NumbersStates] = None
-    """Validation split; default: the last fraction data.val_share of the rows."""
+    """Validation split; default: the last rows of the data (fraction data.val_share)."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages with role and content."""
     answer_key: str = "answer"

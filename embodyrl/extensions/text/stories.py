@@ -10,7 +10,7 @@ from embodyrl.extensions.text.conversation import TextRow
 ROWS, HELD_OUT_ROWS = 2000, 500
 _ASKS = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
-"""Exclusive upper bound of the numbers, and the divisor and remainder of validation numbers.
+"""Exclusive upper bound of the numbers, and the modulus and remainder that identify validation numbers.
 
 Numbers n with n mod 5 = 3 occur only in validation, and all other numbers only in training."""
 _TRIES = 100

@@ -14,7 +14,7 @@ _PRODUCTS = ((12, 34), (56, 71), (90, 18), (43, 25))
 
 
 def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[TextRow]:
-    """Return rows with sums, each after `shown` (at most 4) example replies in the format of the reward `format`."""
+    """Return rows with sums; each row begins with `shown` (at most 4) examples in the format of the reward `format`."""
     examples: list[Message] = []
     for a, b in _shown(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"

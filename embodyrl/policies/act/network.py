@@ -121,7 +121,11 @@ class DecoderLayer(_FeedForward):
         self.multihead_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
 
     def forward(self, x: Tensor, encoded: Tensor, places: Tensor, encoded_places: Tensor) -> Tensor:
-        """Map queries [H, B, D] with positions [H, 1, D], given the encoder's output [N, B, D] and positions."""
+        """Map queries x [H, B, D] to the same shape.
+
+        `encoded` [N, B, D] is the encoder's output. `places` [H, 1, D] and `encoded_places` are the position embeddings
+        of queries and output.
+        """
 
         def attend(queries: Tensor) -> Tensor:
             placed = queries + places

@@ -46,7 +46,7 @@ class CategoricalHead(nn.Module):
         self.register_buffer("_padding", padding, persistent=False)
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample category ids [B, K, A] from outputs [B, K, O] with uniform noise [B, K, A]; None: greedy."""
+        """Sample category ids [B, K, A] from outputs [B, K, O] and uniform noise; without noise, choose greedily."""
         logits = self._logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
@@ -103,11 +103,11 @@ class GaussianHead(nn.Module):
         self._centre, self._half = np.asarray([*map(_span, low, high)], np.float32).T
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean [B, K, A], equal to the outputs, and the log standard deviation [A]."""
+        """Return the mean [B, K, A], which is `outputs`, and the log standard deviation [A]."""
         return outputs, self.log_std
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample raw actions [B, K, A] by the inverse CDF of uniform noise [B, K, A]; None: the mean."""
+        """Sample raw actions [B, K, A] by applying the inverse CDF to uniform noise; without noise, return the mean."""
         mean, log_std = self.spread(outputs)
         if noise is None:
             return mean
@@ -144,7 +144,7 @@ class GaussianHead(nn.Module):
         return tokens.astype(np.int32).view(np.float32)
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Scale raw samples to actions, both [B, K, A]: -1..1 spans the bounds."""
+        """Scale raw samples to actions, both [B, K, A]; -1 and 1 map to the action bounds."""
         return self._centre + self._half * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
@@ -192,7 +192,7 @@ class ActorCritic(nn.Module):
         )
 
     def build_head(self, shape: NetShape, log_std: float, correlation: float) -> CategoricalHead | GaussianHead:
-        """Build the action distribution; `log_std` (initial) and `correlation` apply to continuous actions."""
+        """Build the action distribution; the initial `log_std` and `correlation` apply to continuous actions."""
         if shape.sizes:
             return CategoricalHead(shape.sizes)
         return GaussianHead(shape.low, shape.high, log_std, correlation)

@@ -34,7 +34,7 @@ class NetShape:
     """Number of categories of each action dimension; empty for `box`."""
     low: tuple[float | None, ...]
     high: tuple[float | None, ...]
-    """Upper bound of each action dimension (`low`: lower bound); None: unbounded. Empty for discrete actions."""
+    """Upper bound of each action dimension; None: unbounded. `low` and `high` are empty for discrete actions."""
     num_actions: int
     """K: number of actions per chunk."""
     hidden: tuple[int, ...]
@@ -58,7 +58,7 @@ class NetShape:
 
     @property
     def outputs(self) -> int:
-        """Number of policy outputs per action: logits or means; if squashed, also log standard deviations."""
+        """Number of policy outputs per action: logits, or means (and log standard deviations, if `squashed`)."""
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property

@@ -32,8 +32,9 @@ class CausalLMFactory:
 
     name: str
     start: str | None = None
-    """Included folder that is used without `model.path`: config and tokenizer of a small Llama with character
-    tokens. Its weights are initialised from the seed."""
+    """Folder in this package with config and character tokenizer of a small Llama, used if `model.path` is not set.
+
+    The weights are initialised from the seed."""
     start_parameters: int = 0
     sees: bool = False
     """True for a vision-language model (`AutoModelForImageTextToText`), which accepts images in prompts."""
@@ -163,7 +164,7 @@ class CausalLMFactory:
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
-    """Return the number of embedding and output parameters that are fully trained in addition to adapters."""
+    """Return the number of parameters of embeddings and output matrix that are trained in full, next to adapters."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 

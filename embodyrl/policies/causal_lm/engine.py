@@ -26,7 +26,7 @@ KV_CACHE_BYTES = 1 << 30
 
 @contextmanager
 def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
-    """Provide a temporary folder for vLLM, filled by `save`, with a path that depends only on the model's config.
+    """Provide a temporary model folder for vLLM, written by `save`. Its path depends only on the model's config.
 
     The path is part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines of one
     config that start at the same time wait for each other.

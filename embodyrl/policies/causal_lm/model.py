@@ -166,7 +166,9 @@ class LanguageModel(nn.Module):
         cache: DynamicCache | None = None,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
+        """Return float32 logits [B, keep, V] and values [B, keep] of the last `keep` positions.
+
+        Without a value head, the values are zeros.
 
         `image_inputs`: image tensors, by the names of the model's arguments.
         """
@@ -243,7 +245,7 @@ class LanguageModel(nn.Module):
         plain: bool,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, argmax match (see `scores_of`) and value of the last `count` tokens.
+        """Return, for each of the last `count` tokens, the results of `scores_of` and the value.
 
         `plain`: True if `head_is_last`; the logits of long replies are then computed in chunks.
         """
@@ -257,7 +259,7 @@ class LanguageModel(nn.Module):
     def scores_of_hidden(
         self, hidden: Tensor, said: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, argmax match (see `scores_of`) and value of tokens `said` [B, n].
+        """Return log-probability, entropy, argmax match (see `scores_of`) and value of each token in `said` [B, n].
 
         `hidden` [B, n, D] are the states that predict the tokens. At most `CHUNK_LOGITS` logits are stored; with
         several chunks, logits are recomputed in the backward pass.
@@ -287,7 +289,7 @@ class LanguageModel(nn.Module):
 
 
 class _Scores(torch.autograd.Function):
-    """Autograd function of `scores_of`. Separate operations would store tensors even for an unused entropy."""
+    """Autograd function of `scores_of`, because separate operations would store tensors even for an unused entropy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,7 +312,10 @@ class _Scores(torch.autograd.Function):
 
 
 def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and argmax match of tokens [...], given logits [..., V]."""
+    """Return the log-probability and entropy of each token, and whether it is the argmax.
+
+    Tokens have the shape [...], and logits the shape [..., V].
+    """
     return _Scores.apply(logits, said, temperature)
 
 

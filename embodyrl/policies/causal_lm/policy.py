@@ -134,7 +134,7 @@ class CausalLMPolicy:
     def _ask_engine(
         self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Generate with the engine, or the module; return tokens, log-probabilities, values [B, K] and top tokens."""
+        """Generate replies with the engine; return tokens, log-probabilities, values (each [B, K]) and top tokens."""
         if self._engine is None:
             self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
@@ -277,7 +277,7 @@ class CausalLMPolicy:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities, entropies and values of replies [B, K]; 0 after the end (see `Policy.score`)."""
+        """Return log-probabilities, entropies and values of reply tokens [B, K]; all are 0 after the end of a reply."""
         logprob, entropy, value, _ = self._score(obs, tokens)
         return PolicyScores(logprob=logprob, entropy=entropy, value=value[:, : self.spec.value_dim])
 
@@ -357,7 +357,7 @@ class CausalLMPolicy:
         return ids, mask, self._net.positions(ids, mask, image_inputs), image_inputs
 
     def _precision(self, *, keep: bool = True) -> torch.autocast:
-        """Return the autocast context; `keep`: cache cast weights, which recomputation in the backward pass forbids."""
+        """Return the autocast context; `keep`: cache cast weights (False for recomputation in the backward pass)."""
         mixed = self._autocast not in (None, torch.float32)
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=keep)
 

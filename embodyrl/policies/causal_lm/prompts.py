@@ -58,7 +58,7 @@ class Reader:
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
 
     def end_of_reply(self, ends: Sequence[int]) -> int:
-        """Return the end token of the chat template, else of the tokenizer, else the first token of `ends`.
+        """Return a reply's end token: from the chat template, else from the tokenizer, else the first token of `ends`.
 
         Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first token.
         """

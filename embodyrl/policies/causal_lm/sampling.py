@@ -85,7 +85,7 @@ def seeds_of(noise: FloatArray) -> list[int]:
 
 
 def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Allocate tokens (-1), log-probabilities (0), both [B, limit], and top tokens (`no_best`) of `count` replies."""
+    """Allocate tokens (-1), log-probabilities (0) and top tokens (see `no_best`) for replies of length `limit`."""
     return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
 
 

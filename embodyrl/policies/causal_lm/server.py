@@ -1,4 +1,4 @@
-"""Rollouts with a server that implements OpenAI's completions API and vLLM's extensions: token ids in and out."""
+"""Rollouts with a server that implements OpenAI's completions API and vLLM's extensions for token ids."""
 
 import http.client
 import json
@@ -222,7 +222,7 @@ class ServedReference(_Server):
 
 
 def _part(choice: dict[str, Any], name: str) -> list[Any]:
-    """Return a list of the log-probabilities of a completion; empty if the list is missing."""
+    """Return the list `name` in the log-probabilities of a completion; empty if the list is missing."""
     logprobs = choice.get("logprobs")
     found = logprobs.get(name) if isinstance(logprobs, dict) else None
     return found if isinstance(found, list) else []

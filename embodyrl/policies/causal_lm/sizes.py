@@ -54,10 +54,10 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def shared_bytes(self, prompt: int, reply: int, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the activation bytes of a reply, and of a distinct prompt, with shared prompts; (0, 0): unsupported.
+        """Return the activation bytes of one reply and of one distinct prompt if replies share prompts.
 
-        Each reply stores its prompt's keys and values repeated for all heads; each distinct prompt also stores its
-        keys and values before the repetition.
+        Return (0, 0) if the model does not support shared prompts. Each reply stores its prompt's keys and values
+        repeated for all heads; each distinct prompt also stores its keys and values before the repetition.
         """
         if not self.shares:
             return 0, 0
@@ -67,7 +67,7 @@ class TextSizes:
         return self.layers * one_reply, self.layers * prompt * (own + 2 * number * self.keys)
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
-        """Return the bytes of three float32 copies of all logits of one reply, and of `CHUNK_LOGITS` logits."""
+        """Return the bytes of three float32 copies of a reply's logits, and of three copies of one chunk's logits."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class Piece:
     is_end: bool
     """True for an end token, which has no text."""
     finish: str | None
-    """Reason of the end if this is the last token: stop (end token or stop string) or length; else None."""
+    """Reason for the end of the reply: stop (end token or stop string) or length; None: this token is not the last."""
 
 
 def context_length(policy: CausalLMPolicy) -> int | None:
@@ -147,7 +147,7 @@ class ReplyText:
         """True after a stop string."""
 
     def add(self, token: int, *, last: bool) -> str:
-        """Return the text that is final after a token; `last`: return all remaining text."""
+        """Add a token and return the new text that further tokens cannot change; `last`: return all remaining text."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._from : self._done])
         after = self._decode(self._tokens[self._from :])
@@ -165,7 +165,7 @@ class ReplyText:
         return text
 
     def _possible(self) -> int:
-        """Return the length of the longest suffix of the undecided text that begins a stop string."""
+        """Return the length of the longest suffix of the undecided text that is the beginning of a stop string."""
         sizes = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n]))
         return max(sizes, default=0)
 

@@ -30,7 +30,7 @@ class DiffusionFactory(LeRobotFactory):
         return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
-        """Return the token layout of a sampled chunk, which stores the states around its stochastic denoising steps."""
+        """Return the token layout of a sampled chunk, which stores states of its denoising chain."""
         return record_of(cfg, config)
 
     def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:

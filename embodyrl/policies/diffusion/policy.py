@@ -82,7 +82,7 @@ class DiffusionPolicy(LeRobotPolicy):
     def denoise(
         self, condition: Tensor, x: Tensor, seeds: IntArray | None = None, schedule: Schedule | None = None
     ) -> Tensor:
-        """Denoise initial noise x [B, H, A] to chunks [B, H, A]; without seeds, no step adds noise."""
+        """Denoise the initial noise x [B, H, A] to chunks [B, H, A]. If `seeds` is None, no step adds noise."""
         schedule = schedule or self._schedule
         for index, number in enumerate(schedule.levels.tolist()):
             level = torch.full((len(x),), number, device=x.device)
@@ -132,7 +132,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
 
     def elements(self, condition: Tensor, target: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Return squared denoising errors [B, H, A] of normalized chunks with this noise at diffusion timesteps [B]."""
+        """Add `noise` to normalized chunks at timesteps `level` [B]; return squared denoising errors [B, H, A]."""
         predicted = self._network.unet(self._schedule.add_noise(target, noise, level), level, condition)
         return (predicted - (target if self._config.prediction_type == "sample" else noise)).square()
 

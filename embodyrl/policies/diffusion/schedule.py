@@ -14,7 +14,7 @@ LEAST_VARIANCE = 1e-20
 
 
 def betas(config: DiffusionConfig) -> Tensor:
-    """Return the noise variance [T] that each training step adds, float32."""
+    """Return the noise variance [T] added at each diffusion timestep of training, in float32."""
     count, first, last = config.num_train_timesteps, config.beta_start, config.beta_end
     match config.beta_schedule:
         case "linear":

@@ -22,7 +22,7 @@ class Committed:
     """Remaining actions of the previous chunk, in the units of the flow, for B observations."""
 
     rows: Tensor
-    """[B, H, D] actions by their index in the new chunk; padding after the end of the previous chunk."""
+    """[B, H, D] committed actions at their indices in the new chunk, followed by padding."""
     weight: Tensor
     """[B, H, 1] guidance weights."""
     frozen: Tensor
@@ -30,7 +30,10 @@ class Committed:
 
     @classmethod
     def of(cls, rows: Tensor, counts: Tensor, mask: RtcMask) -> Self:
-        """Create a `Committed` from actions `rows` [B, H, D] and `counts` [B, 2]: delay and number of actions."""
+        """Create a `Committed` from actions `rows` [B, H, D].
+
+        `counts` [B, 2] contains the delay and the number of remaining actions of the previous chunk.
+        """
         delay, end = torch.minimum(counts[:, 0], counts[:, 1]), counts[:, 1]
         place = torch.arange(rows.shape[1], device=rows.device)
         return cls(
@@ -89,13 +92,16 @@ def guided(
 
 
 def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return velocity [B, H, D] and hidden states for x with the frozen actions as noise-free inputs (time 0)."""
+    """Return velocity [B, H, D] and hidden states for x, with the committed actions in place of frozen actions.
+
+    The time of the committed actions is 0, because they contain no noise.
+    """
     times = t[:, None].expand(x.shape[:2]).masked_fill(committed.frozen[..., 0], 0.0)
     return velocity(committed.fixed(x), times)
 
 
 def simulated_delays(u: FloatArray, longest: int) -> IntArray:
-    """Return simulated delays [B] for uniforms [B] in [0, 1): 0 in half of the samples, else uniform in 1..longest.
+    """Map uniform random numbers [B] to simulated delays [B]: 0 in half of the samples, else uniform in 1..longest.
 
     The first chunk of an episode has no delay. With delays uniform in 0..D, only one of D + 1 samples would train the
     first action of a chunk.

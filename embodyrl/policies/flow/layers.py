@@ -80,7 +80,7 @@ class RmsNorm(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the normalised x [B, T, width], and the gate (None without a condition [B, D] or [B, T, D])."""
+        """Normalise x [B, T, width]; also return the gate, or None without a condition [B, D] or [B, T, D]."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
@@ -150,7 +150,7 @@ class View:
     memory: KeysValues | None = None
     """Keys and values of earlier tokens, prepended to the keys and values of the current tokens."""
     among: bool = True
-    """True if the tokens attend to each other; False: only to the memory."""
+    """True if the tokens also attend to each other; False if they only attend to the memory."""
 
 
 class DecoderLayer(nn.Module):

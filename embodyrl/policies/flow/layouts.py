@@ -27,7 +27,7 @@ class Layout:
     tied: str | None = None
     """Name of an output matrix that is tied to the token embedding. Some files contain only this matrix."""
     dead: tuple[tuple[str, str], ...] = ()
-    """Unused matrices [vocab, width of the stack] that the published loader requires, as (published name, stack)."""
+    """Unused matrices that the published loader requires, as (published name, stack). Shape: [vocab, stack width]."""
 
     def likeness(self, keys: Iterable[str]) -> int:
         """Return the number of characteristic prefixes of this layout that occur among the keys."""
@@ -162,13 +162,16 @@ class Source:
 
     layout: Layout
     embedding_names: tuple[str, ...]
-    """Names of the tensors with the token embedding in the files: the embedding, the tied output matrix, or both."""
+    """Names under which the files store the token embedding: as embedding, as tied output matrix, or as both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
     """Additional weights and statistics of the files, by name."""
 
 
 def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
-    """Return the storage format of new weights in a layout; unused weights that its loader requires are zeros."""
+    """Return the storage format of new weights in a layout.
+
+    Unused weights that the published loader requires are zeros.
+    """
     vocab, width = weights[EMBEDDING].shape
     widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
     aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}

@@ -108,7 +108,7 @@ class ChainLikelihood(GaussianChain):
 
 
 MAX_LOSS_CHANGE = 3.0
-"""Maximum change of one pair's loss since sampling, applied before exp, as in the published code."""
+"""Bound on the change in the loss of a noise-time pair since sampling, applied before exp, as in the published code."""
 
 
 class FpoLikelihood:

@@ -18,7 +18,7 @@ from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSp
 
 LAYER_NORM_EPS = 1e-6
 CYCLES, CONTRAST = 4, 3.0
-"""Initial patch filters: number of cosines per direction, and scale of the filters."""
+"""Parameters of the initial patch filters: number of cosines per direction, and scale."""
 
 
 class SiglipEmbeddings(nn.Module):
@@ -167,7 +167,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Inputs of the action expert from a prefix, computed once for all denoising steps."""
+    """Inputs of the action expert that do not change between denoising steps."""
 
     views: tuple[View, ...]
     """Attention inputs of each expert layer, with keys and values of the prefix as memory."""
@@ -249,7 +249,10 @@ class FlowModel(nn.Module, ABC):
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
 
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
-        """Run the backbone and return its keys and values; `output`: also run the last layer for its hidden states."""
+        """Run the backbone on the prefix and return its key-value cache.
+
+        `output`: also run the last layer and return its hidden states.
+        """
         x, valid = self.embed_prefix(inputs)
         view = View(rotary(positions_of(valid), self.spec.language), key_mask(valid, valid if output else None))
         layers, hidden = self.language.remember(x, [view] * self.spec.language.depth, output=output)
@@ -311,5 +314,5 @@ class FlowModel(nn.Module, ABC):
 
 
 def with_memory(view: View, layers: tuple[KeysValues, ...]) -> tuple[View, ...]:
-    """Return one attention view per layer, whose memory contains the keys and values of the layer."""
+    """Return a copy of `view` for each layer, with the keys and values of the layer as memory."""
     return tuple(replace(view, memory=pair) for pair in layers)

@@ -179,7 +179,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE and have zero tokens."""
+        """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE; their tokens are 0."""
         obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
         velocity = self._continuing(velocity, committed)
@@ -207,7 +207,10 @@ class FlowPolicy:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
-        """Return [B, F]: the expert's mean hidden state and velocity at zero noise, without an instruction suffix."""
+        """Return features [B, F]: the expert's mean hidden state and the velocity, both for zero initial noise.
+
+        The prompt has no instruction suffix.
+        """
         obs, _ = self._committed(obs)
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))

@@ -133,7 +133,7 @@ class FlowSettings(ResidualSettings):
         return self.num_steps - 1 if skips else self.num_steps
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for each combination of settings without a stochastic step."""
+        """Yield errors for invalid combinations of settings, for example those that leave no stochastic step."""
         yield from super().problems()
         guided = self.rtc in (Rtc.guided, Rtc.identity)
         if self.rtc is not Rtc.off and (self.steers or (guided and self.likelihood is Likelihood.fpo)):

@@ -209,7 +209,7 @@ _THEIRS = {
 
 
 def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Return the sizes in a transformers config by field name; names in `more` are not translated."""
+    """Return sizes from a transformers config, under the field names of the specs; `more`: names equal in both."""
     return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 
@@ -222,7 +222,7 @@ def _layers(raw: Mapping[str, Any]) -> LayersSpec:
 
 
 def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
-    """Read SmolVLA's sizes; the backbone's sizes are those of SmolVLM2-500M, which LeRobot's file omits."""
+    """Read SmolVLA's sizes; LeRobot's file omits the backbone, which has the sizes of SmolVLM2-500M."""
     only = {"attention_mode": "cross_attn", "add_image_special_tokens": False}
     strange = {name: config[name] for name, value in only.items() if config.get(name, value) != value}
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))

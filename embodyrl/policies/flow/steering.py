@@ -49,7 +49,7 @@ class SteeredStart(SteeredFlowPolicy):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Integrate the ODE of the frozen flow, or its SDE with `steered_noise` and seeds."""
+        """Integrate the ODE of the frozen flow or, with `steered_noise` and seeds, its SDE."""
         # Noise of all rows, or of one row that is repeated.
         rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
         x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, seen.model
@@ -65,10 +65,10 @@ class SteeredStart(SteeredFlowPolicy):
 
 
 class CorrectedFlow(SteeredFlowPolicy):
-    """Residual policy: the actor's output times `residual_scale` is added to the executed part of the greedy chunk."""
+    """Residual policy: adds the actor's output times `residual_scale` to the executed actions of the greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return features [B, F]: the expert's mean hidden state in the first denoising step, and the actions."""
+        """Return features [B, F]: the mean hidden state of the first denoising step, and the proposed actions."""
         hidden: list[Tensor] = []
 
         def watched(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class LeRobotFactory(ABC):
     config: ClassVar[type[LeRobotConfig]]
     settings: ClassVar[Any]
     network: ClassVar[str]
-    """Class of the network as package.module:class; the config is its constructor argument."""
+    """Class of the network, as package.module:class; its constructor takes the config."""
 
     @abstractmethod
     def features(self, config: Any) -> int:

@@ -111,7 +111,7 @@ def _plain(key: str) -> str:
 
 
 def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Read the tensors of a file whose names match `named`, and the metadata.
+    """Read the tensors whose names match `named`, and the metadata, from one file.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -207,7 +207,10 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
 
 
 def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
-    """Return the statistics written by `embodyrl sft`, by feature; a history uses the last step's statistics."""
+    """Return the statistics written by `embodyrl sft`, by feature.
+
+    With an observation history, the statistics of the last step are returned.
+    """
     try:
         (entry,) = read_json(path).values()
         rows = {

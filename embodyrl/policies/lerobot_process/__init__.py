@@ -127,7 +127,7 @@ def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringSh
 
 
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
-    """Return the index of each camera of the checkpoint among the environment's cameras of one step."""
+    """Return one index per camera of the checkpoint, into the environment's cameras of one observation step."""
     known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
     wanted = cfg.cameras or [name.removeprefix(PREFIX) for name in saved.cameras]
     if cfg.cameras or {*wanted} <= {*known}:

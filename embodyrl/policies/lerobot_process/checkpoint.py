@@ -92,7 +92,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _check_steps(file: Path) -> None:
-    """Check that all steps of a processor are registered: LeRobot imports and calls any class named by other steps.
+    """Check that all steps of a processor are registered.
+
+    For an unregistered step, LeRobot imports and calls any class that the file names.
 
     Raises:
         CheckpointError: a step refers to Python code, or the file is malformed.

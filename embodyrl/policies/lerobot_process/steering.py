@@ -144,7 +144,7 @@ class NoisedLeRobot(SteeredLeRobot):
 
 
 def _duplicate(source: Path, target: Path) -> None:
-    """Create a hard link to a weight file, which is never changed in place, or copy another file."""
+    """Create a hard link if the file contains weights, which are never changed in place; copy any other file."""
     if source.suffix == ".safetensors":
         try:
             os.link(source, target)

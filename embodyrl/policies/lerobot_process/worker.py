@@ -62,10 +62,11 @@ class Server:
         seeds: list[int] | None,
         noise: Any,
     ) -> dict[str, np.ndarray]:
-        """Return actions `chunk` [B, K, A] and preprocessed `state` [B, S] for observed steps, oldest first.
+        """Return actions `chunk` [B, K, A] and preprocessed states `state` [B, S].
 
-        With seeds, the noise of an observation depends only on its seed: if the policy samples noise, each observation
-        is a separate batch. `noise`: the initial noise [B, H, N], or None.
+        `steps` are the observed steps, oldest first. With seeds, the noise of an observation depends only on its seed:
+        if the policy samples noise, each observation is a separate batch. `noise`: the initial noise [B, H, N], or
+        None.
         """
         found = [decoded(step) for step in steps]
         start = decoded({"noise": noise})["noise"]
@@ -130,7 +131,7 @@ class Server:
         return torch.stack(chunk, 1).float().cpu().numpy()
 
     def _batch(self, features: dict[str, Any], tasks: list[str]) -> Any:
-        """Return the processed observation; images [B, H, W, 3] become [B, 3, H, W] in 0..1."""
+        """Preprocess observations; images [B, H, W, 3] are converted to [B, 3, H, W] with values in 0..1."""
         seen: dict[str, Any] = {"task": tasks}
         for name, value in features.items():
             tensor = self._torch.from_numpy(value)

@@ -77,7 +77,7 @@ def find_component(folder: Path, name: str) -> Path | None:
 
 
 def read_pt(path: Path, name: str) -> dict[str, Tensor]:
-    """Read a published `.pt` state dict (tensors only, no code is executed) under the model's keys.
+    """Read a published `.pt` state dict, and rename the weights to the model's keys. No code in the file is executed.
 
     Raises:
         CheckpointError: the file is truncated, or contains objects other than tensors.

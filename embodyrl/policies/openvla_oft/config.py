@@ -36,13 +36,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Normalization statistics of `dataset_statistics.json` (or config.json's `norm_stats`) by data set."""
+    """Normalization statistics by data set, from `dataset_statistics.json` or from `norm_stats` of config.json."""
 
     sets: Mapping[str, Any]
     folder: Path
 
     def find(self, *keys: str | None) -> str:
-        """Return the data set of the first given key (see `find_data_set`), or the only data set.
+        """Return the data set of the first given key (see `find_data_set`). Without keys, return the only data set.
 
         Raises:
             CheckpointError: there is no such data set.

@@ -30,7 +30,7 @@ class L1Gaussian:
         self._model, self._forward, self._tokenizer = model, forward, tokenizer
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """Sample chunks [B, K, A] by the inverse CDF of `noise` [B, L] (None: the mean); also return values [B, V]."""
+        """Sample chunks [B, K, A] from uniform `noise` [B, L] (None: greedy); also return values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         if noise is None:
             return Chosen.greedily(spread.mean), value
@@ -76,7 +76,7 @@ class DiffusionChain(GaussianChain):
         self._cfg, self._levels, self._alphas = cfg, torch.tensor(ddim_steps(steps)), cumulative_alphas()
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the stochastic step, and the deterministic step for greedy actions."""
+        """Return the step for sampled actions (stochastic) and the step for greedy actions (deterministic)."""
         steps, alphas = self._cfg.num_diffusion_steps_inference, on_device(self._alphas, x.device)
         level = on_device(self._levels, x.device)[index]
         noise, _ = velocity(x, level)  # here the network predicts the noise
@@ -102,7 +102,7 @@ class Diffusion:
         return chosen, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the greedy actions, and the hidden states of the first step."""
+        """Return the hidden states of the first denoising step, and the greedy actions."""
         prefix = self._model.prefix(inputs)
         level = torch.full((len(prefix),), ddim_steps(self._cfg.num_diffusion_steps_inference)[0], device=prefix.device)
         hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), level)
@@ -156,7 +156,7 @@ class Diffusion:
         return network
 
     def _value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        """Return values [B, V] for zero noise at the noisiest step, a function of the observation only.
+        """Return values [B, V], which depend only on the observation: the actions are zeros at the noisiest timestep.
 
         The features are detached, so that the critic does not change the policy's features.
         """

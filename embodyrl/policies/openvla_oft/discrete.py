@@ -15,7 +15,10 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-    """Return logits and values of the forward pass; logits of `GuidedInputs` are null + w (conditioned - null)."""
+    """Return logits and values of the forward pass.
+
+    For `GuidedInputs`, the logits are null + w (conditioned - null).
+    """
     if not isinstance(inputs, GuidedInputs):
         return forward(inputs)
     # Copied: the outputs of a CUDA graph are valid until its next call.
@@ -25,7 +28,7 @@ def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: Mode
 
 
 class DiscreteTokens:
-    """Head with vocabulary ids as tokens, as in the published code; temperature divides the logits.
+    """Head whose tokens are vocabulary ids, as in the published code; logits are divided by the temperature.
 
     The continuous heads have the same interface (`L1Gaussian`, `Diffusion`).
     """
@@ -84,7 +87,10 @@ class DiscreteTokens:
         return hidden, self._decoded((logits.argmax(-1) + self._columns.start).cpu().numpy())
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the cross-entropy of the tokens of normalised actions [B, K, A], and of STOP, over all ids."""
+        """Return the cross-entropy of STOP and of the tokens of normalised actions [B, K, A].
+
+        The cross-entropy is over the whole vocabulary.
+        """
         tokens = on_device(self._tokenizer.encode(target), inputs.prompt_ids.device).flatten(1)
         logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
         ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)

@@ -89,7 +89,7 @@ def time_embedding(step: Tensor, width: int) -> Tensor:
 
 
 def cumulative_alphas() -> Tensor:
-    """Return the fraction of signal [50] after each training step: squared cosine schedule, betas at most 0.999."""
+    """Return the fraction of signal left at each diffusion timestep [50]: squared cosine schedule, betas <= 0.999."""
 
     def share(t: float) -> float:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2

@@ -150,7 +150,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Select the rows x[b, rows[b]], [B, R, ...], of x [B or 1, T, ...] with indices `rows` [B, R]."""
+    """Select the rows with indices `rows` [B, R] from each batch entry of x [B or 1, T, ...]; return [B, R, ...]."""
     if len(x) == 1:
         return x[0][rows]
     begin = torch.arange(len(rows), device=rows.device)[:, None]
@@ -255,7 +255,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Add the attention output of tokens x [B, T, D] to `onto`; with `rows`, only of these R queries: [B, R, D]."""
+        """Return `onto` plus the attention output of tokens x [B, T, D]; `rows`: return only R tokens, [B, R, D]."""
         rope, mask = plan.rope, plan.mask
         if rows is not None:  # only queries are skipped: keys and values of all tokens are needed
             (q,) = linears([self.q_proj], pick_rows(x, rows))

@@ -30,7 +30,7 @@ from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
-"""Names of all submodules except heads and actors added by RL."""
+"""Names of all submodules except those that RL adds (value head, action scale, residual actor)."""
 
 
 class ValueHead(nn.Module):
@@ -141,7 +141,7 @@ class OpenVlaOft(nn.Module):
         return self.action_head(hidden).float()
 
     def value(self, hidden: Tensor) -> Tensor:
-        """Return value estimates [B, V] from the first of the hidden states [B, n, D] of each sample."""
+        """Return value estimates [B, V], computed from the first of n hidden states [B, n, D]."""
         if self.value_head is None:
             return hidden.new_zeros(len(hidden), 0, dtype=torch.float32)
         return self.value_head(hidden[:, 0])
@@ -177,7 +177,7 @@ class OpenVlaOft(nn.Module):
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
-        """Embed the inputs like `embed`, but with a single token in place of all identical zero slots: [B, S, D]."""
+        """Embed the inputs like `embed`, but with one action slot in place of all slots, which are identical (zero)."""
         more = self.options.num_action_tokens - 1
         embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
         slot = last_prompt[:, None] + 1
@@ -258,7 +258,7 @@ class OpenVlaOft(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, parts: tuple[str, ...] = BODY, *, source: str = "cpu") -> None:
-        """Initialise the given parts, with unit-scale residual streams and unit-variance logits.
+        """Initialise the given parts so that residual streams have unit scale and logits have unit variance.
 
         A smaller output matrix would start closer to uniform, but learns several times more slowly. The random numbers
         are generated on the device `source`; numbers from the CPU are the same on every machine.
@@ -278,7 +278,7 @@ class OpenVlaOft(nn.Module):
 
 
 def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor, depth: int) -> float | None:
-    """Return the standard deviation of a weight; None for biases (0) and for norms and layer scales (1)."""
+    """Return the standard deviation of initial weights; None for biases (all 0), norms and layer scales (all 1)."""
     if name == "bias" or isinstance(module, nn.LayerNorm | RmsNorm | LayerScale):
         return None
     if isinstance(module, nn.Embedding):
@@ -345,7 +345,7 @@ def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int, p
 
 
 def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Return the noise [B, K, A] in noisy chunks at training steps [B]; `prefix` contains the images and the state."""
+    """Predict the noise [B, K, A] in noisy chunks at diffusion timesteps [B]; `prefix` contains images and state."""
     assert model.action_head is not None
     return model.action_head(noisy_hidden(model, inputs, prefix, noisy, step)).float()
 

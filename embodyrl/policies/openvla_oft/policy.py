@@ -50,7 +50,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 
 class OpenVlaOftPolicy:
-    """OpenVLA-OFT policy for the image rotation, tasks and statistics of an environment."""
+    """OpenVLA-OFT policy for one environment, which determines image rotation, tasks and data statistics."""
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
@@ -105,7 +105,9 @@ class OpenVlaOftPolicy:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
-        """Return [B, F]: the mean hidden state of the action predictions and the greedy actions, in -1..1.
+        """Return features [B, F] of the observations.
+
+        The features are the mean hidden state of the action predictions and the greedy actions in -1..1, concatenated.
 
         Raises:
             ConfigError: the model predicts actions one after the other.

@@ -50,7 +50,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
 
     def _see(self, obs: Observation) -> Seen:
-        """Return the features: mean hidden state of the action predictions, then the normalised greedy actions."""
+        """Return features: mean hidden state of the predictions, concatenated with the normalised greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()

@@ -30,7 +30,8 @@ class OpenVlaSettings(AdapterSettings):
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names."""
     action_normalization: Normalization = Normalization.bounds_q99
-    """Statistics that map to -1 and 1, for actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
+    """Statistics that normalise actions and proprioception: bounds_q99 maps q01 and q99 to -1 and 1, bounds maps min
+    and max."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
     """Image preprocessing used to train the checkpoint: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     rope_bf16_table: bool = False

@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 
 def _onto(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tensor:
-    """Return x + scale(layer(inputs)) in fewer kernels on a GPU."""
+    """Return x + scale(layer(inputs)), computed with fewer kernels on a GPU."""
     if not isinstance(scale, LayerScale):
         return linears([layer], inputs, x)[0]
     out = layer(inputs)
@@ -199,7 +199,10 @@ class VisionBackbone(nn.Module):
         self.fused_featurizer = Vit(towers[1], film_width)
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
-        """Map [B, 6*images, S, S] (per image: DINOv2 rgb, SigLIP rgb) to [B, images*patches, width of both]."""
+        """Map pixels [B, 6*images, S, S] to features of both towers [B, images*patches, summed width].
+
+        The six channels of an image are three for DINOv2, then three for SigLIP.
+        """
         batch, channels, height, width = pixels.shape
         if language is not None and channels > 6:
             # Image by image, as in the published code: the L1 head's tolerance is tight.

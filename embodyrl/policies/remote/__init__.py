@@ -28,7 +28,7 @@ class RemoteFactory:
         return []
 
     def spec(self, cfg: RemoteSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Return the policy spec: the environment's first cameras, and its actions."""
+        """Return the policy spec, which uses the first cameras and the actions of the environment."""
         from embodyrl.policies.remote.dialects import names_of
 
         named = len(names_of(cfg).images)

@@ -29,7 +29,7 @@ class MessageError(EmbodyError, ValueError):
 
 
 def need(package: str) -> Any:
-    """Import a package of the extra `serve`, or a module of such a package.
+    """Import a package that the extra `serve` installs, or a module of the package.
 
     Raises:
         MissingDependencyError: the package is not installed.

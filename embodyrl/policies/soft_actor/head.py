@@ -50,7 +50,7 @@ class SquashedHead(GaussianHead):
         return super().to_actions(np.tanh(choice))
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Convert actions to samples before squashing, both [B, K, A]; actions are clipped for a finite atanh."""
+        """Return the pre-tanh samples of actions, both [B, K, A]; actions are clipped so that atanh is finite."""
         return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
 
     def normalise(self, actions: FloatArray) -> FloatArray:

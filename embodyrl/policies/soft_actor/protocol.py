@@ -30,7 +30,7 @@ class SoftActor(Policy, Protocol):
         ...
 
     def chosen(self, tokens: IntArray) -> torch.Tensor:
-        """Convert tokens from `act` to chunks [B, L] within -1..1; a correction for a whole chunk is repeated."""
+        """Convert tokens from `act` to chunks [B, L] in -1..1; repeat a correction that applies to a whole chunk."""
         ...
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
@@ -41,5 +41,5 @@ class SoftActor(Policy, Protocol):
         ...
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Build critics of features [B, F] and chunks [B, L], with values [count, B]."""
+        """Build critics that map features [B, F] and chunks [B, L] to values [count, B]."""
         ...

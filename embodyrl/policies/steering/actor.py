@@ -18,7 +18,7 @@ from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spr
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 WITHIN = 1.0 - 1e-3
-"""Maximum correction in SFT targets, relative to the bound."""
+"""Maximum correction in SFT targets, as a fraction of the correction bound."""
 VALUE_WIDTHS = (256, 128)
 """Widths of the hidden layers of a value head."""
 
@@ -116,7 +116,7 @@ def executed(features: Tensor, corrections: Tensor, shape: SteeringShape) -> Ten
 
 
 class CriticsOfExecuted(Critics):
-    """Critics of executed actions, given features that include the proposed actions (arXiv 2412.13630)."""
+    """Critics of executed actions: the proposed actions in the features plus the corrections (arXiv 2412.13630)."""
 
     def __init__(self, count: int, shape: SteeringShape, generator: torch.Generator, *, layer_norm: bool) -> None:
         widths = (shape.features + shape.actions * shape.numbers, *WIDTHS)
@@ -124,7 +124,7 @@ class CriticsOfExecuted(Critics):
         self._shape = shape
 
     def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """Return Q values [count, B] of features [B, F] and corrections [B, A or K A] in units of their bound."""
+        """Return Q values [count, B] for features [B, F] and corrections [B, A or K A] as fractions of their bound."""
         return super().forward(features, executed(features, actions, self._shape).flatten(1))
 
 
@@ -216,13 +216,15 @@ class Steered(ABC):
         return self._actor.head.draw(self._actor(features))
 
     def chosen(self, tokens: IntArray) -> Tensor:
-        """Return the noise or corrections [B, L] in `tokens`, divided by their bound (see `SoftActor.chosen`)."""
+        """Return the noise or corrections that tokens contain, as fractions of the bound (see `SoftActor.chosen`)."""
         rows, shape = self._actor.kept(tokens, self._device).tanh(), self._actor.shape
         # Expanded as in demonstrations, whose actions are not repeated rows.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return the corrections that produce actions [B, K, A], possibly beyond the bound (see `SoftActor.normalise`).
+        """Return the corrections that produce actions [B, K, A], as fractions of the bound (see `SoftActor.normalise`).
+
+        Fractions beyond -1..1 are possible.
 
         Raises:
             ConfigError: the noise for given actions is unknown.

@@ -88,7 +88,7 @@ class SteeringShape:
 
     @classmethod
     def selecting(cls, hidden: int, numbers: int, *, actions: int, bound: float) -> "SteeringShape":
-        """Return the shape of a DSRL actor, which outputs `numbers` values of noise or latent per chunk."""
+        """Return the shape of a DSRL actor that outputs `numbers` values per chunk, used as noise or as a latent."""
         return cls(features=hidden, rows=1, numbers=numbers, actions=actions, bound=bound, proposes=False)
 
     def save(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from embodyrl.types import (
 
 
 class OnlyActs:
-    """Base class of inference-only policies without log-probabilities, values and weights in this process."""
+    """Base class of inference-only policies, with no weights in this process and no log-probabilities or values."""
 
     spec: PolicySpec
 

@@ -25,7 +25,7 @@ class Transition:
     mean: Tensor
     """[B, H, D] mean."""
     std: Tensor
-    """Standard deviation, which broadcasts to `mean`."""
+    """Standard deviation, broadcastable to the shape of `mean`."""
 
     def log_prob(self, after: Tensor) -> Tensor:
         """Return the log-density of each element of `after` [B, H, D]; 0 for a deterministic step."""
@@ -147,13 +147,13 @@ class GaussianChain(ABC):
         return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), certain
 
     def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy [B, K, A] of the initial noise; 0 if only one step is stochastic."""
+        """Return log-probability and entropy [B, K, A] of the initial noise; both 0 if only one step is stochastic."""
         prior = self._executed(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
         weight = float(self._every)
         return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight
 
     def _part(self, x: Tensor) -> Tensor:
-        """Return the executed actions [B, K, A] of a state [B, H, D]."""
+        """Return the executed actions [B, K, A] in a denoising state x [B, H, D]."""
         return x[:, : self._shape.executed, : self._shape.action_dim]
 
     def _executed(self, step: Transition) -> Transition:

@@ -1,4 +1,4 @@
-"""Processor files in the folders of LeRobot policies: steps, kinds of normalization, statistics.
+"""Processor files of LeRobot policies, which contain steps, kinds of normalization and statistics.
 
 Does not import torch.
 """

@@ -12,7 +12,7 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLayout:
-    """Layout of tokens: integers, then float32 numbers as exact bit patterns, two per token."""
+    """Layout of tokens: first integers, one per token; then float32 numbers as bit patterns, two per token."""
 
     whole: int
     floats: int
@@ -60,7 +60,7 @@ class ChunkRecord:
 
     @classmethod
     def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
-        """Return the token layout of a chain of Gaussian steps that stores `states` full states."""
+        """Return the token layout for a chain of Gaussian steps; the tokens contain `states` complete states."""
         floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
 

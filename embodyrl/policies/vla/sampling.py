@@ -17,13 +17,17 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 START, PLACE, PAIRS, TIMES, STEP = range(5)
-"""Random streams: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
+"""Numbers of random streams: initial noise (START), choice of the stochastic step (PLACE), noise and times of FPO's
+pairs (PAIRS, TIMES), and noise of step i (STEP + i)."""
 DELAYS = 1 << 32
 """Random stream of the delays that SFT simulates for real-time chunking."""
 
 
 def seeds_of(noise: FloatArray) -> IntArray:
-    """Return a 48-bit seed for each row of uniforms [B, L >= 2] in [0, 1), from the first two values of 24 bits."""
+    """Return a 48-bit seed for each row of random numbers [B, L >= 2] in [0, 1).
+
+    The first two numbers of a row contribute 24 bits each.
+    """
     # Exact: uniforms of 24 bits are integer multiples of 2^-24, in float64 as well.
     bits = (noise[:, :2].astype(np.float64) * 2**24).astype(np.int64)
     return bits[:, 0] << 24 | bits[:, 1]
@@ -36,7 +40,7 @@ def seeds_of_observations(obs: Observation) -> IntArray:
 
 
 def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
-    """Return uniforms [B, count], float64, strictly between 0 and 1."""
+    """Return uniform random numbers [B, count], float64, strictly between 0 and 1."""
     philox = np.random.Philox(key=0)
     state = cast(Any, philox.state)
     out = np.empty((len(seeds), count))
@@ -85,7 +89,7 @@ def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
 
 
 def varying(varies: FloatArray) -> IntArray:
-    """Return the indices of the action dimensions that vary in the data; all if none varies.
+    """Return the indices of the action dimensions that vary in the data, or all indices if none varies.
 
     Noise has no effect on constant dimensions, so they have no log-probability.
     """

@@ -34,7 +34,7 @@ def padded_width(known: int, longest: int) -> int:
 
 
 def pad_right(rows: Sequence[Sequence[int]], width: int) -> IntArray:
-    """Pad lists of token ids with zeros on the right: [B, W]."""
+    """Pad lists of token ids with zeros on the right; return [B, W]."""
     ids = np.zeros((len(rows), width), np.int64)
     for row, encoded in zip(ids, rows, strict=True):
         row[: len(encoded)] = encoded

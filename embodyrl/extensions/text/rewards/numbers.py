@@ -39,7 +39,10 @@ Values = frozenset[Fraction]
 
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
-    """Yield the match and the possible values of each number in a string; unreduced fractions have no value."""
+    """Yield the regex match and the set of possible values of each number in a string.
+
+    The set is empty for unreduced fractions.
+    """
     for match in _NUMBER.finditer(text.translate(_ASCII)):
         yield match, _values(match)
 
@@ -72,7 +75,7 @@ def first_number(text: str) -> Values:
 
 
 def only_number(text: str) -> Values:
-    """Return the possible values of a string with one number, optional `x =` and unit; empty for other text."""
+    """Return the possible values of a text that contains only a number and optionally `x =` and a unit; else empty."""
     text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), _UNIT_POWER.sub("", text))
     found = list(numbers(text))
@@ -84,5 +87,5 @@ def only_number(text: str) -> Values:
 
 
 def equal(one: Values, other: Values) -> bool:
-    """Return True if two numbers share a possible value, compared to six digits."""
+    """Return True if two numbers have a possible value in common, with a relative tolerance of 1e-6."""
     return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)

@@ -21,8 +21,8 @@ class JudgeSettings(Settings):
     weights: dict[str, float] = {}
     """Weight of each reward function by name (default 1); functions other than reward.name are added to the reward."""
     overlong_buffer: Index = 0
-    """Number of tokens before max_new_tokens over which the penalty of long replies grows to overlong_penalty (DAPO).
-    0: no penalty."""
+    """Length in tokens of the range before max_new_tokens in which the penalty of a reply grows to overlong_penalty
+    (DAPO). 0: no penalty."""
     overlong_penalty: Weight = 1.0
     """Penalty for a reply that is truncated at max_new_tokens."""
     timeout_s: Seconds = 5.0

@@ -98,7 +98,7 @@ class EncoderBlock(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Transformer block of the action tokens, which attend to each other and to the whole prefix in one attention.
+    """Transformer block for action tokens; one attention layer covers the action tokens and the whole prefix.
 
     Unlike in pi0, every layer attends to the last layer of the prefix, because there are only two or three layers. Time
     sets scale, shift and gate of attention and MLP (adaptive norm, arXiv 2212.09748); initially all three are 0.
@@ -246,7 +246,7 @@ class SmallFlow(nn.Module):
         return np.where(high > low, np.clip(rows, -1.0, 1.0), 0.0).astype(np.float32)
 
     def _state(self, state: Tensor) -> Tensor:
-        """Normalise states [B, S] to -1..1, clipped to twice the range; dimensions that are constant become 0."""
+        """Scale states [B, S] so that the data range becomes -1..1, and clip to -2..2; constant dimensions become 0."""
         span = self.state_high - self.state_low
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))

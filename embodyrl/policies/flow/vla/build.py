@@ -112,7 +112,7 @@ BESIDE_FILE = "beside.safetensors"
 
 
 class VlaFiles:
-    """Reads and writes weights in published layouts, or adapters with fully trained weights.
+    """Reads and writes weights in published layouts, or adapters together with the fully trained weights.
 
     Implements `WeightFiles`.
     """
@@ -186,7 +186,7 @@ def _plain(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _beside(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that have no adapters and are trained in full: heads, and the projections of the flow."""
+    """Return the weights without adapters, which are trained in full: heads, and input and output projections."""
     parts = ("vision.", "projector.", "language.", "expert.")
     return {key: tensor for key, tensor in _plain(module).items() if not key.startswith(parts)}
 

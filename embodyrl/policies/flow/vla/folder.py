@@ -87,7 +87,7 @@ def kind_of(spec: FlowSpec) -> str:
 
 
 def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
-    """Read the sizes of a checkpoint, with the horizon of the settings, if set.
+    """Read the sizes of a checkpoint; `horizon` in the settings overrides the checkpoint's horizon.
 
     Raises:
         CheckpointError: config.json is missing, malformed, or of another model.
@@ -172,7 +172,7 @@ def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
 
 
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
-    """Read the statistics of a folder for the config, cut to the environment's dimensions.
+    """Read the statistics of a folder that the config selects, cut to the environment's dimensions.
 
     Sources are `dataset_statistics.json` (embodyrl), or openpi's `norm_stats.json` (also in `assets`), or
     LeRobot's preprocessor or older weights. A folder without weights may lack statistics: values are then unchanged.
@@ -281,7 +281,7 @@ def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files of a checkpoint with embodyrl's statistics copied into the LeRobot files, if any."""
+    """Copy embodyrl's statistics into the LeRobot files among `files`; return all files."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}

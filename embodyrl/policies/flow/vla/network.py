@@ -67,7 +67,10 @@ class Pi0(FlowModel):
         return Memory(views=with_memory(view, prefix.layers), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return state and action tokens (pi0), or action tokens and the condition of the norms (pi0.5)."""
+        """Return the tokens of the noisy actions, and the input of the adaptive norms (pi0.5).
+
+        For pi0, the tokens also contain the state, and the second value is None.
+        """
         actions, when = self.action_in_proj(x), time_embedding(time, self.spec.expert.width)
         if self.spec.adaptive:
             return actions, F.silu(self.time_mlp(when.to(actions.dtype)))
@@ -218,7 +221,10 @@ class VlaReader:
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
     def read(self, obs: Observation) -> FlowInputs:
-        """Convert observations to model inputs: images [B, C, H, W, 3] as stored, states [B, S] unnormalised."""
+        """Convert observations to model inputs.
+
+        Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalised.
+        """
         count, cameras = len(obs), self._cfg.num_images_in_input
         frames = obs.images[:, :cameras]
         if self._env.cameras.rotation_deg == 180:
@@ -267,7 +273,10 @@ class VlaNetwork(nn.Module):
     """Network of a `FlowModule` for pi0, pi0.5 and SmolVLA."""
 
     def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
-        """Combine model and reader; `pools`: average the prefix for a value head, which needs one more layer."""
+        """Combine model and reader.
+
+        `pools`: also run the last backbone layer, and average its hidden states over the prefix for a value head.
+        """
         super().__init__()
         self.model = model
         self.shape = shape

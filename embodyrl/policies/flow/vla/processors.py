@@ -109,7 +109,7 @@ def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> s
 
 
 def _relative_dims(steps: Mapping[str, Any], action_dim: int) -> list[bool]:
-    """Return True for each action dimension that is relative to the state."""
+    """Return a list with an entry for each action dimension: True if the dimension is relative to the state."""
     names, excluded = steps.get("action_names"), [str(name).lower() for name in steps.get("exclude_joints") or ()]
     if not names or not excluded:
         return [True] * action_dim
