@@ -93,7 +93,7 @@ class RequestObserver(Protocol):
     """Names of `metrics` that depend on the speed of the machine."""
 
     def begin(self) -> None:
-        """Start the metrics of a new training step."""
+        """Start to collect the metrics of a new training step."""
         ...
 
     def sent(self, worker: str, request: Request) -> None:

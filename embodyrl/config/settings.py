@@ -270,7 +270,7 @@ def parents_of(name: str) -> Iterator[str]:
 
 
 def find_key(kind: type[Settings], name: str) -> Key | None:
-    """Return the key with this name, or the key of the user-defined mapping that contains the name; None: unknown."""
+    """Return the key with this name, or the key of the free mapping that contains the name; None: unknown."""
     keys = keys_of(kind)
     if name in keys:
         return keys[name]

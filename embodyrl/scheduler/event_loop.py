@@ -72,7 +72,7 @@ class PolicyClient:
         self._sequence = 0
         self._open: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
         self._lost: dict[str, list[tuple[Request, OnDone]]] = {}
-        """Unanswered requests of each dead rollout process; repeated when the restarted process has the weights."""
+        """Unanswered requests of each dead rollout process, sent again when the restarted process has the weights."""
         self._restarted: list[str] = []
         self._receiving = ""
         """Name of the restarted process that is receiving the weights; empty: none."""

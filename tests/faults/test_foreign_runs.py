@@ -240,7 +240,7 @@ def test_endless_files_are_not_loaded_into_memory(tmp_path):
 
 
 @pytest.mark.needs("reporting")
-def test_report_includes_only_videos(tmp_path):
+def test_report_embeds_only_real_video_files(tmp_path):
     from embodyrl.extensions.reporting.history import read_history
 
     run = foreign_run(tmp_path / "theirs", "env.env_type", "tabletop")

@@ -91,7 +91,7 @@ def test_declared_extension_imports_are_used_and_acyclic():
 
 
 @pytest.mark.needs("checkpoints", "doctor", "text")
-def test_entry_point_groups_are_public_names():
+def test_entry_point_groups_have_public_names():
     """Installed packages register by these names, which do not follow the folders of the code."""
     found = {
         node.value.value

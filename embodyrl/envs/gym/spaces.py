@@ -302,8 +302,9 @@ def _width(env_id: str, name: str, space: Space[Any]) -> int:
     if isinstance(space, (spaces.Box, spaces.MultiBinary, *_CATEGORIES)):
         if isinstance(space, _CATEGORIES) and (width := spaces.flatdim(space)) > _MOST_CATEGORIES:
             raise ConfigError(
-                f"env.id={env_id}: '{name}' is {space}, whose one-hot state would have {width} numbers. Convert it to "
-                "numbers with a wrapper in env.wrappers, for example gymnasium.wrappers.TransformObservation."
+                f"env.id={env_id}: '{name}' is {space}, whose one-hot state would have {width} numbers (at most "
+                f"{_MOST_CATEGORIES}). Convert it to numbers with a wrapper in env.wrappers, for example "
+                "gymnasium.wrappers.TransformObservation."
             )
         return spaces.flatdim(space)
     raise ConfigError(

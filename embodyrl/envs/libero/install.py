@@ -51,7 +51,7 @@ def check_installation() -> None:
         if not path.is_dir():
             raise MissingDependencyError(
                 f"LIBERO's {key} are missing: {path} does not exist. The installed package does not contain them, "
-                f"or its config.yaml has another path. Fix: uninstall LIBERO, then {INSTALL} (contains all files)."
+                f"or its config.yaml contains a wrong path. Fix: uninstall LIBERO, then {INSTALL}"
             )
 
 

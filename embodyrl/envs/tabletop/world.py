@@ -159,7 +159,7 @@ class World:
         return nearest
 
     def _push(self, dx: float, dy: float) -> None:
-        """Push touched blocks along the gripper's motion, without sliding along the fingers."""
+        """Move touched blocks with the gripper; blocks do not slide along the fingers."""
         way = math.hypot(dx, dy)
         for index, block in enumerate(self.blocks):
             if index == self.held:

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 _MIN_RESERVED = 32
-"""Minimum number of tokens for which space is reserved; longer caches reserve a quarter of their length."""
+"""Minimum space reserved for further tokens; long caches reserve a quarter of their length."""
 
 
 class ReservedLayer(DynamicLayer):

@@ -140,8 +140,8 @@ class ReplyText:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._from = self._done = 0
-        """Number of decoded tokens (`_done`).
-        Decoding starts at `_from`, because the text of a token depends on the previous token."""
+        """`_done`: number of decoded tokens. `_from`: earlier token at which decoding restarts, because the text of a
+        token depends on the previous token."""
         self._held = ""
         self.stopped = False
         """True after a stop string."""

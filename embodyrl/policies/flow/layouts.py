@@ -162,7 +162,7 @@ class Source:
 
     layout: Layout
     embedding_names: tuple[str, ...]
-    """Names under which the files store the token embedding: as embedding, as tied output matrix, or as both."""
+    """Names under which the files store the token embedding: the embedding, the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
     """Additional weights and statistics of the files, by name."""
 

@@ -63,7 +63,7 @@ class FlowSettings(ResidualSettings):
     ignore_last: bool = False
     """If true, the last denoising step is deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """flow_sde, flow_cps: noise level of the stochastic steps (a in the papers)."""
+    """flow_sde, flow_cps: noise level of the stochastic steps (symbol `a` in the papers)."""
     noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
@@ -103,8 +103,8 @@ class FlowSettings(ResidualSettings):
     rtc_mask: RtcMask = RtcMask.exp
     """Guidance weights of the actions after the delay: exponential or linear decay, ones or zeros."""
     rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
-    """SFT: maximum simulated delay D. Half of the samples have no delay, the other half has uniform delays in 1..D.
-    Rollouts with a longer delay are rejected."""
+    """SFT: maximum simulated inference delay D, in env steps. Half of the samples have no delay, the other half has
+    uniform delays in 1..D. Rollouts with a longer delay are rejected."""
 
     @property
     def reads_committed(self) -> bool:

@@ -95,7 +95,7 @@ class Server:
             self._torch.manual_seed(0)
             chunks.append(self._one(first, tasks[:1], actions, states, noise[:1] + np.float32(shift))["chunk"])
         if np.array_equal(*chunks):
-            raise ValueError("select_action ignores its argument noise; set model.likelihood=residual")
+            raise ValueError("select_action ignores its argument `noise`; set model.likelihood=residual")
         self._steered = True
 
     def _generators(self) -> list[Any]:

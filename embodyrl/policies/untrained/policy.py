@@ -33,7 +33,7 @@ class OnlyActs:
         self.module: nn.Module = nn.Module()
 
     def output(self, actions: FloatArray) -> PolicyOutput:
-        """Return chunks [B, K, A] with zero tokens and log-probabilities."""
+        """Return chunks [B, K, A] whose tokens and log-probabilities are 0."""
         shape = len(actions), self.spec.tokens_per_chunk
         nothing = np.zeros(shape, np.float32)
         return PolicyOutput(

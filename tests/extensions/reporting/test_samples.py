@@ -16,7 +16,7 @@ from embodyrl.extensions.reporting.samples import pick_samples
 from embodyrl.monitor.history import EpisodeRow
 
 
-def test_samples_list_newly_solved_before_failed_before_solved() -> None:
+def test_samples_are_ordered_newly_solved_then_failed_then_solved() -> None:
     def row(episode: int, success: bool) -> EpisodeRow:
         said = (("user", "copy"), ("assistant", "x"))
         raw = dict.fromkeys(("terminated", "truncated"), False) | {"return": 0.0, "seconds": 0.0, "steps": 1}

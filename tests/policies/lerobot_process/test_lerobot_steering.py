@@ -218,7 +218,7 @@ def test_dsrl_is_refused_for_a_lerobot_policy_without_initial_noise(python, tmp_
     with pytest.raises(EmbodyError, match=r"'fixed' has no argument noise.*model\.likelihood=residual"):
         build(python, folder, likelihood="dsrl")
     folder = write_policy(tmp_path / "other", noise=True, kind="ignoring")
-    with pytest.raises(EmbodyError, match=r"ignores its argument noise; set model\.likelihood=residual"):
+    with pytest.raises(EmbodyError, match=r"ignores its argument `noise`; set model\.likelihood=residual"):
         build(python, folder, likelihood="dsrl").act(observe(2), noise=None)
 
 

@@ -32,7 +32,7 @@ def test_failed_build_does_not_end_the_check() -> None:
     ("trained", "activation", "planned"),
     [(None, 10, 1600), (None, 500, 1200 + 120 + 1007), (5, 10, 200 + 60 + 27), (5, 0, 200 + 80)],
 )
-def test_planned_memory_is_the_larger_of_both_ends_of_the_backward_pass(trained, activation, planned) -> None:
+def test_planned_memory_is_the_maximum_of_start_and_end_of_the_backward_pass(trained, activation, planned) -> None:
     logits = (5, 7) if activation else (0, 0)
     costs = PolicyCosts(
         num_parameters=100, num_trained=trained, outside_layers=40, activation_bytes=activation, logit_bytes=logits
