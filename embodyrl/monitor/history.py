@@ -147,7 +147,7 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     try:
         return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged: a row has no valid {error}. Move or delete the file.") from error
+        raise ConfigError(f"{path} is damaged: a row has no valid value ({error}). Move or delete it.") from error
 
 
 def read_table(folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_banner_names_the_adapter_and_its_base_weights(command: str, base: Path,
     assert f"{base}\n" in f"{describe(load_config(command, words))}\n"
     text = describe(load_config(command, [*words, f"model.lora.path={adapter}"]))
     assert f"{base} + adapter {adapter}, merged" in text
-    with pytest.raises(ConfigError, match="Remove one of them"):
+    with pytest.raises(ConfigError, match="Remove one of these keys"):
         describe(load_config(command, [*words, f"model.lora.path={adapter}", f"ckpt={SHIPPED}"]))
 
 

@@ -91,8 +91,8 @@ def test_malformed_override_gives_one_line_and_exit_code_2(words: str, capsys: p
         ("train ckpt=/nope --dry-run", 6, "ckpt=/nope"),
         ("eval ckpt=/nope --dry-run", 6, "ckpt=/nope"),
         ("train runner.output_dir=/dev/null/x --dry-run", 2, "runner.output_dir=/dev/null/x"),
-        ("sft data.path=/nope", 2, "data.path=/nope"),
-        ("sft data.path=/nope --dry-run", 2, "data.path=/nope"),
+        ("sft data.path=/nope", 2, "/nope is not a folder"),
+        ("sft data.path=/nope --dry-run", 2, "/nope is not a folder"),
     ],
 )
 def test_missing_paths_and_names_are_errors_before_the_start(words, code, fragment, capsys) -> None:

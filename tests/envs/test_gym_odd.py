@@ -252,7 +252,7 @@ def test_time_limit_of_minus_one_is_ignored():
 def test_vector_environment_without_autoreset_mode_gives_a_warning():
     assert "has no autoreset_mode" in " ".join(described("test_gym_odd:UnsaidMode").doubts)
     assert not described("test_gym_odd:solved").doubts
-    with pytest.raises(ConfigError, match=r"'sometimes', expected one of NextStep, SameStep, Disabled"):
+    with pytest.raises(ConfigError, match=r"'sometimes'. Set it to one of NextStep, SameStep, Disabled"):
         described("test_gym_odd:UnknownMode")
 
 

@@ -298,7 +298,7 @@ def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsy
 )
 def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path, capsys):
     run = write_run(tmp_path / "theirs")
-    path, name = run / file, change.get("step", "the file is damaged")
+    path, name = run / file, change.get("step", "is damaged")
     old = path.read_text().splitlines()[:1] if path.exists() and path.suffix == ".jsonl" else ["{}"]
     path.write_text(json.dumps(json.loads(old[0]) | change) + "\n")
     for command in ("report", "view", "card"):

@@ -71,7 +71,7 @@ def test_result_files_of_unknown_tools_are_refused(tmp_path: Path, content: obje
 def test_success_must_be_a_boolean(tmp_path: Path) -> None:
     content = lerobot()
     content["per_task"][0]["metrics"]["successes"] = [0.5]  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"found 0\.5"):
+    with pytest.raises(ConfigError, match=r"but is 0\.5"):
         read_foreign(written(tmp_path, content), "p")
 
 
