@@ -303,8 +303,7 @@ class PolicySpec:
     tokens_per_chunk: int
     """L: number of sampled tokens per chunk (K*A for discrete OpenVLA-OFT)."""
     scored: int = 0
-    """P: number of log-probabilities per action; 0: one per token. Action dimensions with constant statistics have no
-    log-probability."""
+    """P: number of log-probabilities per action (dimensions with constant statistics have none); 0: one per token."""
     imitated: int = 0
     """H: number of actions per chunk in SFT, if larger than K; 0: SFT uses K actions."""
     reply_bytes: int = 0
@@ -359,8 +358,7 @@ class PolicyCosts:
     activation_bytes: int = 0
     """Number of bytes that the forward pass of a sample stores for the backward pass."""
     shared_bytes: tuple[int, int] = (0, 0)
-    """Bytes stored per sample and per distinct prompt if equal prompts are computed only once; (0, 0): not
-    supported."""
+    """Bytes per sample and per distinct prompt if equal prompts are computed only once; (0, 0): not supported."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)

@@ -67,10 +67,7 @@ class RolloutScheduler(EventLoop):
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:
-        """Transfer the weights of version `version` to the processes that run the policy.
-
-        The processes use these weights from the next chunk on.
-        """
+        """Transfer the weights of a version to the policy's processes, which use them from the next chunk on."""
         for replies in self._policy.publish(version):
             self.run_until(replies.complete)
         # Slots whose episodes wait for this version may act from here on.

@@ -54,8 +54,7 @@ class MemoryPlan:
     keeps_acting: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int
-    """Peak memory during construction, from full float32 weights before sharding or casting, or from loaded
-    demonstrations."""
+    """Peak memory of construction: full float32 weights (not yet sharded or cast), or loaded demonstrations."""
     engine: int
     """Minimum GPU memory of the vLLM engine."""
     sleeps: bool

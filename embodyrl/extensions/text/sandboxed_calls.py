@@ -135,9 +135,7 @@ class Link:
         return {self.unpack(key): self.unpack(value) for key, value in pairs}
 
     def ask(self, what, *parts, in_place=False, **named):
-        """Send a request to the other process and return the reply.
-
-        Calls that the other process makes before it replies are executed.
+        """Send a request to the other process, execute its calls until it replies, and return the reply.
 
         `in_place`: changes that the function makes to list, dict and set arguments are copied back.
         """
@@ -327,8 +325,7 @@ class _Statements(ast.NodeTransformer):
 
 
 _TESTED = "tested "
-"""Prefix that marks names in the syntax tree of a test. A marked name is looked up in the program, even if a built-in
-has the same name."""
+"""Prefix of names in the syntax tree of a test that are looked up in the program, even if a built-in has the name."""
 _MODULES = (
     *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
     *("json", "math", "numpy", "operator", "random", "re", "statistics", "string"),
