@@ -117,7 +117,7 @@ def test_failed_reward_is_zero_and_reported_once():
     assert env.step_chunk([0], actions[:, :1]).reward_errors == {}
     assert list(env.step_chunk([0], actions[:, :1]).reward_errors) == [0]
     _, _, wrong = run(own("other_parts"))
-    assert "the function returned near, expected near, far" in wrong.reward_errors[0]
+    assert "the function returned components near, expected near, far" in wrong.reward_errors[0]
 
 
 def test_reward_gets_its_slot_in_batched_environments():

@@ -30,7 +30,7 @@ def test_wilson_without_trials_is_zero_to_one():
 
 
 def test_impossible_success_counts_are_refused():
-    with pytest.raises(ValueError, match="3 successes of 2"):
+    with pytest.raises(ValueError, match="successes=3 must be between 0 and n=2"):
         wilson(3, 2)
 
 

@@ -125,12 +125,12 @@ def test_checkpoint_prompt_limit_is_checked_early(tmp_path: Path, form: str, nam
     if form == "pi05":
         factory.spec(cfg, long, 0)
     else:
-        with pytest.raises(ConfigError, match=r"has 6\d tokens, but this model supports 48; shorten"):
+        with pytest.raises(ConfigError, match=r"has 6\d tokens, but this model supports 48\. Shorten"):
             factory.spec(cfg, long, 0)
     edit_config(folder, **{name: 120})
     factory.spec(cfg, long, 0)
     edit_config(folder, **{name: 50})
-    with pytest.raises(ConfigError, match="this model supports 50; shorten"):
+    with pytest.raises(ConfigError, match=r"this model supports 50\. Shorten"):
         factory.spec(cfg, long, 0)
 
 
