@@ -184,7 +184,7 @@ class ChunkedEnv:
         reward = np.asarray(step.reward, np.float64)
         for name in ("reward", "terminated", "success", "truncated"):
             if (shape := np.shape(getattr(step, name))) != slots.shape:
-                raise EnvError(f"env '{self.spec.name}': step returned {name} shape {shape}, expected {slots.shape}.")
+                raise EnvError(f"env '{self.spec.name}': step returned {name} of shape {shape}, not {slots.shape}.")
         if not np.isfinite(reward).all():
             bad = int(np.flatnonzero(~np.isfinite(reward))[0])
             raise self._diverged(int(slots[bad]), float(reward[bad]))
