@@ -1,0 +1,110 @@
+"""Scripted expert for PushT: moves around the block to the next push, then pushes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import shapely  # pyright: ignore[reportMissingModuleSource]
+from scipy.sparse.csgraph import dijkstra
+
+from embodyrl.envs.robots.pusht_pushes import RADIUS, Push, PushTable, rotation
+from embodyrl.types import DoubleArray, FloatArray
+
+_AHEAD, _AHEAD_PUSHING = 40.0, 20.0
+"""Distance in pixels between the agent and its target position; determines the agent's speed."""
+_MARGIN, _CLEARANCE = 8.0, 2.0
+"""Distances in pixels between agent and block at the corners of a path and on its lines."""
+_ARRIVED, _SLOW, _FINISHED = 2.0, 60.0, 1.0
+"""A push begins within 2 pixels of its start below 60 pixels/s, and ends 1 pixel before its end."""
+_MOVED, _TURNED, _OFF_LINE = 3.0, 0.05, 6.0
+"""The push is discarded if the block moves by 3 pixels or 0.05 rad before the push, or the agent leaves the line."""
+_LONGEST = 40
+"""Maximum number of env steps to reach or to execute a push."""
+
+
+class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that adds `expert_action` to gym-pusht; the expert reads the simulator's state, not observations."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._table: PushTable | None = None
+        self._push: Push | None = None
+        self._planned_at = np.zeros(3)
+        self._pushing, self._steps = False, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment and discard the current push."""
+        self._push = None
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Execute an action of any policy."""
+        self._steps += 1
+        return self.env.step(action)
+
+    def expert_action(self) -> FloatArray:
+        """Return the target position [2] of the agent; plans the next push if necessary."""
+        state: Any = self.env.unwrapped
+        agent, speed = np.array(state.agent.position), state.agent.velocity.length
+        pose = np.array([*state.block.position, state.block.angle])
+        table = self._table = self._table or PushTable()
+        if self._push is None or self._over(self._push, pose, agent):
+            self._push = table.find(pose, agent, np.array(state.goal_pose))
+            self._planned_at, self._pushing, self._steps = pose, False, 0
+        push = self._push
+        if push is None:  # the block is out of reach, next to the walls
+            return np.clip(agent, 0.0, 512.0).astype(np.float32)
+        if not self._pushing and np.linalg.norm(agent - push.start) < _ARRIVED and speed < _SLOW:
+            self._pushing, self._steps = True, 0
+        if self._pushing:
+            along = float(np.clip((agent - push.start) @ push.direction, 0.0, push.length))
+            target = push.start + push.direction * min(push.length, along + _AHEAD_PUSHING)
+        else:
+            target = _next_point(_around(_placed(table, pose), agent, push.start))
+        return target.astype(np.float32)
+
+    def _over(self, push: Push, pose: DoubleArray, agent: DoubleArray) -> bool:
+        """Return True if the push is finished or can no longer be executed."""
+        if self._steps > _LONGEST:
+            return True
+        if not self._pushing:
+            change = np.abs(pose - self._planned_at)
+            return bool(change[:2].max() > _MOVED or change[2] > _TURNED)
+        way = agent - push.start
+        off = abs(way[0] * push.direction[1] - way[1] * push.direction[0])
+        return bool(off > _OFF_LINE or np.linalg.norm(agent - push.end) < _FINISHED)
+
+
+def _placed(table: PushTable, pose: DoubleArray) -> shapely.Polygon:
+    return shapely.Polygon(table.outline @ rotation(pose[2]).T + pose[:2])
+
+
+def _around(block: shapely.Polygon, start: DoubleArray, end: DoubleArray) -> DoubleArray:
+    """Return the shortest path [P, 2] around the block, by a visibility graph; a straight line if there is none."""
+    corners = np.array(block.buffer(RADIUS + _MARGIN, join_style="mitre").exterior.coords)[:-1]
+    corners = corners[((corners > RADIUS + 3) & (corners < 512 - RADIUS - 3)).all(1)]
+    points = np.concatenate([start[None], end[None], corners])
+    # An agent in contact may leave the block.
+    gap = min(RADIUS + _CLEARANCE, block.distance(shapely.Point(*start)) - 0.5)
+    pairs = np.array(np.triu_indices(len(points), 1))
+    blocked = shapely.intersects(block.buffer(max(0.1, gap)), shapely.linestrings(points[pairs.T]))
+    lengths = np.zeros((len(points), len(points)))  # 0: no edge
+    rows, columns = pairs[:, ~blocked]
+    lengths[rows, columns] = np.linalg.norm(points[rows] - points[columns], axis=1)
+    _, previous = dijkstra(lengths, directed=False, indices=0, return_predecessors=True)
+    path, node = [1], int(previous[1])
+    while node > 0:
+        path.append(node)
+        node = int(previous[node])
+    return points[[0, *reversed(path)]]
+
+
+def _next_point(path: DoubleArray) -> DoubleArray:
+    """Return the target position [2]: the next corner of the path, or a point before this corner."""
+    here, corner = path[0], path[1]
+    if len(path) > 2 and np.linalg.norm(corner - here) < 12.0:
+        here, corner = corner, path[2]
+    distance = float(np.linalg.norm(corner - here))
+    return corner if distance <= _AHEAD else here + (corner - here) * (_AHEAD / distance)

@@ -1,0 +1,72 @@
+"""The scripted expert of PushT: success, determinism, and reaction to other policies' actions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from settings import env_of
+
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.robots.factory import FACTORY
+
+pytestmark = pytest.mark.sim
+
+
+def episode(seed: int, noise: float = 0.0, steps: int = 300) -> tuple[np.ndarray, float]:
+    """Run the expert with Gaussian noise on its actions; return all actions and the last coverage of the target."""
+    pytest.importorskip("gym_pusht")
+    import gymnasium
+
+    from embodyrl.envs.robots.pusht import PushTExpert
+
+    env = PushTExpert(gymnasium.make("gym_pusht/PushT-v0", obs_type="state"))
+    rng, actions, info = np.random.default_rng(seed), [], {"coverage": 0.0}
+    env.reset(seed=seed)
+    for _ in range(steps):
+        actions.append(env.expert_action())
+        executed = np.clip(actions[-1] + rng.normal(0, noise, 2), 0, 512)
+        _, _, terminated, _, info = env.step(executed.astype(np.float32))
+        if terminated:
+            break
+    env.close()
+    return np.array(actions), info["coverage"]
+
+
+@pytest.mark.parametrize(("seed", "noise"), [(95_000, 0.0), (95_002, 12.0)])
+def test_expert_covers_the_target(seed: int, noise: float):
+    assert episode(seed, noise)[1] > 0.95
+
+
+def test_expert_is_deterministic():
+    (first, _), (second, _) = episode(95_003, steps=60), episode(95_003, steps=60)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_simulated_push_predicts_the_motion_of_the_block():
+    """The table's motion, from another pose of the block, equals the motion in gym-pusht."""
+    push_env = pytest.importorskip("gym_pusht.envs").PushTEnv
+    from embodyrl.envs.robots.pusht_pushes import PushTable, rotation
+
+    table, pose = PushTable(), np.array([250.0, 200.0, 2.0])
+    contact, depth = 8, 20
+    start = rotation(pose[2]) @ table.starts[contact] + pose[:2]
+    direction = rotation(pose[2]) @ table.directions[contact]
+    moved = table.motions[contact, depth]
+    env = push_env(obs_type="state")
+    env.reset(seed=0)
+    env.agent.position, env.agent.velocity = tuple(start), (0.0, 0.0)
+    env.block.angle, env.block.position = pose[2], tuple(pose[:2])
+    end = start + direction * table.lengths[depth]
+    steps = np.linspace(0, 1, 20)[:, None] * (end - start) + start
+    for target in [*steps, *[end] * 10]:
+        env.step(target)
+    expected = np.array([*(rotation(pose[2]) @ moved[:2] + pose[:2]), pose[2] + moved[2]])
+    np.testing.assert_allclose([*env.block.position, env.block.angle], expected, atol=0.5)
+    assert abs(moved[2]) > 0.3
+
+
+@pytest.mark.parametrize("name", ["pusht", "pusht_keypoints"])
+def test_presets_have_the_expert(name: str):
+    pytest.importorskip("gym_pusht")
+    cfg = env_of("robots", robot=name, use_rel_reward=False)
+    assert FACTORY.spec(cfg, EnvContext(pictures=False)).expert.tasks == (0,)
