@@ -11,9 +11,12 @@ import mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
 from dm_control.mujoco import Physics  # pyright: ignore[reportMissingImports]
 from dm_control.rl import control  # pyright: ignore[reportMissingImports]
+from dm_control.rl.control import PhysicsError  # pyright: ignore[reportMissingImports]
 from gym_aloha import constants, utils  # pyright: ignore[reportMissingImports]
 from gym_aloha.tasks import sim  # pyright: ignore[reportMissingImports]
 from gymnasium import spaces
+
+from embodyrl.envs.robots.aloha_expert import TransferExpert
 
 
 class _CheapObservation(sim.BimanualViperXTask):
@@ -37,8 +40,8 @@ def _insertion_poses(seed: int | None) -> np.ndarray:
 
 
 _TASKS = {
-    "transfer_cube": (_TransferCube, utils.sample_box_pose, 7),
-    "insertion": (_Insertion, _insertion_poses, 14),
+    "transfer_cube": (_TransferCube, utils.sample_box_pose, 7, TransferExpert),
+    "insertion": (_Insertion, _insertion_poses, 14, None),
 }
 
 
@@ -67,9 +70,10 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
             observation_width: width of the image, pixels.
             render_mode: rgb_array, or None.
         """
-        kind, self._sample, poses = _TASKS[task]
+        kind, self._sample, poses, expert = _TASKS[task]
         self.render_mode = render_mode
         self._camera, self._size = camera, (observation_height, observation_width)
+        self._seen: Mapping[str, Any] = {}
         self._renderers: dict[tuple[int, int], Any] = {}
         scene = constants.ASSETS_DIR / f"bimanual_viperx_{task}.xml"
         self._env = control.Environment(
@@ -80,20 +84,30 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         if camera is not None:
             seen = spaces.Dict({camera: spaces.Box(0, 255, (*self._size, 3), np.uint8)})
         self.observation_space = spaces.Dict({"agent_pos": joints, "env_state" if camera is None else "pixels": seen})
-        self.action_space = spaces.Box(-1, 1, (len(constants.ACTIONS),), np.float32)
+        self.action_space = self._joint_targets()
+        self._expert = None
+        if expert is not None:
+            self._expert = expert(self._env.physics.model.ptr, self._env.physics.data.ptr)
+            self.expert_action = self._expert.action
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode; the seed determines the object poses."""
         super().reset(seed=seed)
         # gym-aloha's tasks read the poses from this list.
         sim.BOX_POSE[0] = self._sample(seed)
-        return self._observation(self._env.reset().observation), {"is_success": False}
+        if self._expert is not None:
+            self._expert.reset()
+        self._seen = self._env.reset().observation
+        return self._observation(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Execute one action [14] of joint targets; success ends the episode."""
-        _, reward, _, seen = self._env.step(action)
+        """Execute one action [14] of joint targets; success or an unstable simulation ends the episode."""
+        try:
+            _, reward, _, self._seen = self._env.step(action)
+        except PhysicsError:  # arms that are pressed together; the last observation remains
+            return self._observation(), 0.0, True, False, {"is_success": False}
         success = reward == self._env.task.max_reward
-        return self._observation(seen), float(reward or 0), success, False, {"is_success": success}
+        return self._observation(), float(reward or 0), success, False, {"is_success": success}
 
     def render(self) -> np.ndarray:
         """Return an image of the camera `top`, [480, 640, 3] uint8."""
@@ -104,6 +118,13 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         while self._renderers:
             self._renderers.popitem()[1].close()
 
+    def _joint_targets(self) -> spaces.Box:
+        """Return the box of joint targets [14]; gym-aloha declares -1..1, but does not clip its actions."""
+        low, high = self._env.physics.model.actuator_ctrlrange.T
+        # A gripper has two actuators, one for each finger, but one target in 0..1.
+        low, high = ([*b[:6], gripper, *b[8:14], gripper] for b, gripper in ((low, 0.0), (high, 1.0)))
+        return spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
+
     def _image(self, camera: str, size: tuple[int, int]) -> np.ndarray:
         # The package's renderer keeps a thread, and prints errors when the process exits; the pixels are equal.
         physics = self._env.physics
@@ -113,7 +134,8 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         renderer.update_scene(physics.data.ptr, camera=camera)
         return renderer.render()
 
-    def _observation(self, seen: Mapping[str, Any]) -> dict[str, Any]:
+    def _observation(self) -> dict[str, Any]:
+        joints = self._seen["qpos"]
         if self._camera is None:
-            return {"agent_pos": seen["qpos"], "env_state": seen["env_state"]}
-        return {"agent_pos": seen["qpos"], "pixels": {self._camera: self._image(self._camera, self._size)}}
+            return {"agent_pos": joints, "env_state": self._seen["env_state"]}
+        return {"agent_pos": joints, "pixels": {self._camera: self._image(self._camera, self._size)}}

@@ -169,6 +169,75 @@ def test_aloha_matches_the_package(task: str):
 
 
 @pytest.mark.sim
+def test_aloha_joint_targets_are_limited_by_the_joints():
+    """gym-aloha declares -1..1, which excludes the initial angle of the elbow."""
+    prepare_rendering()
+    pytest.importorskip("gym_aloha")
+    from embodyrl.envs.robots.aloha import AlohaEnv
+
+    space = AlohaEnv("insertion").action_space
+    assert space.contains(np.array([0, -0.96, 1.16, 0, -0.3, 0, 1] * 2, np.float32))
+    assert not space.contains(np.array([0, -0.96, 1.7, 0, -0.3, 0, 1] * 2, np.float32))
+
+
+@pytest.mark.sim
+def test_unstable_aloha_simulation_ends_the_episode_without_success():
+    prepare_rendering()
+    pytest.importorskip("gym_aloha")
+    from embodyrl.envs.robots.aloha import AlohaEnv
+
+    env = AlohaEnv("transfer_cube")
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(300):
+        seen, reward, terminated, _, info = env.step(env.action_space.sample())
+        if terminated:
+            break
+    assert (terminated, reward, info) == (True, 0.0, {"is_success": False})
+    assert env.observation_space.contains(seen)
+    env.reset(seed=0)
+    assert not env.step(env.action_space.sample())[2]
+
+
+@pytest.mark.sim
+def test_aloha_expert_transfers_the_cube_and_is_deterministic():
+    prepare_rendering()
+    pytest.importorskip("gym_aloha")
+    cfg = env_of("robots", robot="aloha_transfer_cube", use_rel_reward=False)
+    chunks = []
+    for env in (FACTORY.make(cfg, EnvContext(pictures=False)) for _ in range(2)):
+        assert env.spec.expert.tasks == (0,)
+        for reset_id in (0, 95_001):
+            env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=300)])
+            actions, result = env.expert_chunk([0], 300, noise=0.0)
+            assert result.success.any()
+            assert result.reward.max() == 4
+            chunks.append(actions)
+        env.close()
+    np.testing.assert_array_equal(chunks[:2], chunks[2:])
+
+
+@pytest.mark.sim
+def test_aloha_expert_grasps_a_dropped_cube_again():
+    prepare_rendering()
+    pytest.importorskip("gym_aloha")
+    from embodyrl.envs.robots.aloha import AlohaEnv
+
+    env = AlohaEnv("transfer_cube")
+    env.reset(seed=0)
+    lifted, success, steps = False, False, 0
+    while not success and steps < 600:
+        action = env.expert_action()
+        reward = env.step(action)[1]
+        if reward == 2 and not lifted:
+            lifted = True
+            for _ in range(20):
+                env.step(np.append(action[:-1], 1.0))
+        success, steps = reward == 4, steps + 1
+    assert (lifted, success) == (True, True)
+
+
+@pytest.mark.sim
 def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
     prepare_rendering()
     pytest.importorskip("gym_hil")

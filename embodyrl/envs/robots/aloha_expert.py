@@ -1,0 +1,100 @@
+"""Scripted expert of the ALOHA task transfer_cube: gripper poses, converted to joint targets by inverse kinematics."""
+
+from enum import IntEnum
+from typing import Any
+
+import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
+import numpy as np
+
+from embodyrl.envs.robots.kinematics import Arm, Pose, rotated
+from embodyrl.types import DoubleArray
+
+mujoco: Any = _mujoco
+
+_JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
+_FINGERTIP = 0.137
+"""Distance in metres from the last link to the middle of the fingertips."""
+_STEP, _TURN = 0.015, 0.15
+"""Maximum distance in metres and angle in rad from a gripper to its next target; both limit the speed."""
+_MEETING = np.array([0.0, 0.5, 0.25])
+"""Position in metres to which the right arm carries the cube."""
+_ABOVE = np.array([0.0, 0.0, 0.08])
+_GRASP = np.array([0.0, 0.0, 0.003])
+_ASIDE = np.array([-0.12, 0.0, 0.0])
+_BESIDE = np.array([-0.012, 0.0, 0.0])
+"""Offsets in metres of the left gripper from the cube: its fingers overlap the cube's left part."""
+_CLOSING_STEPS = 30
+_DROPPED = 0.05
+"""Distance in metres between right gripper and cube from which the cube counts as dropped."""
+_DOWN = rotated((0, 0, 1), np.pi) @ rotated((0, 1, 0), np.pi / 3)
+"""Orientation of the right gripper: it points to the left arm, 60 degrees down, and closes horizontally."""
+_LEVEL = rotated((1, 0, 0), np.pi / 2)
+"""Orientation of the left gripper: it points to the right arm and closes vertically."""
+
+
+class Stage(IntEnum):
+    """Stages of a transfer, in order."""
+
+    approach = 0
+    lower = 1
+    close = 2
+    carry = 3
+    reach = 4
+    grasp = 5
+
+
+class TransferExpert:
+    """Expert of transfer_cube: the right arm lifts the cube, and the left arm grasps it."""
+
+    def __init__(self, model: Any, data: Any) -> None:
+        """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""
+        self._data, self._scratch = data, mujoco.MjData(model)
+        self._left, self._right = (
+            Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in _JOINTS], _FINGERTIP)
+            for side in ("left", "right")
+        )
+        self._cube_column = model.joint("red_box_joint").qposadr[0]
+        self.reset()
+
+    def reset(self) -> None:
+        """Start an episode."""
+        self._stage, self._closing_steps = Stage.approach, 0
+        self._place = np.zeros(3)
+
+    def action(self) -> DoubleArray:
+        """Return the joint targets [14] for the current state; call it once per step."""
+        self._scratch.qpos[:] = self._data.qpos
+        cube = self._data.qpos[self._cube_column :][:3].copy()
+        left, right = self._left.pose(self._scratch), self._right.pose(self._scratch)
+        self._advance(cube, left, right)
+        left_goal, right_goal = self._goals(cube)
+        left_joints = self._left.solve(self._scratch, left.towards(left_goal, _STEP, _TURN))
+        right_joints = self._right.solve(self._scratch, right.towards(right_goal, _STEP, _TURN))
+        left_open, right_open = self._stage < Stage.grasp, self._stage < Stage.close
+        return np.concatenate([left_joints, [left_open], right_joints, [right_open]])
+
+    def _advance(self, cube: DoubleArray, left: Pose, right: Pose) -> None:
+        """Select the stage; a dropped cube is grasped again."""
+        if self._stage > Stage.close and np.linalg.norm(cube - right.position) > _DROPPED:
+            self.reset()
+        if self._stage is Stage.approach:
+            self._place = cube
+        self._closing_steps += self._stage is Stage.close
+        left_goal, right_goal = self._goals(cube)
+        done = {
+            Stage.approach: right.is_near(right_goal, 0.01, 0.1),
+            Stage.lower: right.is_near(right_goal, 0.006, 0.1),
+            Stage.close: self._closing_steps == _CLOSING_STEPS,
+            Stage.carry: right.is_near(right_goal, 0.02, 0.1),
+            Stage.reach: left.is_near(left_goal, 0.01, 0.1),
+        }
+        if done.get(self._stage):
+            self._stage = Stage(self._stage + 1)
+
+    def _goals(self, cube: DoubleArray) -> tuple[Pose, Pose]:
+        """Return the goals of the left and the right gripper in the current stage."""
+        left = cube + _BESIDE if self._stage >= Stage.reach else _MEETING + _ASIDE
+        right = _MEETING
+        if self._stage < Stage.carry:
+            right = self._place + (_ABOVE if self._stage is Stage.approach else _GRASP)
+        return Pose(left, _LEVEL), Pose(right, _DOWN)
