@@ -1,4 +1,4 @@
-"""Scripted expert for PushT: moves around the block to the next push, then pushes."""
+"""Scripted expert for PushT, and observations and actions of PushT in the frame of the block."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ _LONGEST = 40
 """Maximum number of env steps to reach or to execute a push."""
 
 
+_REACH = 60.0
+"""Largest displacement of the target position in pixels, for actions in the block's frame."""
+
+
 class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that adds `expert_action` to gym-pusht; the expert reads the simulator's state, not observations."""
+    """Wrapper that adds `expert_action` to gym-pusht: moves around the block to the next push, then pushes.
+
+    The expert reads the simulator's state, not observations.
+    """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -75,6 +82,51 @@ class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         way = agent - push.start
         off = abs(way[0] * push.direction[1] - way[1] * push.direction[0])
         return bool(off > _OFF_LINE or np.linalg.norm(agent - push.end) < _FINISHED)
+
+
+class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper with observations [8] and actions [2] in the frame of the block, in pixels and pixels/s.
+
+    Observation: position of the agent, velocity of the agent, position of the goal, cosine and sine of the goal's
+    angle. Action: displacement from the agent to its target position.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (8,), np.float64)
+        self.action_space = gymnasium.spaces.Box(-_REACH, _REACH, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment; return the observation in the block's frame."""
+        _, info = self.env.reset(seed=seed, options=options)
+        return self._observation(), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Execute a displacement [2] in the block's frame."""
+        agent, turn = self._agent()
+        target = np.clip(agent + turn @ np.asarray(action, np.float64), 0.0, 512.0).astype(np.float32)
+        _, reward, terminated, truncated, info = self.env.step(target)
+        return self._observation(), reward, terminated, truncated, info
+
+    def expert_action(self) -> FloatArray:
+        """Return the expert's displacement [2] in the block's frame."""
+        agent, turn = self._agent()
+        action = turn.T @ (self.env.get_wrapper_attr("expert_action")() - agent)
+        return np.clip(action, -_REACH, _REACH).astype(np.float32)
+
+    def _agent(self) -> tuple[DoubleArray, DoubleArray]:
+        """Return the agent's position [2] and the rotation [2, 2] from the block's frame to the window."""
+        state: Any = self.env.unwrapped
+        return np.array(state.agent.position), rotation(np.array(state.block.angle))
+
+    def _observation(self) -> DoubleArray:
+        state: Any = self.env.unwrapped
+        (agent, turn), block, goal = self._agent(), np.array(state.block.position), state.goal_pose
+        angle = goal[2] - state.block.angle
+        moving = turn.T @ np.array(state.agent.velocity)
+        return np.array(
+            [*(turn.T @ (agent - block)), *moving, *(turn.T @ (goal[:2] - block)), np.cos(angle), np.sin(angle)]
+        )
 
 
 def _placed(table: PushTable, pose: DoubleArray) -> shapely.Polygon:
