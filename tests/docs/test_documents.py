@@ -56,6 +56,7 @@ COMPOSED = {
     "env=functional": "needs the package; tests/envs/functional runs it",
     "env=fetch_reach": "needs the package; tests/envs/robots runs it",
     "env=maze_point": "the same",
+    "env=pusht": "the same",
     "env=robosuite": "the same",
     "data.path=lift_demos": "demonstrations of robosuite",
     "mt10": "the same",

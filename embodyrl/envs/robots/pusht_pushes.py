@@ -24,7 +24,7 @@ _SPACING, _CORNER = 10.0, 3.0
 """Distance between contact points, and from a contact point to the next corner."""
 _LOW, _HIGH, _WALL = 21.0, 491.0, 8.0
 """Range of agent positions during pushes, and smallest distance between block and the window's edge."""
-_BEAM, _PUSHES, _RANKED = 12, 4, 500
+_BEAM, _PUSHES, _RANKED = 40, 4, 2000
 _STEP_COST, _EXTRA_STEPS, _TRAVEL, _PUSHED = 0.02, 5.0, 22.5, 13.0
 """Cost of an env step in the search; env steps per push without motion; agent motion per step around and on pushes."""
 _CELL = np.array([6.0, 6.0, 0.1])
