@@ -95,9 +95,9 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         super().reset(seed=seed)
         # gym-aloha's tasks read the poses from this list.
         sim.BOX_POSE[0] = self._sample(seed)
+        self._seen = self._env.reset().observation
         if self._expert is not None:
             self._expert.reset()
-        self._seen = self._env.reset().observation
         return self._observation(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:

@@ -14,8 +14,8 @@ mujoco: Any = _mujoco
 _JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
 _FINGERTIP = 0.137
 """Distance in metres from the last link to the middle of the fingertips."""
-_STEP, _TURN = 0.015, 0.15
-"""Maximum distance in metres and angle in rad from a gripper to its next target; both limit the speed."""
+_STEP, _TURN = 0.006, 0.06
+"""Maximum distance in metres and angle in rad by which the target of a gripper moves in a step."""
 _MEETING = np.array([0.0, 0.5, 0.25])
 """Position in metres to which the right arm carries the cube."""
 _ABOVE = np.array([0.0, 0.0, 0.08])
@@ -23,7 +23,9 @@ _GRASP = np.array([0.0, 0.0, 0.003])
 _ASIDE = np.array([-0.12, 0.0, 0.0])
 _BESIDE = np.array([-0.012, 0.0, 0.0])
 """Offsets in metres of the left gripper from the cube: its fingers overlap the cube's left part."""
-_CLOSING_STEPS = 30
+_CLOSING_STEPS = 20
+_CLOSING_SPEED = 0.04
+"""Decrease of the left gripper's target per step; demonstrations end at the first touch, so it closes slowly."""
 _DROPPED = 0.05
 """Distance in metres between right gripper and cube from which the cube counts as dropped."""
 _DOWN = rotated((0, 0, 1), np.pi) @ rotated((0, 1, 0), np.pi / 3)
@@ -48,7 +50,7 @@ class TransferExpert:
 
     def __init__(self, model: Any, data: Any) -> None:
         """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""
-        self._data, self._scratch = data, mujoco.MjData(model)
+        self._data, self._seen, self._planned = data, mujoco.MjData(model), mujoco.MjData(model)
         self._left, self._right = (
             Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in _JOINTS], _FINGERTIP)
             for side in ("left", "right")
@@ -57,39 +59,43 @@ class TransferExpert:
         self.reset()
 
     def reset(self) -> None:
-        """Start an episode."""
-        self._stage, self._closing_steps = Stage.approach, 0
+        """Start an episode in the current state of the simulation."""
+        self._stage, self._stage_steps = Stage.approach, 0
         self._place = np.zeros(3)
+        # Targets move at a constant speed from here; the joints follow them at different speeds.
+        self._planned.qpos[:] = self._data.qpos
+        self._targets = self._left.pose(self._planned), self._right.pose(self._planned)
 
     def action(self) -> DoubleArray:
         """Return the joint targets [14] for the current state; call it once per step."""
-        self._scratch.qpos[:] = self._data.qpos
+        self._seen.qpos[:] = self._data.qpos
         cube = self._data.qpos[self._cube_column :][:3].copy()
-        left, right = self._left.pose(self._scratch), self._right.pose(self._scratch)
-        self._advance(cube, left, right)
-        left_goal, right_goal = self._goals(cube)
-        left_joints = self._left.solve(self._scratch, left.towards(left_goal, _STEP, _TURN))
-        right_joints = self._right.solve(self._scratch, right.towards(right_goal, _STEP, _TURN))
-        left_open, right_open = self._stage < Stage.grasp, self._stage < Stage.close
-        return np.concatenate([left_joints, [left_open], right_joints, [right_open]])
+        self._advance(cube, self._left.pose(self._seen), self._right.pose(self._seen))
+        left, right = (
+            target.towards(goal, _STEP, _TURN) for target, goal in zip(self._targets, self._goals(cube), strict=True)
+        )
+        self._targets = left, right
+        left_joints, right_joints = self._left.solve(self._planned, left), self._right.solve(self._planned, right)
+        closed = _CLOSING_SPEED * self._stage_steps if self._stage is Stage.grasp else 0.0
+        return np.concatenate([left_joints, [max(0.0, 1 - closed)], right_joints, [self._stage < Stage.close]])
 
     def _advance(self, cube: DoubleArray, left: Pose, right: Pose) -> None:
         """Select the stage; a dropped cube is grasped again."""
         if self._stage > Stage.close and np.linalg.norm(cube - right.position) > _DROPPED:
-            self.reset()
+            self._stage, self._stage_steps = Stage.approach, 0
         if self._stage is Stage.approach:
             self._place = cube
-        self._closing_steps += self._stage is Stage.close
+        self._stage_steps += 1
         left_goal, right_goal = self._goals(cube)
         done = {
             Stage.approach: right.is_near(right_goal, 0.01, 0.1),
             Stage.lower: right.is_near(right_goal, 0.006, 0.1),
-            Stage.close: self._closing_steps == _CLOSING_STEPS,
+            Stage.close: self._stage_steps == _CLOSING_STEPS,
             Stage.carry: right.is_near(right_goal, 0.02, 0.1),
-            Stage.reach: left.is_near(left_goal, 0.01, 0.1),
+            Stage.reach: left.is_near(left_goal, 0.02, 0.1),
         }
         if done.get(self._stage):
-            self._stage = Stage(self._stage + 1)
+            self._stage, self._stage_steps = Stage(self._stage + 1), 0
 
     def _goals(self, cube: DoubleArray) -> tuple[Pose, Pose]:
         """Return the goals of the left and the right gripper in the current stage."""
