@@ -119,7 +119,8 @@ class LocalLauncher(OpenRequests[_Handle]):
             self._drain(name)
         for name in self._late():
             self._hung(name)
-        return self._take_events()
+        # Last, because the error may be a consequence of the other deaths: ranks wait for each other.
+        return sorted(self._take_events(), key=lambda event: getattr(event.message, "raised", False))
 
     def _drain(self, name: str) -> None:
         """Receive all replies of a worker, then check whether the worker is alive."""

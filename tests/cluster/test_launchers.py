@@ -148,6 +148,19 @@ def test_worker_death_report_contains_the_signal(local):
     assert isinstance(next_event(local).message, WorkerReady)
 
 
+def test_killed_worker_is_reported_before_the_error_of_another_worker(local):
+    """The error may be a consequence, for example of a lost connection between ranks."""
+    for name in ("first", "second"):
+        local.start(spec(name), timeout_s=60)
+        assert isinstance(next_event(local).message, WorkerReady)
+    processes = workers_of(os.getpid())
+    local.send("first", "raise", timeout_s=60)
+    os.kill(processes["second"], signal.SIGKILL)
+    for process in processes.values():
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # both deaths are in the next report
+    assert [event.worker for event in local.wait(1.0)] == ["second", "first"]
+
+
 def test_worker_death_report_contains_the_exit_code(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
