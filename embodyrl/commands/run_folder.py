@@ -342,7 +342,7 @@ def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
             factory.compare(cfg.model, env, folder)
         except CheckpointError as error:
             raise ConfigError(
-                f"{asked}: {error} Without env= and model=, the settings of the run apply; other folders need both."
+                f"{asked}: {error} Without env or model keys, the settings of the run apply; other folders need both."
             ) from error
     if problems := weight_problems(cfg.model, env, folder):
         raise ConfigError([f"{asked}: {problem}" for problem in problems])
