@@ -30,6 +30,8 @@ _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).enco
 _OWNER = "EMBODYRL_OWNER"
 """Environment variable that marks a process; child processes inherit its value, <pid>-<random>/<name>[/<name>...]."""
 _POLL_S = 0.2
+_LAST = -(10**9)
+"""Priority of a finalizer of `multiprocessing` that runs after all others, which remove temporary folders."""
 _FORKS_FD = 3
 """File descriptor from which the watching process reads the list of forked processes."""
 
@@ -157,16 +159,30 @@ def listed(names: list[str]) -> str:
 
 
 def end_children() -> None:
-    """Kill the child processes of this process, wait for them, and free their `multiprocessing` resources.
-
-    Semaphores and temporary folders would outlive a process that exits by `os._exit`.
-    """
-    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
+    """Kill the child processes of this process, and wait for them."""
+    for child in multiprocessing.active_children():  # also those of a fork server
+        child.kill()
     for pid in children_left():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    util._run_finalizers()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def end_children_at_exit() -> None:
+    """Kill the child processes of this `multiprocessing` process when its target returns; call this function first.
+
+    Managers and pools of the target stop their own processes before.
+    """
+    # Finalizers of one priority run in reverse order of creation; those below 0 run after children are joined.
+    util.Finalize(None, end_children, exitpriority=0)
+
+
+def skip_destructors(code: int) -> None:
+    """End this `multiprocessing` process with `code` when its target returns, without destructors or threads.
+
+    Semaphores and temporary folders are freed before; they would outlive `os._exit`.
+    """
+    util.Finalize(None, os._exit, args=(code,), exitpriority=_LAST)
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:

@@ -24,7 +24,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import PARENT_EXITED, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log, read_tail
 from embodyrl.learners.settings import ActorSettings
-from embodyrl.leftovers import end_children, signal_at_parents_end
+from embodyrl.leftovers import end_children_at_exit, signal_at_parents_end, skip_destructors
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 
@@ -142,6 +142,7 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     _set_up_process(spec, log_path)
     channel = PipeChannel(connection)
     worker: Worker | None = None
+    code = 0
     try:
         worker = spec.build()
         channel.put(worker.ready())
@@ -159,23 +160,19 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
             channel.put(describe_failure(error))
         except ChannelClosed:
             pass
-        _leave(worker, 1)
-    _leave(worker, 0)
-
-
-def _leave(worker: Worker | None, code: int) -> None:
+        code = 1
+    # Destructors of renderers print errors; everything is saved.
+    skip_destructors(code)
     try:
         if worker is not None:
             worker.close()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        end_children()
-        # Skip destructors of renderers, which print errors at interpreter exit; everything is saved.
-        os._exit(code)
 
 
 def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
+    end_children_at_exit()
     os.environ.update(spec.environ)
     if log_path is not None:
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

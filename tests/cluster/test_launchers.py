@@ -1,10 +1,13 @@
 """Launchers with real processes and signals: workers that reply, die, hang or fail."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from processes import workers_of
@@ -37,10 +40,23 @@ class EchoWorker:
             os._exit(7)
         if request == "hang":
             time.sleep(3600)
-        if request == "lock":
-            self.lock = multiprocessing.RLock()
-            request = self.lock._semlock.name
+        if request == "leave":
+            request = " ".join(self.leave())
         yield f"{request}!" if request != "long" else "x" * 2**22
+
+    def leave(self) -> list[str]:
+        """Create what a library may leave at the end of its process; return the files, and the ids of processes."""
+        self.lock = multiprocessing.RLock()
+        self.shared = multiprocessing.Manager()
+        self.pool = multiprocessing.Pool(1)
+        server = multiprocessing.get_context("forkserver")
+        children = [one.Process(target=time.sleep, args=(3600,)) for one in (multiprocessing, server)]
+        for child in children:
+            child.start()
+        threading.Thread(target=threading.Event().wait).start()
+        semaphore, folder = self.lock._semlock.name.removeprefix("/"), multiprocessing.util.get_temp_dir()
+        files = [f"/dev/shm/sem.{semaphore}", os.path.dirname(self.shared.address), folder]
+        return [*files, *(str(child.pid) for child in children)]
 
     def close(self) -> None:
         pass
@@ -227,15 +243,14 @@ def test_stop_ends_all_processes(local):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_stop_removes_leftover_library_semaphores(local):
-    local.start(spec(), timeout_s=60)
+def test_stop_leaves_no_semaphore_folder_or_process_of_a_library(local):
+    local.start(replace(spec(), component="env"), timeout_s=60)  # SIGTERM ends the children of such a worker
     next_event(local)
-    local.send("echo", "lock", timeout_s=60)
-    name = next_event(local).message.removesuffix("!")
-    file = f"/dev/shm/sem.{name.removeprefix('/')}"
-    assert os.path.exists(file)
+    local.send("echo", "leave", timeout_s=60)
+    *files, first, second = next_event(local).message.removesuffix("!").split()
+    assert all(map(os.path.exists, files)), files
     local.stop(grace_s=20)
-    assert not os.path.exists(file)
+    assert not any(map(os.path.exists, [*files, f"/proc/{first}", f"/proc/{second}"]))
 
 
 def test_restarted_inline_worker_gets_no_old_requests(tmp_path):

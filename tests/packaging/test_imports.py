@@ -138,8 +138,6 @@ PRIVATE_OF_SIMULATORS = {
     "robots": "_check_success",
 }
 """Attributes without a public equivalent: resets of single rows, raw MuJoCo models, steps without rendering."""
-FREE_SEMAPHORES = {("leftovers.py", "_run_finalizers")}
-"""Python has no public function that frees the resources of `multiprocessing` before `os._exit`."""
 
 
 def private_attributes(file: Path) -> set[str]:
@@ -170,5 +168,5 @@ def test_no_private_attribute_of_a_dependency_is_used():
             simulators[home].add(name)
         elif (file.parent.name, file.name) != ("plan", "config.py"):
             others.add((file.name, name))
-    assert others == FREE_SEMAPHORES
+    assert others == set()
     assert simulators == {name: set(names.split()) for name, names in PRIVATE_OF_SIMULATORS.items()}

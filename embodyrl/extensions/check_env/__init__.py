@@ -19,7 +19,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.check_env import declared, played, shown
 from embodyrl.extensions.check_env.harness import CHECKS, Check, Harness, Violation
-from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parents_end
+from embodyrl.leftovers import end_children_at_exit, end_owned, owning, signal_at_parents_end, skip_destructors
 
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
@@ -149,6 +149,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
 def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
     """Run the checks in the child process and send one message per finding."""
     signal_at_parents_end(signal.SIGKILL)  # also during a check that never returns
+    end_children_at_exit()
     multiprocessing.current_process().daemon = False  # an environment may start processes
     os.dup2(2, 1)  # also what C code prints
     sys.stdout = sys.stderr
@@ -162,5 +163,4 @@ def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) ->
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        end_children()
-        os._exit(code)  # threads of the environment would keep the process alive
+        skip_destructors(code)  # threads of the environment would keep the process alive

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import secrets
@@ -23,11 +24,12 @@ from embodyrl import errors
 from embodyrl.errors import EmbodyError
 from embodyrl.leftovers import (
     children_left,
-    end_children,
+    end_children_at_exit,
     end_owned,
     listed,
     owning,
     signal_at_parents_end,
+    skip_destructors,
     threads_left,
 )
 
@@ -36,6 +38,8 @@ T = TypeVar("T")
 _TIMEOUT_S = 180.0
 _LOG_BYTES = 65536
 """Maximum number of bytes that are read from the end of a log."""
+_QUIET = ("-W", "ignore:resource_tracker:UserWarning")
+"""Options that keep the resource tracker's list of what it frees out of the log, whose last line is the reason."""
 _CALL = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -81,7 +85,7 @@ def run_isolated(
         name = f"isolated {secrets.token_hex(8)}"
         with owning(name):
             process = subprocess.Popen(
-                [sys.executable, "-c", code, *arguments],
+                [sys.executable, *_QUIET, "-c", code, *arguments],
                 stdin=stdin,
                 stdout=output,
                 stderr=log,
@@ -124,14 +128,28 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
 
 
 def answer() -> None:
-    """Call the function that standard input names, and write its result to standard output."""
+    """Call the function that standard input names, and write its result to standard output.
+
+    The function runs in a fork, because `multiprocessing` frees semaphores and temporary folders of its own processes.
+    """
     signal_at_parents_end(signal.SIGKILL)
+    child = multiprocessing.get_context("fork").Process(target=_answer, args=pickle.load(sys.stdin.buffer))
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    if child.exitcode < 0:
+        os.kill(os.getpid(), -child.exitcode)
+    sys.exit(child.exitcode)
+
+
+def _answer(name: str, arguments: tuple[Any, ...]) -> None:
+    signal_at_parents_end(signal.SIGKILL)
+    end_children_at_exit()
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # redirects output of C code, too
     sys.stdout = sys.stderr
     code = 1
     try:
-        name, arguments = pickle.load(sys.stdin.buffer)
         module, _, attribute = name.partition(":")
         function = getattr(importlib.import_module(module), attribute)
         try:
@@ -146,8 +164,7 @@ def answer() -> None:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        end_children()
-        os._exit(code)  # threads of foreign code would keep the process alive
+        skip_destructors(code)  # threads of foreign code would keep the process alive
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:

@@ -1,6 +1,8 @@
 """Environment code in a separate process."""
 
 import importlib
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -8,11 +10,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
+from processes import wait_until
 from settings import env_of
 
 from embodyrl.envs import ENVS
@@ -64,6 +68,19 @@ def start_child(file: str, crash: bool) -> Answer:
     return Answer(child.pid)
 
 
+def leave(file: str) -> Answer:
+    """Create what a library may leave at the end of its process, and a thread that does not end."""
+    semaphore, memory = multiprocessing.get_context("spawn").RLock(), SharedMemory(create=True, size=64)
+    shared = multiprocessing.Manager()
+    child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    child.start()
+    threading.Thread(target=threading.Event().wait, args=(600,)).start()
+    names = [f"sem.{semaphore._semlock.name.removeprefix('/')}", memory.name]  # pyright: ignore[reportAttributeAccessIssue]
+    folders = [os.path.dirname(str(shared.address)), multiprocessing.util.get_temp_dir()]
+    Path(file).write_text(" ".join([str(child.pid), *(f"/dev/shm/{name}" for name in names), *folders]))
+    raise ValueError("no display")
+
+
 def fail(text: str) -> Answer:
     raise MissingDependencyError(text)
 
@@ -90,6 +107,16 @@ def test_child_processes_end_with_the_process(crash, tmp_path):
         assert call_isolated(f"{__name__}:start_child", str(file), False, kind=Answer).number == int(file.read_text())
     while is_running(int(file.read_text())):  # the signal is sent, and the kernel delivers it
         time.sleep(0.01)
+
+
+def test_isolated_call_leaves_no_semaphore_memory_folder_or_process(tmp_path):
+    file = tmp_path / "files"
+    with pytest.raises(NoAnswerError, match=r"no display$"):
+        call_isolated(f"{__name__}:leave", str(file), kind=Answer)
+    pid, *files = file.read_text().split()
+    assert len(files) == 4
+    # The fork server and the resource tracker end after their process.
+    assert wait_until(lambda: not (is_running(int(pid)) or any(map(os.path.exists, files))), 30.0)
 
 
 def test_error_in_an_isolated_call_keeps_class_and_message():
