@@ -10,7 +10,7 @@ from embodyrl.algorithms.policy_losses import shares, to_units
 from embodyrl.algorithms.protocol import Credit, Measured
 from embodyrl.algorithms.settings import TokenLevel
 from embodyrl.algorithms.terms import kl
-from embodyrl.types import Episode
+from embodyrl.types import BoolArray, Episode, IntArray
 
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
@@ -50,6 +50,21 @@ def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
         "train/value_mean": float(value.mean()),
         "train/value_target_mean": float(returns.mean()),
         "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
+    }
+
+
+def token_metrics(cost: IntArray, valid: BoolArray) -> dict[str, float]:
+    """Return the number of tokens of a text batch, and the mean and maximum length of its prompts.
+
+    Args:
+        cost: [B] tokens of each sample; those of its prompt include the chat template.
+        valid: [B, K] True for the tokens of the reply.
+    """
+    prompts = cost - valid.sum(1)
+    return {
+        "tokens": float(cost.sum()),
+        "prompt_len": float(prompts.mean()),
+        "prompt_len_max": float(prompts.max()),
     }
 
 

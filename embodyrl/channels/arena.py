@@ -6,6 +6,7 @@ MiB in many containers) does not apply. Other processes attach through the owner
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.channels.layout import SEQUENCE, STATE, Record, RecordLayout, decode_instruction
+from embodyrl.channels.layout import OBSERVATION, SEQUENCE, STATE, Record, RecordLayout, decode_instruction
 from embodyrl.errors import EmbodyError, StaleTicketError
 from embodyrl.files import available_bytes
 from embodyrl.types import IntArray, Observation
@@ -248,3 +249,10 @@ def read_observation(fields: Fields, records: IntArray) -> Observation:
         state=fields[Record.observed_state][records],
         instructions=read_instructions(fields, records),
     )
+
+
+def hash_observations(fields: Fields, records: IntArray) -> IntArray:
+    """Return a 64-bit hash of the observation of each of the n records, to find equal states."""
+    parts = [fields[name] for name in OBSERVATION]
+    digests = [hashlib.blake2b(b"".join(p[r].tobytes() for p in parts), digest_size=8).digest() for r in records]
+    return np.frombuffer(b"".join(digests), dtype=np.int64)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.eval_result import EvalResult, changes
 from embodyrl.commands.evaluate import Compared, compare, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
@@ -29,14 +30,21 @@ from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.history import METRICS_FILE, read_rows
-from embodyrl.plan.episodes import group_sampler
+from embodyrl.plan.episodes import (
+    EpisodeList,
+    greedy_episodes,
+    group_sampler,
+    groups_per_step,
+    refill_episodes,
+    train_episodes,
+)
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
-from embodyrl.scheduler.actors import Actors, StepRollouts
-from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.scheduler.event_loop import Actors
+from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.types import PreparedBatch
+from embodyrl.types import Episode, PreparedBatch
 
 _NOTHING = PreparedBatch(
     records=np.zeros(0, np.int64),
@@ -140,7 +148,7 @@ class _Training:
                 gc.unfreeze()
 
     def _train(self, workers: Workers, start: Path | None) -> TrainResult:
-        actors = Actors(workers, self.algorithm, self.run_plan)
+        actors = Actors(workers.scheduler, workers.arena, self.algorithm, self.run_plan)
 
         def save() -> Path:
             workers.scheduler.abandon()  # episodes of steps that will not run
@@ -302,3 +310,82 @@ class _Training:
         joined = self.compared.videos[:4] if self.compared else ()
         for path in joined or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")
+
+
+class StepRollouts:
+    """Rollouts of the current training step and of later training steps.
+
+    The staleness rule of arXiv 2505.24298 is applied to fixed lists of episodes: the episodes of training step `s`
+    start once the weights have version `s - algorithm.max_staleness`; with 0, all data of an update come from its own
+    weights. An episode that is running while weights change continues with the new weights; each of its chunks keeps
+    the version and log-probabilities of the weights that sampled it.
+    """
+
+    def __init__(self, run_plan: RunPlan, workers: Workers, algorithm: Algorithm) -> None:
+        self._run_plan = run_plan
+        self._cfg = run_plan.cfg
+        self._scheduler = workers.scheduler
+        self._algorithm = algorithm
+        self._rollouts: dict[int, Rollout] = {}
+        self._lag = self._cfg.algorithm.max_staleness
+
+    def collect(self, step: int, progress: Callable[[int, int], None]) -> RolloutResult:
+        """Finish the rollout of a step. Call `progress(finished, total)` after each episode."""
+        self._open(step, step + self._lag)
+        rollout = self._rollouts.pop(step)
+        total = _size(rollout.plan)
+
+        def note(_: Episode) -> None:
+            progress(min(len(rollout.out.episodes), total), total)
+
+        rollout.on_episode = note
+        collection = self._scheduler.finish(rollout)
+        if self._algorithm.estimator.needs_greedy:
+            # Without records: only the returns are compared.
+            found = self._scheduler.collect(Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False))
+            collection.greedy = {e.spec.group_id: e for e in found.episodes}
+            collection.tally.add(found.tally)
+        for attempt in range(self._algorithm.filter_refills):
+            kept = [collection.episodes[i] for i in self._algorithm.select(collection.episodes)]
+            missing = groups_per_step(self._cfg) - len({e.spec.group_id for e in kept})
+            if missing <= 0:
+                break
+            self._refill(step, attempt, missing, collection, kept)
+        return collection
+
+    def ahead(self, step: int) -> None:
+        """Queue the next rollouts: idle slots reset immediately, and inference waits for the new weights."""
+        self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
+
+    def _open(self, first: int, last: int) -> None:
+        algorithm, cfg = self._algorithm, self._cfg
+        for step in range(first, min(last, self._run_plan.total_steps - 1) + 1):
+            if step not in self._rollouts:
+                counts = algorithm.estimator.counts_chunk_steps
+                plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
+                # A batched simulator steps the waiting slots, too.
+                goes_on = cfg.env.train.continue_episodes and algorithm.estimator.counts_chunk_steps
+                goes_on &= not self._run_plan.env.simulator.lockstep
+                rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
+                self._rollouts[step] = self._scheduler.open(rollout)
+
+    def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
+        """Run `missing` new groups to replace filtered groups; free the records of filtered episodes."""
+        keep = {e.spec.episode_id for e in kept}
+        filtered = [e for e in collection.episodes if e.spec.episode_id not in keep]
+        self._scheduler.release(collection, filtered)
+        collection.filtered += filtered
+        collection.episodes = list(kept)
+        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, missing, seen=self._algorithm.seen)
+        more = self._scheduler.collect(Rollout(plan))
+        collection.episodes += more.episodes
+        # Episode ids of refills follow those of the step, so no id is used twice.
+        collection.tickets |= more.tickets
+        collection.dropped += more.dropped
+        collection.reward_errors += more.reward_errors
+        collection.refills += missing
+        collection.tally.add(more.tally)
+
+
+def _size(plan: EpisodeList) -> int:
+    return plan.num_slots * len(plan.waves) if plan.waves[0].quota_chunks else plan.num_episodes

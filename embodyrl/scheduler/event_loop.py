@@ -1,12 +1,19 @@
-"""Event loop of the driver, and its client for the policy processes."""
+"""Event loop of the driver, and its clients for the policy processes."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
-from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart, fill_buckets
+import numpy as np
+
+from embodyrl.algorithms.metrics import token_metrics
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.protocol import Scores
+from embodyrl.channels.arena import Arena, Ticket, hash_observations, records_of
+from embodyrl.channels.layout import BUCKET, Record, WeightInfo, WeightPart, fill_buckets
 from embodyrl.channels.messages import (
     ContinueRequest,
     Done,
@@ -16,12 +23,18 @@ from embodyrl.channels.messages import (
     LoadWeightsRequest,
     PublishRequest,
     Request,
+    SaveRequest,
+    ScoreRequest,
     UpdateRequest,
     WorkerReady,
 )
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.types import ActionKind, PreparedBatch
 from embodyrl.workers.lifecycle import WorkerSpec
 
 OnDone = Callable[[Done], None]
@@ -305,3 +318,83 @@ class EventLoop:
             if arrived[0].finished:
                 return replace(arrived[0], seconds=seconds)
             request = ContinueRequest()  # one part of an update is done
+
+
+ALGORITHM_FILE = "algorithm.json"
+_COUNTS = (Record.cost, Record.valid)
+
+
+class Actors:
+    """Client of the actor ranks: computes log-probabilities, trains, saves and loads. Batches are passed as tickets."""
+
+    def __init__(self, loop: EventLoop, arena: Arena, algorithm: Algorithm, run_plan: RunPlan) -> None:
+        self._loop, self._arena, self._algorithm = loop, arena, algorithm
+        self._part_weights = run_plan.env.reward.weights
+        self._writes = run_plan.env.action.kind is ActionKind.text
+        # A process that acts and trains runs inference between the micro-batches of an update.
+        self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
+
+    def score(self, collection: RolloutResult) -> Scores:
+        """Compute the reference log-probabilities that the algorithm needs, and gather its inputs from the records."""
+        if self._algorithm.needs_reference and collection.episodes:
+            # Exclude the last ticket: its record has an observation without an action.
+            held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
+            self._loop.call(ScoreRequest(tickets=np.concatenate(held)))
+        rows = [episode.records for episode in collection.episodes]
+        wants = rows if self._algorithm.needs_reference_in_prepare else []
+        states = rows if self._algorithm.estimator.needs_states else []
+        return Scores(
+            logprob=tuple(self._arena[Record.logprob][records] for records in wants),
+            ref_logprob=tuple(self._arena[Record.ref_logprob][records] for records in wants),
+            states=tuple(hash_observations(self._arena, records) for records in states),
+            greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
+            part_weights=self._part_weights,
+        )
+
+    def update(self, step: int, collection: RolloutResult, batch: PreparedBatch) -> dict[str, float]:
+        """Write advantages into the records and train; skip the update if the gradient is exactly zero."""
+        if not batch.has_signal:
+            return {"loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0, "seconds": 0.0}
+        self._arena[Record.advantage][batch.records] = batch.advantage
+        self._arena[Record.returns][batch.records] = batch.returns
+        # A batch contains record numbers; a request contains tickets, which detect reused records.
+        by_record = np.zeros(self._arena.capacity, np.int64)
+        held = np.concatenate(list(collection.tickets.values()))
+        by_record[records_of(held)] = held
+        algorithm = self._algorithm
+        finals = [e for e in collection.episodes if e.final_record >= 0] if algorithm.estimator.needs_replay else []
+        pieces = collection.episodes if algorithm.settings.needs_all_ends and collection.continues else []
+        request = UpdateRequest(
+            step=step,
+            tickets=by_record[batch.records],
+            episode=batch.episode,
+            finals=tuple((e.spec.episode_id, int(by_record[e.final_record])) for e in finals),
+            earlier=tuple((e.spec.episode_id, e.earlier.spec.noise_seed) for e in pieces if e.earlier),
+            open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in pieces if e.cut),
+            in_parts=self._in_parts,
+        )
+        tokens = token_metrics(*(self._arena[n][batch.records] for n in _COUNTS)) if self._writes else {}
+        done = self._loop.call(request)
+        if tokens:
+            tokens["tokens_per_s"] = tokens.pop("tokens") / done.seconds
+        return done.metrics | tokens | {"seconds": done.seconds}
+
+    def save(self, folder: Path) -> None:
+        """Write the policy, the training state and the algorithm's state to `folder`."""
+        self._loop.call(SaveRequest(folder=str(folder)))
+        (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Load the files written by `save`.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        self._loop.call(LoadRequest(folder=str(folder)))
+        path = folder / ALGORITHM_FILE
+        try:
+            self._algorithm.load_state(read_json(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint."
+            ) from error

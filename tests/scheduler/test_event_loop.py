@@ -9,7 +9,7 @@ from embodyrl.channels.messages import LoadRequest, SaveRequest, WorkerReady
 from embodyrl.cluster.protocol import WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
-from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.scheduler import RolloutScheduler
 
 ASYNC = ("algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.max_steps=3")
@@ -80,7 +80,7 @@ def test_twice_crashed_rollout_process_gets_the_weights_once(tmp_path):
 def test_damaged_algorithm_state_is_a_checkpoint_error(tmp_path, content):
     with running_crew(tmp_path, "algorithm.curriculum=0.5") as stage:
         assert stage.run_plan.algorithm is not None
-        actors = Actors(stage.workers, stage.run_plan.algorithm, stage.run_plan)
+        actors = Actors(stage.workers.scheduler, stage.workers.arena, stage.run_plan.algorithm, stage.run_plan)
         actors.save(tmp_path)
         actors.load(tmp_path)
         (tmp_path / "algorithm.json").write_text(content)

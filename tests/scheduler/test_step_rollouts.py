@@ -12,12 +12,13 @@ from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import records_of
 from embodyrl.channels.layout import Record
 from embodyrl.commands.metrics import rollout_metrics
+from embodyrl.commands.train import StepRollouts
 from embodyrl.envs.reward import RewardStep
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import greedy_episodes, train_episodes
 from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.scheduler.actors import StepRollouts, gather_scores
+from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.slot import Phase
 from embodyrl.types import RewardSpec
@@ -135,7 +136,8 @@ def test_remax_baseline_is_the_greedy_episode_of_the_group(tmp_path):
         assert len(again.episodes) == 2
         for e in again.episodes:
             np.testing.assert_array_equal(e.action, rollout.greedy[e.spec.group_id].action)
-        found = gather_scores(algorithm, stage.workers.arena, rollout, ()).greedy
+        assert algorithm is not None
+        found = Actors(scheduler, stage.workers.arena, algorithm, stage.run_plan).score(rollout).greedy
         assert [e.spec.group_id for e in found] == [e.spec.group_id for e in rollout.episodes] == [0, 0, 1, 1]
 
 

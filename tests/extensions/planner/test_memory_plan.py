@@ -32,7 +32,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
 from embodyrl.policies.protocol import PolicyRequest, policy_costs
-from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import PolicyCosts
 
@@ -100,7 +100,7 @@ def planned_and_measured(folder, cfg, *, updates=True):
     """Return the planned peak of the policy process, and that of one rollout with its update, in bytes."""
     with running_crew(folder, cfg=cfg) as stage:
         run_plan, workers = stage.run_plan, stage.workers
-        actors = Actors(workers, run_plan.algorithm, run_plan)
+        actors = Actors(workers.scheduler, workers.arena, run_plan.algorithm, run_plan)
         plan = train_episodes(run_plan.cfg, run_plan.env, 0, counts_chunk_steps=False)
         rollout = workers.scheduler.collect(Rollout(plan))
         if updates:

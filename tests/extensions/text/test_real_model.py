@@ -36,7 +36,7 @@ from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.timeout(600)]
@@ -131,7 +131,7 @@ def test_per_turn_credit_of_tool_dialogues_matches_hand_computed_values(whole: P
     with running_crew(tmp_path, cfg=load_config("train", words)) as stage:
         algorithm = stage.run_plan.algorithm
         assert algorithm is not None
-        actors = Actors(stage.workers, algorithm, stage.run_plan)
+        actors = Actors(stage.workers.scheduler, stage.workers.arena, algorithm, stage.run_plan)
         episodes = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(episodes))
         batch = algorithm.prepare(rollout.episodes, actors.score(rollout))
