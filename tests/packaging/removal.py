@@ -5,18 +5,27 @@ Libraries are loaded once; each tree is imported in a separate process.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
 import traceback
+from importlib import import_module
 from pathlib import Path
 
-import gymnasium  # noqa: F401
-import pydantic  # noqa: F401
-import torch
-import torch.distributed.fsdp
-import yaml  # noqa: F401
+LIBRARIES = (
+    *("gymnasium.envs.classic_control", "hydra.compose", "hydra.core.override_parser.overrides_parser", "numpy.ma"),
+    *(
+        "omegaconf",
+        "pyarrow.parquet",
+        "pydantic",
+        "rich.console",
+        "safetensors.torch",
+        "torch.distributed.fsdp",
+        "yaml",
+    ),
+)
 
 WORDS = (
     *("env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo", "launcher=inline", "runner.max_steps=1"),
@@ -30,9 +39,9 @@ def core_modules(package: Path) -> list[str]:
     """Return the modules of a tree that no extension owns."""
     from embodyrl.manifests import extensions
 
-    owned = [package / path for extension in extensions().values() for path in extension.paths]
+    owned = {package / path for extension in extensions().values() for path in extension.paths}
     files = (file for file in sorted(package.rglob("*.py")) if "templates" not in file.parts)
-    own = (f for f in files if f.name != "__main__.py" and not any(f == path or path in f.parents for path in owned))
+    own = (file for file in files if file.name != "__main__.py" and owned.isdisjoint((file, *file.parents)))
     parts = (file.relative_to(package.parent).with_suffix("").parts for file in own)
     return [".".join(names[:-1] if names[-1] == "__init__" else names) for names in parts]
 
@@ -40,8 +49,6 @@ def core_modules(package: Path) -> list[str]:
 def check(tree: Path) -> None:
     """Import every module of the core, print all lists, help, keys and a dry run, and train one step."""
     sys.path.insert(0, str(tree))
-    from importlib import import_module
-
     import embodyrl
 
     assert Path(embodyrl.__file__).is_relative_to(tree), embodyrl.__file__
@@ -85,7 +92,10 @@ def run(tree: Path) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    for library in LIBRARIES:
+        import_module(library)
+    import_module("torch").set_num_threads(1)
+    gc.freeze()
     for name in sys.argv[1:]:
         sys.stdout.write(json.dumps({"tree": Path(name).name, "error": run(Path(name))}) + "\n")
         sys.stdout.flush()

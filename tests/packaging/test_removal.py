@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,15 @@ def dependents(name: str) -> set[str]:
     return found
 
 
-def copy_without(name: str, tree: Path, *folders: str) -> Path:
+def link(source: str, target: str) -> None:
+    """Create a hard link, or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def copy_without(name: str, tree: Path, *folders: str, copy: Callable[[str, str], object] = shutil.copy2) -> Path:
     """Copy the package and its configs, and further folders of the repository, without the code of an extension."""
     removed = {ROOT / "embodyrl" / path for other in dependents(name) for path in extensions()[other].paths}
 
@@ -39,7 +48,7 @@ def copy_without(name: str, tree: Path, *folders: str) -> Path:
         return {entry for entry in names if Path(folder, entry) in removed}
 
     for part in ("embodyrl", *folders):
-        shutil.copytree(ROOT / part, tree / part, ignore=left_out)
+        shutil.copytree(ROOT / part, tree / part, ignore=left_out, copy_function=copy)
     for part in ("conf", "assets", "pyproject.toml"):
         (tree / part).symlink_to(ROOT / part)
     return tree
@@ -48,7 +57,7 @@ def copy_without(name: str, tree: Path, *folders: str) -> Path:
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("trees")
-    trees = [copy_without(name, folder / name) for name in REMOVED]
+    trees = [copy_without(name, folder / name, copy=link) for name in REMOVED]
     command = [sys.executable, str(Path(__file__).with_name("removal.py")), *map(str, trees)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
