@@ -17,17 +17,18 @@ pytestmark = pytest.mark.needs("tabletop", "openvla_oft", "flow", "off_policy", 
 
 SAME = (
     *("model.likelihood=residual", "model.num_action_chunks=4", "launcher=inline", "runner.deterministic=true"),
-    *("runner.logger.backends=[jsonl]", "env.eval.total_num_envs=2", "video=none"),
+    *("runner.logger.backends=[jsonl]", "env.eval.total_num_envs=8", "eval.episodes=8", "video=none"),
+    "env.eval.max_episode_steps=40",
 )
 MODELS = {
-    "flow": ("env=gym", "env.id=Pendulum-v1", "model=flow_small", "model.num_images_in_input=0", "eval.episodes=4"),
-    "openvla_oft": ("env=tabletop", "model=openvla_oft_tiny", "model.residual_scale=1", "eval.episodes=16"),
+    "flow": ("env=gym", "env.id=Pendulum-v1", "model=flow_small", "model.num_images_in_input=0"),
+    "openvla_oft": ("env=tabletop", "model=openvla_oft_tiny", "model.residual_scale=1"),
 }
 SMALL = (
-    *("algorithm=sac", "env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=40"),
+    *("algorithm=sac", "env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=16"),
     *("actor.global_batch_size=16", "algorithm.learning_starts=16", "algorithm.updates_per_sample=0.5"),
     *("runner.max_steps=4", "runner.save_interval=2", "runner.val_check_interval=4", "checkpoint.keep=9"),
-    *("env.train.continue_episodes=false", "actor.optim.lr=3e-3", "env.train.max_episode_steps=40"),
+    *("env.train.continue_episodes=false", "actor.optim.lr=1e-2", "env.train.max_episode_steps=16"),
 )
 
 
