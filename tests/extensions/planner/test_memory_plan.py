@@ -76,8 +76,8 @@ def test_memory_estimate_of_a_language_model_is_close_to_the_measured_peak(tmp_p
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_memory_estimate_includes_the_key_value_cache_of_a_rollout(tmp_path):
-    words = (*language_model(tmp_path, 48), "model.is_lora=true", "env.train.total_num_envs=384")
-    words += ("actor.micro_batch_size=1", "actor.global_batch_size=384", "launcher.env_workers=1")
+    words = (*language_model(tmp_path, 48), "model.is_lora=true", "env.train.total_num_envs=192")
+    words += ("actor.micro_batch_size=1", "actor.global_batch_size=192", "launcher.env_workers=1")
     words += ("rollout.pipeline_stage_num=1",)
     planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words), updates=False)
     assert planned == pytest.approx(measured, rel=0.1)
