@@ -10,6 +10,7 @@ from embodyrl.envs.protocol import AfterStep, instruction_for
 from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
 from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.errors import EnvError
+from embodyrl.specs import ActionSpec
 from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 Choice = Callable[[IntArray, int, IntArray], FloatArray]
@@ -17,6 +18,14 @@ Choice = Callable[[IntArray, int, IntArray], FloatArray]
 
 _EMPTY, _RUNNING, _OVER = 0, 1, 2
 """Phases of a slot: no episode, running episode, ended episode."""
+
+
+def add_noise(spec: ActionSpec, action: FloatArray, seed: int, step: int, scale: float) -> FloatArray:
+    """Return the expert's action [A] with Gaussian noise, seeded by the episode and its step, within the bounds."""
+    noise = np.random.default_rng([seed, step]).normal(0.0, scale, spec.dim)
+    if spec.gripper is not None:
+        noise[spec.gripper.index] = 0.0
+    return np.clip(action + noise, *spec.bounds).astype(np.float32)
 
 
 class ChunkedEnv:
@@ -119,25 +128,16 @@ class ChunkedEnv:
         if instead is not None:
             self._check_actions(slots, instead)
         clean = np.zeros((len(slots), num_actions, self.spec.action.dim), np.float32)
-        bounds = self.spec.action.bounds
 
         def choose(at: IntArray, k: int, acting: IntArray) -> FloatArray:
             for row, slot in zip(at.tolist(), acting.tolist(), strict=True):
                 clean[row, k] = self._sims.expert(slot)
             if instead is not None:
                 return instead[at, k]
-            noisy = clean[at, k] + np.stack([self._noise(slot, noise) for slot in acting.tolist()])
-            return np.clip(noisy, *bounds).astype(np.float32)
+            spec, seed, step = self.spec.action, self._seed[acting].tolist(), self._steps[acting].tolist()
+            return np.stack([add_noise(spec, *each, noise) for each in zip(clean[at, k], seed, step, strict=True)])
 
         return clean, self._run(rows, num_actions, choose, after_step)
-
-    def _noise(self, slot: int, scale: float) -> DoubleArray:
-        """Return Gaussian noise [A] for the expert's action, seeded by the episode and its step."""
-        draw = np.random.default_rng([self._seed[slot], self._steps[slot]])
-        shake = draw.normal(0.0, scale, self.spec.action.dim)
-        if self.spec.action.gripper is not None:
-            shake[self.spec.action.gripper.index] = 0.0
-        return shake
 
     def _run(self, slots: IntArray, num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
         result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.reward.components))

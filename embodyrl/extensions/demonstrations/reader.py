@@ -13,6 +13,7 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations import layout
 from embodyrl.extensions.demonstrations.cards import PLAIN, camera_column, stored_card
 from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.executed import executed_actions
 from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import (
@@ -59,6 +60,8 @@ class Demonstrations:
     """[N] author of each action, as a value of `Actor`; empty for text."""
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[E] reset id (initial state) of each episode; -1 for third-party data sets; empty for text."""
+    executed: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """[N, A] executed actions, which differ from the labels in `action` by model.expert_noise; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Indices of the skipped episodes with non-finite numbers."""
     doubts: tuple[str, ...] = ()
@@ -184,18 +187,18 @@ class EpisodeReader:
         whole = layout.is_ours(self._root) and only is None
         keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
         images = _read_frames(self._root, self.card, self._data, rows, kept, keep, whole=whole)
-        names = self._names
         stop = np.cumsum([e["length"] for e in kept])
         return Demonstrations(
             images=images,
             state=self._state[keep],
             action=self._action[keep],
+            executed=executed_actions(self.card, kept, self._action[keep]),
             reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
             success=self._success[keep],
             actor=self._actor[keep],
             start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
             stop=stop.astype(np.int64),
-            instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+            instruction=np.array([self._names[task] for task in rows.counters["task_index"][keep].tolist()], object),
             reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
             skipped=self._left_out,
             doubts=self._doubts,

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply
 from embodyrl.extensions.demonstrations.reader import Demonstrations
@@ -29,6 +31,9 @@ class Samples:
     """[M] suffixes of the instructions (advantage labels); empty: no suffixes."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
+    executed: FloatArray | None = None
+    """[M, D, A] actions executed from each step on, in the environment's gripper convention: the committed actions for
+    a simulated delay of up to D steps."""
     width: int = 1
     """Number of entries of `steps` per sample: 1, or 2 if a sample is a pair of chunks (better and worse episode)."""
 
@@ -46,11 +51,15 @@ class Samples:
         width = arena[Record.instruction].shape[1]
         if self.history == 1:
             arena[Record.images][record] = demos.images[step]
-            arena[Record.observed_state][record] = demos.state[step]
+            state = demos.state[step]
         else:
             seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
             arena[Record.images][record] = demos.images[seen].reshape(-1, *demos.images.shape[2:])
-            arena[Record.observed_state][record] = demos.state[seen].ravel()
+            state = demos.state[seen].ravel()
+        if self.executed is not None:  # the columns of `CommittedSpec`
+            rows = self.executed[row]
+            state = np.concatenate([state, [len(rows), len(rows)], rows.ravel()])
+        arena[Record.observed_state][record] = state
         arena[Record.instruction][record] = encode_instruction(self.instruction(row, plain=plain), width)
         arena[Record.action][record] = self.actions[row]
         arena[Record.valid][record] = self.valid[row]

@@ -24,8 +24,8 @@ from embodyrl.extensions.demonstrations.reader import (
     gripper_doubts,
 )
 from embodyrl.extensions.demonstrations.samples import Samples
-from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
-from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Labels, Objective
+from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples, simulated_delay
 from embodyrl.extensions.demonstrations.statistics import vector_stats
 from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.text.conversation import TextRow, join_pair
@@ -41,7 +41,7 @@ from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.vla.conditioning import tagged
 from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
 from embodyrl.specs import picture_names
-from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
+from embodyrl.types import ActionKind, ByteArray, CameraSpec, CommittedSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
 _SMALL = 16 * 2**20
 
@@ -148,6 +148,9 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     # An environment of this package may have a gripper that a task does not need.
     foreign = not is_ours(resolve_asset(str(cfg.data.path)))
     doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
+    if train.executed is not None:
+        committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
+        env = replace(env, state_dim=env.state_dim + committed.width(env.action.dim), committed=committed)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts)
 
 
@@ -242,8 +245,22 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
-        *(("warning", doubt) for doubt in _input_doubts(cfg.model, card.env)),
+        *(("warning", doubt) for doubt in (*_input_doubts(cfg.model, card.env), *_prefix_doubts(cfg, folders))),
         training,
+    ]
+
+
+def _prefix_doubts(cfg: Config, folders: Sequence[Path]) -> list[str]:
+    """Return warnings about data without the executed actions, which are inputs for simulated delays."""
+    if not simulated_delay(cfg):
+        return []
+    assert isinstance(cfg.data, DemonstrationSettings)
+    cards = [(folder, read_card(folder, cfg.data).collected) for folder in folders]
+    return [
+        f"{folder} contains labels of the expert, not the executed actions, which are inputs of model.rtc=trained: "
+        "SFT uses the labels instead. Collect with collect.labels=executed."
+        for folder, made in cards
+        if made.get("labels") == Labels.expert
     ]
 
 

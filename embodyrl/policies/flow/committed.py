@@ -110,7 +110,7 @@ def simulated_delays(u: FloatArray, longest: int) -> IntArray:
     return np.where(u < 0.5, 0, np.minimum(delayed, longest))
 
 
-def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor) -> Tensor:
+def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor, executed: Tensor) -> Tensor:
     """Return the flow-matching loss [B] of the actions after the committed actions, which are noise-free inputs.
 
     Args:
@@ -119,9 +119,10 @@ def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay:
         noise: noise [B, H, D].
         t: time of each chunk [B].
         delay: number of committed actions [B], below H.
+        executed: executed actions [B, H, D], which may differ from the chunks; the committed actions are the first.
     """
     predicted = torch.arange(x.shape[1], device=x.device) >= delay[:, None]
     at = t[:, None] * predicted
-    state = at[..., None] * noise + (1.0 - at[..., None]) * x
+    state = torch.where(predicted[..., None], at[..., None] * noise + (1.0 - at[..., None]) * x, executed)
     error = (velocity(state, at)[0] - (noise - x)).square().mean(2)
     return (error * predicted).sum(1) / predicted.sum(1)

@@ -232,12 +232,13 @@ class FlowPolicy:
         noise and time are the same in every call, and `accuracy` is the fraction of action elements whose greedy
         prediction is within 0.1 of the target, both in -1..1; training does not compute the accuracy.
         """
-        obs, _ = self._committed(obs)
+        obs, committed = self._committed(obs)
         target = on_device(self._scale.from_actions(actions, obs), self._device)
+        executed = target if committed is None else committed.fixed(target)
         velocity = partial(self._velocity, self._prefix(obs))
         # The prefix is encoded once: further pairs of noise and time cost one pass of the small expert each.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
-        loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
+        loss = torch.stack([self._matching_loss(velocity, target, executed) for _ in range(pairs)]).mean(0)
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             near = (self._greedy(obs, velocity) - target).abs() < 0.1
@@ -245,8 +246,11 @@ class FlowPolicy:
             near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
-    def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
-        """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time."""
+    def _matching_loss(self, velocity: Velocity, target: Tensor, executed: Tensor) -> Tensor:
+        """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time.
+
+        With simulated delays, the first actions of `executed` [B, H, D] are inputs.
+        """
         rows = np.arange(len(target))
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
@@ -258,7 +262,7 @@ class FlowPolicy:
         if self._cfg.rtc is not Rtc.trained:
             return flow_matching_error(velocity, target, noise, at).flatten(1).mean(1)
         delays = simulated_delays(uniforms(rows, DELAYS, 1)[:, 0], self._cfg.rtc_delay)
-        return delayed_loss(velocity, target, noise, at, on_device(delays, self._device))
+        return delayed_loss(velocity, target, noise, at, on_device(delays, self._device), executed)
 
     def save(self, folder: Path) -> None:
         """Write the weights and all files needed to load them."""

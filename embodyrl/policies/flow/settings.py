@@ -112,6 +112,11 @@ class FlowSettings(ResidualSettings):
         return self.rtc is not Rtc.off
 
     @property
+    def simulated_delay(self) -> int:
+        """Maximum inference delay that SFT simulates; 0: none."""
+        return self.rtc_delay if self.rtc is Rtc.trained else 0
+
+    @property
     def steers(self) -> bool:
         """True if the flow is frozen and an actor is trained."""
         return self.corrects or self.likelihood is Likelihood.dsrl

@@ -131,6 +131,16 @@ def test_action_noise_changes_states_but_not_recorded_actions(tmp_path: Path) ->
     assert steps.std() > 0.05
 
 
+def test_loaded_demonstrations_contain_the_executed_noisy_actions(tmp_path: Path) -> None:
+    """The reward of the environment is the first number of the executed action."""
+    echo = ("env.kwargs.echo=true", "env.use_rel_reward=false", "collect.filter=all")
+    run(tmp_path, "collect.episodes=4", "model.expert_noise=0.3", *echo)
+    demos = load_demonstrations(tmp_path / "demos")
+    assert np.abs(demos.executed - demos.action)[:, 0].max() > 0.2
+    np.testing.assert_allclose(demos.executed[:, 0], demos.reward, atol=1e-6)
+    np.testing.assert_array_equal(demos.executed[:, -1], demos.action[:, -1], "the gripper has no noise")
+
+
 def test_failed_episodes_are_replaced_within_the_same_task(tmp_path: Path) -> None:
     """Eight noisy steps for a goal that needs five clean steps: some episodes fail."""
     hard = ("model.expert_noise=1.0", "env.kwargs.goal=2.5", "collect.episodes=12")

@@ -114,11 +114,12 @@ def test_loss_with_delay_averages_predicted_actions():
         return noise - chunk + 1.0, x
 
     chunk, noise = torch.randn(1, 4, 2), torch.randn(1, 4, 2)
-    loss = delayed_loss(wrong_by_one, chunk, noise, torch.tensor([0.6]), torch.tensor([2]))
+    executed = torch.randn(1, 4, 2)
+    loss = delayed_loss(wrong_by_one, chunk, noise, torch.tensor([0.6]), torch.tensor([2]), executed)
     assert loss.item() == pytest.approx(1.0)
     ((x, t),) = seen
     assert t.tolist() == [pytest.approx([0, 0, 0.6, 0.6])]
-    assert torch.equal(x[:, :2], chunk[:, :2]), "committed actions have no noise"
+    assert torch.equal(x[:, :2], executed[:, :2]), "committed actions have no noise"
     assert torch.allclose(x[:, 2:], 0.6 * noise[:, 2:] + 0.4 * chunk[:, 2:])
 
 
@@ -228,6 +229,56 @@ def test_sft_with_simulated_delays_needs_no_delay_inputs(tmp_path):
     assert loss.shape == (2,)
     loss.sum().backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.module.parameters())
+
+
+def test_committed_actions_of_the_observation_are_inputs_of_sft(tmp_path):
+    """Targets are labels, committed actions were executed; the columns of the state contain the executed actions."""
+    policy = build(tmp_path, rtc="trained", rtc_delay=2)
+    labels = np.random.default_rng(2).uniform(-0.9, 0.9, (2, H, A)).astype(np.float32)
+    equal, other = observe(2, 2), observe(2, 2)
+    equal.state[:, 6 : 6 + 2 * A] = labels[:, :2].reshape(2, -1)
+    equal.state[:, 6 + A - 1 : 6 + 2 * A : A] = (
+        labels[:, :2, -1] + 1
+    ) / 2  # the environment's gripper: 0 open, 1 closed
+
+    def loss(obs: Observation) -> np.ndarray:
+        torch.manual_seed(0)  # of noise, times and delays
+        return np.stack([policy.imitate(obs, labels).loss.detach().numpy() for _ in range(4)])
+
+    plain = loss(observe(0, 0, plain=True))
+    assert np.allclose(loss(equal), plain, atol=1e-6)
+    assert not np.allclose(loss(other), plain, atol=1e-4)
+
+
+def test_trained_policy_continues_the_committed_actions(tmp_path):
+    """Chunks are ramps with a random offset that only the committed actions contain."""
+    policy = build(tmp_path, rtc="trained", rtc_delay=2, num_steps=8)
+    rng = np.random.default_rng(0)
+
+    def ramps(count: int) -> np.ndarray:
+        offset = rng.uniform(-0.6, 0.6, (count, 1, 1))
+        chunk = np.broadcast_to(offset + 0.1 * np.arange(H)[:, None] - 0.35, (count, H, A)).astype(np.float32)
+        return np.concatenate([chunk[..., :-1], np.ones((count, H, 1), np.float32)], 2)  # gripper: closed
+
+    def after(chunks: np.ndarray, delay: int) -> Observation:
+        state = np.zeros((len(chunks), COMMITTED.state_dim), np.float32)
+        state[:, 4:6], state[:, 6:] = (delay, 4), chunks[:, :4].reshape(len(chunks), -1)
+        images = np.zeros((len(chunks), 0, 0, 0, 3), np.uint8)
+        return Observation(images=images, state=state, instructions=PLAIN.tasks * len(chunks))
+
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(policy.module.parameters())
+    for step in range(150):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / 150)
+        chunks = ramps(64)
+        optimizer.zero_grad()
+        policy.imitate(after(0 * chunks, 0), chunks).loss.mean().backward()
+        optimizer.step()
+    chunks = ramps(100)
+    for delay, expected in ((0, 0.35), (1, 0.0), (2, 0.0)):
+        found = policy.act(after(chunks, delay), noise=None).actions
+        error = np.sqrt(np.square(found - chunks)[:, delay:, :-1].mean())
+        assert error == pytest.approx(expected, abs=0.06), delay
 
 
 def test_delays_longer_than_in_training_are_refused(tmp_path):
