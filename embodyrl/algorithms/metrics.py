@@ -61,11 +61,7 @@ def token_metrics(cost: IntArray, valid: BoolArray) -> dict[str, float]:
         valid: [B, K] True for the tokens of the reply.
     """
     prompts = cost - valid.sum(1)
-    return {
-        "tokens": float(cost.sum()),
-        "prompt_len": float(prompts.mean()),
-        "prompt_len_max": float(prompts.max()),
-    }
+    return {"tokens": float(cost.sum()), "prompt_len": float(prompts.mean()), "prompt_len_max": float(prompts.max())}
 
 
 def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.algorithms.settings import AlgorithmSettings, BufferSettings, GroupSettings, ValueSettings
 from embodyrl.config.settings import Settings
 from embodyrl.registry import Registry
-from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
+from embodyrl.types import Episode, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +49,10 @@ class LossWeights:
     positive: FloatArray
     """[n, K] weight of each action with a positive advantage; sums to 1, or all 0."""
 
-    def rows(self, index: IntArray | BoolArray | slice) -> LossWeights:
+    def rows(self, index: IntArray) -> LossWeights:
         """Return the weights of the selected samples."""
-        return LossWeights(policy=self.policy[index], value=self.value[index], positive=self.positive[index])
+        policy, value, positive = (own.take(index, 0) for own in (self.policy, self.value, self.positive))
+        return LossWeights(policy=policy, value=value, positive=positive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

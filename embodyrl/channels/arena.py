@@ -179,7 +179,8 @@ class Arena:
         """
         records = self._valid(tickets)
         # A record that is twice on the free list would be allocated twice.
-        assert len(np.unique(records)) == len(records), "a record was freed twice"
+        ordered = np.sort(records)
+        assert (ordered[1:] != ordered[:-1]).all(), "a record was freed twice"
         self._fields[STATE][records] = RecordState.FREE
         self._free[self._num_free : self._num_free + len(records)] = records
         self._num_free += len(records)
@@ -206,7 +207,7 @@ class Arena:
             StaleTicketError: a record was freed, or not completely written.
         """
         records = self._valid(tickets)
-        unready = records[self._fields[STATE][records] != RecordState.READY]
+        unready = records[self._fields[STATE].take(records) != RecordState.READY]
         for record in unready[:1].tolist():
             state = ("FREE", "ALLOCATED", "WRITING", "READY")[self._fields[STATE][record]]
             raise StaleTicketError(f"Record {record} cannot be read: its state is {state} instead of READY.")
@@ -216,7 +217,7 @@ class Arena:
         """Return the record indices of tickets after checking that no ticket is stale."""
         numbers = np.asarray(tickets, np.int64)
         records = numbers & _RECORDS
-        free, now = self._fields[STATE][records] == RecordState.FREE, self._fields[SEQUENCE][records]
+        free, now = self._fields[STATE].take(records) == RecordState.FREE, self._fields[SEQUENCE].take(records)
         for i in np.flatnonzero(free | (now != numbers >> _RECORD_BITS))[:1].tolist():
             what = "was freed" if free[i] else f"has sequence {now[i]}"
             raise StaleTicketError(
@@ -236,7 +237,7 @@ class Arena:
 
 def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[str, ...]:
     """Return the instruction of each of the n records."""
-    words = fields[Record.instruction][records]
+    words = fields[Record.instruction].take(records, 0)
     # Common case: one instruction for all records; one comparison is a hundred times faster than decoding all.
     same = len(words) > 0 and words.tobytes() == words[0].tobytes() * len(words)
     return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))
@@ -244,9 +245,10 @@ def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[s
 
 def read_observation(fields: Fields, records: IntArray) -> Observation:
     """Gather the observations of n records as a batch."""
+    # `take` gathers short rows ten times faster than an index.
     return Observation(
-        images=fields[Record.images][records],
-        state=fields[Record.observed_state][records],
+        images=fields[Record.images].take(records, 0),
+        state=fields[Record.observed_state].take(records, 0),
         instructions=read_instructions(fields, records),
     )
 

@@ -18,26 +18,13 @@ from embodyrl.commands.evaluate import Compared, compare, read_evaluation, run_e
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
 from embodyrl.commands.kept import EpisodeWriter, keeps_episodes, open_writer
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
-from embodyrl.commands.run_folder import (
-    RunFolder,
-    check_resumed,
-    first_weights,
-    open_run,
-    weight_facts,
-)
+from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, weight_facts
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.history import METRICS_FILE, read_rows
-from embodyrl.plan.episodes import (
-    EpisodeList,
-    greedy_episodes,
-    group_sampler,
-    groups_per_step,
-    refill_episodes,
-    train_episodes,
-)
+from embodyrl.plan.episodes import greedy_episodes, group_sampler, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
@@ -333,7 +320,7 @@ class StepRollouts:
         """Finish the rollout of a step. Call `progress(finished, total)` after each episode."""
         self._open(step, step + self._lag)
         rollout = self._rollouts.pop(step)
-        total = _size(rollout.plan)
+        total = rollout.plan.expected
 
         def note(_: Episode) -> None:
             progress(min(len(rollout.out.episodes), total), total)
@@ -385,7 +372,3 @@ class StepRollouts:
         collection.reward_errors += more.reward_errors
         collection.refills += missing
         collection.tally.add(more.tally)
-
-
-def _size(plan: EpisodeList) -> int:
-    return plan.num_slots * len(plan.waves) if plan.waves[0].quota_chunks else plan.num_episodes

@@ -292,7 +292,8 @@ class ChunkedEnv:
 
     def _position(self, slot: int) -> tuple[int, int]:
         """Return the reset id of the slot's episode and its number of executed steps."""
-        self._require_begun(np.array([slot]))
+        if self._phase[slot] == _EMPTY:
+            self._require_begun(np.array([slot]))
         return int(self._reset_id[slot]), int(self._steps[slot])
 
     def _task(self, slot: int) -> int:

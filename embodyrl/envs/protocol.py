@@ -10,16 +10,7 @@ from embodyrl.config.settings import Settings
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
-from embodyrl.types import (
-    BoolArray,
-    ByteArray,
-    ChunkResult,
-    EnvCosts,
-    EnvSpec,
-    EpisodeStart,
-    FloatArray,
-    IntArray,
-)
+from embodyrl.types import BoolArray, ByteArray, ChunkResult, EnvCosts, EnvSpec, EpisodeStart, FloatArray, IntArray
 
 AfterStep = Callable[[int, bool], None]
 """Callback that receives the slot and its success after each executed env step; used to record videos."""

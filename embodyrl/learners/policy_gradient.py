@@ -164,7 +164,7 @@ class PolicyGradientLearner(Learner):
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
         """Return the old log-probabilities: recomputed if the algorithm requires it, otherwise those of the rollout."""
-        behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
+        behaviour = torch.from_numpy(self._arena[Record.logprob].take(batch.records, 0))
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
         logprob = torch.zeros_like(behaviour)
@@ -183,9 +183,9 @@ class PolicyGradientLearner(Learner):
         return PreparedBatch(
             records=records,
             episode=episode,
-            advantage=arena[Record.advantage][records],
-            returns=arena[Record.returns][records],
-            valid=arena[Record.valid][records],
+            advantage=arena[Record.advantage].take(records, 0),
+            returns=arena[Record.returns].take(records, 0),
+            valid=arena[Record.valid].take(records, 0),
             has_signal=True,
         )
 
@@ -210,7 +210,7 @@ class PolicyGradientLearner(Learner):
             if not len(useful := np.flatnonzero(~inert[samples])):
                 counts.append([])
                 continue
-            cost = self._arena[Record.cost][batch.records[samples[useful]]]
+            cost = self._arena[Record.cost].take(batch.records.take(samples.take(useful)))
             if len(useful) > self._cfg.micro_batch_size and isinstance(self._policy, TextPolicy):
                 # A micro-batch computes equal prompts once, and is padded to its longest sample.
                 records = batch.records[samples[useful]]
@@ -219,7 +219,7 @@ class PolicyGradientLearner(Learner):
             dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
             counts.append([counted for _, counted in dealt])
             for rows, _ in dealt:
-                chosen.append(samples[useful[rows]])
+                chosen.append(samples.take(useful.take(rows)))
                 weights.append(own.rows(useful[rows]))
         parts = iter(self._gather(batch, proximal, chosen, weights))
         for counted in counts:
@@ -232,9 +232,9 @@ class PolicyGradientLearner(Learner):
         if not chosen:
             return
         samples, sizes = np.concatenate(chosen), [len(rows) for rows in chosen]
-        records = batch.records[samples]
+        records = batch.records.take(samples)
         whole = None if self._arena[Record.images].size else read_observation(self._arena, records)
-        tokens, start = self._arena[Record.tokens][records], 0
+        tokens, start = self._arena[Record.tokens].take(records, 0), 0
         for size, inputs in zip(sizes, self._inputs(batch, samples, weights, proximal).split(sizes), strict=True):
             own = slice(start, start := start + size)
             seen = records[own]
@@ -257,24 +257,24 @@ class PolicyGradientLearner(Learner):
     def _inputs(
         self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal
     ) -> LossInputs:
-        arena, records = self._arena, batch.records[samples]
+        arena, records = self._arena, batch.records.take(samples)
         masks = self._rules.off_policy_masking_delta is not None
-        tensor = torch.from_numpy
+        tensor, rows = torch.from_numpy, torch.from_numpy(samples)
         policy, value, positive = (
             tensor(np.concatenate([getattr(own, name) for own in weights])) for name in ("policy", "value", "positive")
         )
         return LossInputs(
-            old_logprob=proximal.logprob[samples],
-            ref_logprob=tensor(arena[Record.ref_logprob][records]) if self._reference is not None else None,
-            advantage=tensor(batch.advantage[samples]),
-            returns=tensor(batch.returns[samples]),
-            old_value=tensor(arena[Record.value][records]),
-            valid=tensor(batch.valid[samples]),
+            old_logprob=proximal.logprob.index_select(0, rows),
+            ref_logprob=tensor(arena[Record.ref_logprob].take(records, 0)) if self._reference is not None else None,
+            advantage=tensor(batch.advantage.take(samples, 0)),
+            returns=tensor(batch.returns.take(samples, 0)),
+            old_value=tensor(arena[Record.value].take(records, 0)),
+            valid=tensor(batch.valid.take(samples, 0)),
             weight=policy,
             value_weight=value,
             positive_weight=positive,
-            behaviour_logprob=tensor(arena[Record.logprob][records]) if masks else None,
-            correction=None if proximal.correction is None else proximal.correction[samples],
+            behaviour_logprob=tensor(arena[Record.logprob].take(records, 0)) if masks else None,
+            correction=None if proximal.correction is None else proximal.correction.index_select(0, rows),
         )
 
 

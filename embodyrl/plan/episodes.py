@@ -56,6 +56,11 @@ class EpisodeList:
         """Number of episodes in all waves."""
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
 
+    @property
+    def expected(self) -> int:
+        """Number of episodes that will run; a lower bound if slots have quotas."""
+        return self.num_slots * len(self.waves) if self.waves[0].quota_chunks else self.num_episodes
+
     def without(self, episodes: Set[int]) -> EpisodeList:
         """Return a copy of the list without the episodes whose ids are in `episodes`."""
         waves = (

@@ -19,13 +19,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.learners.settings import ActorSettings, CriticSettings
-from embodyrl.plan.settings import (
-    CheckpointSettings,
-    EvalSettings,
-    RolloutSettings,
-    RunnerSettings,
-    VideoChoice,
-)
+from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSettings, RunnerSettings, VideoChoice
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry
 

@@ -290,7 +290,7 @@ class RolloutScheduler(EventLoop):
         self._tally.inferences += 1
         self._tally.inferred += len(rows)
         # Records of dead workers: the policy was reading them until now, so they are freed here.
-        stale = [row for row in rows.tolist() if self._slots.each[row].stale]
+        stale = rows[self._slots.stale[rows]].tolist()
         self._slots.phase[rows] = Phase.ACTED
         self._stages.note_slots(rows)
         for row in stale:
@@ -358,10 +358,10 @@ class RolloutScheduler(EventLoop):
         for row in self._stages.slots_of(worker):
             slot = self._slots.each[row]
             slot.open = None
-            if slot.rollout is None or slot.stale:
+            if slot.rollout is None or self._slots.stale[row]:
                 continue
             if self._slots.phase[row] == Phase.INFERRING:
-                slot.stale = True
+                self._slots.stale[row] = True
             else:
                 self._lose(row, slot.rollout)
 

@@ -77,8 +77,6 @@ class Slot:
     """Unfinished episode whose state is still in the simulator; set only while the slot is idle."""
     earlier: EarlierPart | None = None
     """Part of the running episode that earlier rollouts executed; None: the episode began in this rollout."""
-    stale: bool = False
-    """True if the worker died while the policy was reading the slot's record."""
     solved: bool = False
     """True if the goal was already reached when the running episode began."""
 
@@ -95,7 +93,8 @@ class Slots:
         self.phase = np.frombuffer(self._phases, np.int8)
         self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
         # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far.
-        self.keeps = np.ones(count, np.bool_)
+        self.keeps, self.stale = np.ones(count, np.bool_), np.zeros(count, np.bool_)
+        # `stale`: the worker died while the policy was reading the slot's record.
         self.current, self.target = np.zeros((2, count), np.int64)
         # Tickets of the current and of the next observation. `taken`: tickets of the chunks taken so far [N, longest];
         # `take_chunks` doubles its width for longer episodes.
@@ -226,7 +225,8 @@ class Slots:
         kept = [own for own, keep in zip(taken, keeps, strict=True) if keep]
         records = records_of(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
         # One gather for all episodes, whose arrays are slices of it; they remain valid after the records are freed.
-        columns: dict[str, Any] = {name: self._arena[name][records] for name in KEPT}
+        columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in KEPT}
+        bootstraps = np.zeros((len(rows), self._num_bootstraps), np.float32)
         found, place = [], 0
         for i, row in enumerate(rows.tolist()):
             slot = self.each[row]
@@ -246,7 +246,7 @@ class Slots:
                 spec=spec,
                 records=records[own],
                 **fields,
-                bootstrap_value=np.zeros(self._num_bootstraps, dtype=np.float32),
+                bootstrap_value=bootstraps[i],
                 terminated=bool(terminated[i]),
                 truncated=bool(truncated[i]) or cut,
                 cut=cut,
@@ -273,7 +273,7 @@ class Slots:
         tickets = self._taken[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
         tickets += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
-        slot.stale = False
+        self.stale[row] = False
         self._become_idle(slot)
         return tickets
 

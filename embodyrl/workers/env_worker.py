@@ -136,8 +136,10 @@ class EnvWorker:
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
         self._observe(slots, request.targets)
+        if self._recordings is None:
+            return []
         done = [slot for slot, done in zip(slots, result.done, strict=True) if done and slot in self._recorded]
-        return [self._recordings.end(slot) for slot in done] if self._recordings is not None else []
+        return [self._recordings.end(slot) for slot in done]
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
         """Start episodes; return the slots whose goal is already reached before the first action."""

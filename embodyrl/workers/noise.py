@@ -27,8 +27,8 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
     key = np.stack([np.zeros(shape, np.uint64), np.broadcast_to(seeds[:, None], shape)])
     for _ in range(10):
         # Both halves of a round in one operation: `[::-1]` swaps the products between the words.
-        even, odd = (_high(_FACTORS, even) ^ odd ^ key)[::-1], _FACTORS * even
-        key = key + _KEY_STEPS
+        even, odd = (_high(even) ^ odd ^ key)[::-1], _FACTORS * even
+        key += _KEY_STEPS
     # Each 64-bit number gives two 32-bit numbers, the low one first, of which 24 bits are used.
     bits = np.stack([even[0], odd[1], even[1], odd[0]], axis=-1).astype("<u8").view("<u4").reshape(len(seeds), -1)
     return (bits[:, :tokens_per_chunk] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
@@ -40,12 +40,15 @@ _FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None
 _KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, None, None]
 
 
-def _high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the upper 64 bits of the 128-bit products of two uint64 arrays."""
-    half, low = np.uint64(32), np.uint64(2**32 - 1)
-    a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
-    across = a1 * b0 + (a0 * b0 >> half)
-    return a1 * b1 + (across >> half) + (a0 * b1 + (across & low) >> half)
+_HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
+_UPPER, _LOWER = _FACTORS >> _HALF, _FACTORS & _LOW
+
+
+def _high(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the upper 64 bits of the 128-bit products of uint64 words [2, ...] and `_FACTORS`."""
+    upper, lower = words >> _HALF, words & _LOW
+    across = _UPPER * lower + (_LOWER * lower >> _HALF)
+    return _UPPER * upper + (across >> _HALF) + (_LOWER * upper + (across & _LOW) >> _HALF)
 
 
 def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tokens_per_chunk: int) -> FloatArray:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Request, UpdateRequest
@@ -76,8 +78,9 @@ class Timeline:
         self._open.setdefault(worker, deque()).append((request.label, self._now(), _size(request)))
         # Read before the update, because the records may be reused afterwards.
         if isinstance(request, UpdateRequest):
-            versions = self._arena[Record.version][records_of(request.tickets)]
-            self._staleness.update((request.step - versions).tolist())
+            versions = self._arena[Record.version].take(records_of(request.tickets))
+            counts = np.bincount(request.step - versions).tolist()
+            self._staleness.update({age: count for age, count in enumerate(counts) if count})
 
     def answered(self, worker: str, message: Message) -> None:
         """Record the reply of a worker to its oldest request; other messages are ignored."""

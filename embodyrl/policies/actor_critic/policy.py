@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, WEIGHTS_FILE, NetShape
+from embodyrl.policies.actor_critic.tanh import Tanh
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf, standard_normal
 from embodyrl.policies.weights import fill_weights
@@ -347,7 +348,7 @@ def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float
     gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
     layers: list[nn.Module] = []
     for (a, b), own in zip(pairs, gains, strict=True):
-        layers += [init(nn.Linear(a, b), own), nn.Tanh() if activation == "tanh" else nn.ReLU()]
+        layers += [init(nn.Linear(a, b), own), Tanh() if activation == "tanh" else nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -1,0 +1,32 @@
+"""Hyperbolic tangent that computes large CPU tensors with numpy, which is several times as fast as torch there."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_LARGE = 2**15
+"""Number of elements from which the faster computation outweighs the call of a Python function in autograd."""
+
+
+class Tanh(nn.Module):
+    """Hyperbolic tangent; the float32 values of large CPU tensors may differ from torch's in the last bit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tanh(x)."""
+        large = x.numel() >= _LARGE and x.device.type == "cpu" and x.dtype == torch.float32
+        return _LargeTanh.apply(x) if large else torch.tanh(x)
+
+
+class _LargeTanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.from_numpy(np.tanh(x.detach().numpy()))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.addcmul(y.new_ones(()), y, y, value=-1.0).mul_(grads[0])
