@@ -94,15 +94,26 @@ def wait_for(url: str, process: subprocess.Popen[str], deadline_s: float = 600.0
 BOTH = ["small", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 
 
+@pytest.fixture(scope="module")
+def small_url(folder: Path) -> Iterator[str]:
+    yield from serve(folder, small=True, adapted=True)
+
+
 @pytest.fixture(scope="module", params=BOTH)
 def url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from serve(folder, small=request.param == "small", adapted=True)
+    if request.param == "small":
+        yield request.getfixturevalue("small_url")
+    else:
+        yield from serve(folder, small=False, adapted=True)
 
 
 @pytest.fixture(scope="module", params=BOTH)
 def teacher_url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Start a server without adapters; with adapters vLLM 0.32 on a CPU fails at log-probabilities of prompts."""
-    yield from serve(folder, small=request.param == "small", adapted=False)
+    """Return a server without adapters; with adapters vLLM 0.32 on a CPU fails at log-probabilities of prompts."""
+    if request.param == "small":
+        yield request.getfixturevalue("small_url")
+    else:
+        yield from serve(folder, small=False, adapted=False)
 
 
 def serve(folder: Path, *, small: bool, adapted: bool) -> Iterator[str]:
