@@ -60,6 +60,7 @@ COMPOSED = {
     "env=aloha": "the same",
     "env=robosuite": "the same",
     "data.path=lift_demos": "demonstrations of robosuite",
+    "data.path=stack_demos": "the same",
     "mt10": "the same",
 }
 """Command lines that are only composed and checked, with the reason."""
