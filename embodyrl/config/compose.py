@@ -250,14 +250,16 @@ def _store_variants() -> None:
 def _own_hydra() -> Iterator[None]:
     """Clear Hydra's global state inside the block, then restore the state of another Hydra application."""
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.singleton import Singleton
+    from omegaconf import OmegaConf
 
-    state = Singleton.get_state()
+    other = GlobalHydra.instance().hydra
+    added = [name for name in ("hydra", "now", "python_version") if not OmegaConf.has_resolver(name)]
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        Singleton.set_state(state)
+        GlobalHydra.instance().hydra = other
+        deque(map(OmegaConf.clear_resolver, added), maxlen=0)
 
 
 def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:

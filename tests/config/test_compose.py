@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 
 from embodyrl.config.compose import compose_files
 from embodyrl.errors import ConfigError
@@ -79,6 +80,9 @@ def test_compose_does_not_change_the_global_hydra_state(folder: Path) -> None:
         found = compose_files("root", (("env", "b"),), (folder,))
         assert [s.value for s in found if s.key == "env.x"] == [2]
         assert compose_by_hydra("root").seed == 1
+    OmegaConf.clear_resolver("now")
+    compose_files("root", (("env", "b"),), (folder,))
+    assert not OmegaConf.has_resolver("now")
 
 
 @pytest.mark.parametrize(
