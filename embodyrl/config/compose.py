@@ -259,7 +259,8 @@ def _own_hydra() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = other
-        deque(map(OmegaConf.clear_resolver, added), maxlen=0)
+        for name in added:
+            OmegaConf.clear_resolver(name)
 
 
 def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
