@@ -137,7 +137,8 @@ class CollectSettings(Settings):
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
     labels: Labels = Labels.executed
-    """executed: record the executed actions; expert: record the expert's actions for the same states."""
+    """executed: record the executed actions, those of the scripted expert without `model.expert_noise`; expert: record
+    the expert's actions for the same states."""
     images: FrameFormat = FrameFormat.png
     """Format of the images. png: lossless, inside the parquet files; mp4: lossy, but much smaller."""
 
