@@ -97,7 +97,7 @@ class HumanExpert:
         recorded = {row["embodyrl/reset_id"] for row in read_episodes(out)}
         wanted = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
         open_ids = [reset_id for reset_id in wanted if reset_id not in recorded]
-        recording = Recording(out, policy.run_plan, cfg)
+        recording = Recording(out, policy.run_plan, cfg, cfg.env.train.state_ids)
         try:
             if open_ids:
                 self._note(f"{self.desk.note.partition(': ')[2]}; correct {len(open_ids)} failed episodes")

@@ -44,13 +44,20 @@ class Step:
 class Recording:
     """Data set of episodes of `play`; each episode is appended when it ends."""
 
-    def __init__(self, root: Path, run_plan: RunPlan, environment: Config | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        run_plan: RunPlan,
+        environment: Config | None = None,
+        state_ids: Sequence[int] | None = None,
+    ) -> None:
         """Start or continue a data set.
 
         Args:
             root: folder of the data set.
             run_plan: plan of the policy and the environment.
             environment: config whose environment is stored with the data; None: the config of `run_plan`.
+            state_ids: first and last initial state from which episodes may start; None: unknown, any state.
 
         Raises:
             EmbodyError: the folder contains other files, or a data set of another policy.
@@ -58,6 +65,8 @@ class Recording:
         # A played episode advances step by step: its state does not contain actions of a previous chunk.
         cfg, self._env = run_plan.cfg, without_committed(run_plan.env)
         collected = {"by": "play", "model": run_plan.policy.name, "weights": cfg.ckpt or cfg.model.weights}
+        if state_ids is not None:
+            collected["state_ids"] = list(state_ids)
         card = Card(env=self._env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
         self._writer = DatasetWriter(root, card)
         write_environment(environment or cfg, root)

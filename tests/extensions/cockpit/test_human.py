@@ -95,6 +95,8 @@ def test_person_corrects_failed_episodes_and_the_policy_trains_on_them(tmp_path:
         rows = read_episodes(tmp_path / f"rounds/round_{number}_alone")
         alone = {row["embodyrl/reset_id"]: row["embodyrl/success"] for row in rows}
         corrected = load_demonstrations(folder)
+        states = read_card(folder).collected["state_ids"]
+        assert states == cfg.env.train.state_ids, "else an evaluation would count all states as demonstrated"
         assert len(alone) == 6
         assert 1 <= corrected.num_episodes <= 2
         assert not any(alone[reset_id] for reset_id in corrected.reset_id.tolist()), "only episodes that failed"
