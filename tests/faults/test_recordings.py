@@ -61,7 +61,7 @@ def test_repeated_episode_replaces_its_older_videos(tmp_path):
 
 
 def test_deleted_video_folder_is_an_error(tmp_path):
-    recorder = VideoRecorder(tmp_path / "videos" / "film", 20, "go", False)
+    recorder = VideoRecorder(tmp_path / "videos" / "episode", 20, "go", False)
     recorder.add(FRAME, False)
     # Renamed first: the encoder may create its file while rmtree lists the folder.
     shutil.rmtree((tmp_path / "videos").rename(tmp_path / "deleted"))

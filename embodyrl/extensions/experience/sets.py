@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from embodyrl.extensions.demonstrations.layout import (
 )
 from embodyrl.extensions.demonstrations.reader import Demonstrations, count_doubts, load_demonstrations
 from embodyrl.extensions.demonstrations.rows import find_rows, read_success, read_vectors
+from embodyrl.extensions.demonstrations.settings import Labels
 from embodyrl.extensions.demonstrations.tables import read_tasks
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
 from embodyrl.types import EnvSpec, IntArray
@@ -203,6 +204,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
     known = [one for one in states if isinstance(one, list | tuple) and len(one) == 2]
     if len(known) == len(states):
         collected["state_ids"] = [min(one[0] for one in known), max(one[1] for one in known)]
+    collected |= _origin([source.card.collected for source in sources])
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
     return Card(
         env=_joined_env([source.card.env for source in sources]),
@@ -213,6 +215,23 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
         names=first.names,
         collected=collected,
     )
+
+
+def _origin(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the source of the actions and rewards in all sets, for readers that need executed actions or rewards.
+
+    Executed actions cannot be computed from labels with different amounts of noise: such a set counts as labels.
+    """
+    found: dict[str, Any] = {}
+    noise = {source.get("expert_noise") or 0.0 for source in sources}
+    if len(noise) == 1 and any(noise):
+        found["expert_noise"] = noise.pop()
+    if len(noise) > 1 or any(source.get("labels") == Labels.expert for source in sources):
+        found["labels"] = Labels.expert.value
+    rewards = [source.get("reward") for source in sources]
+    if any(rewards):
+        found["reward"] = rewards[0] if all(one == rewards[0] for one in rewards) else {"path": "(several)"}
+    return found
 
 
 def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:

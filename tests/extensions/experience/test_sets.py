@@ -73,6 +73,42 @@ def test_merged_set_contains_all_episodes_of_both_sets(two, tmp_path: Path, caps
     assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
 
 
+MINE, OTHER = {"path": "pkg:mine"}, {"path": "pkg:other"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        ({"expert_noise": 0.3}, {"expert_noise": 0.3}, {"expert_noise": 0.3}),
+        ({"expert_noise": 0.3}, {"expert_noise": 0.0}, {"labels": "expert"}),
+        ({"labels": "expert"}, {"labels": "executed"}, {"labels": "expert"}),
+        ({"labels": "executed"}, {}, {}),
+        ({"reward": MINE}, {"reward": MINE}, {"reward": MINE}),
+        ({"reward": MINE}, {"reward": OTHER}, {"reward": {"path": "(several)"}}),
+        ({"reward": MINE}, {}, {"reward": {"path": "(several)"}}),
+    ],
+)
+def test_copies_keep_the_source_of_actions_and_rewards(tmp_path: Path, capsys, first, second, kept) -> None:
+    """Otherwise SFT with simulated delays and off-policy learning would take labels for executed actions."""
+    write(tmp_path / "a", range(2), Actor.expert, -1, **first)
+    write(tmp_path / "b", range(2, 4), Actor.expert, -1, **second)
+    assert run("merge", tmp_path / "both", tmp_path / "a", tmp_path / "b") == 0
+    found = read_card(tmp_path / "both").collected
+    assert {name: found[name] for name in ("expert_noise", "labels", "reward") if name in found} == kept
+
+
+def test_filtered_set_has_the_executed_actions_of_its_source(tmp_path: Path, capsys) -> None:
+    write(tmp_path / "all", range(4), Actor.expert, -1, expert_noise=0.3)
+    assert run("filter", tmp_path / "all", tmp_path / "good", success=True) == 0
+    good, whole = load_demonstrations(tmp_path / "good"), load_demonstrations(tmp_path / "all")
+    kept = np.concatenate(
+        [np.arange(a, b) for a, b in zip(whole.start, whole.stop, strict=True) if whole.success[a:b].any()]
+    )
+    assert 0 < len(kept) < len(whole.action)
+    assert np.abs(good.executed - good.action).max() > 0.1
+    np.testing.assert_array_equal(good.executed, whole.executed[kept])
+
+
 def test_merged_data_sets_keep_the_tasks_of_all_sources(tmp_path: Path, capsys) -> None:
     """Tasks of the first set only, and numbers of the wrong tasks, before."""
     tasks = ("open the door", "wash the cup")
