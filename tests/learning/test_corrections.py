@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, DRIVER, Browser, browser
-from person import WatchedExpert, gap, pad_of
+from browser import CHROMIUM, DRIVER
+from person import Gamepad, dagger_with_person
 
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.dagger import dagger
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.monitor.intervals import wilson
@@ -29,42 +27,6 @@ START = "assets/flow_small_tabletop"
 TABLE = ("env=tabletop", "env.train.task_ids=[0,1,2]", "env.train.max_episode_steps=12", "env.train.state_ids=[0,2999]")
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
 ROUNDS, CORRECTIONS, STEPS = 2, 20, 150
-LOST = 3
-"""Steps without approaching the block after which the person takes over."""
-STEP = """const [pad, n, done] = arguments; window.pad.axes = pad.axes; window.pad.buttons = pad.buttons; gamepad();
-document.getElementById("step").click();
-const look = () => state.steps > n ? done([state.over, performance.now()]) : setTimeout(look, 2); look();"""
-REST = {"axes": [0, 0, 0, 0], "buttons": [{"pressed": False, "value": 0}] * 17}
-
-
-class Person:
-    """Corrects one episode after the other in the browser."""
-
-    def __init__(self, page: Browser, expert: WatchedExpert) -> None:
-        self.page, self.expert = page, expert
-        self.round_trips: list[float] = []
-
-    def correct(self, ended: threading.Event) -> None:
-        """Correct all episodes of all rounds."""
-        self.page.open(self.expert.server.url)
-        self.page.run(
-            f"window.pad = {{connected: true, ...{json.dumps(REST)}}}; navigator.getGamepads = () => [window.pad]"
-        )
-        while (scene := self.expert.wait_for_scene(ended)) is not None:
-            reset_id = scene.start["reset_id"]
-            self.page.until(f"state.live && state.reset_id == {reset_id} && state.steps == 0 && inputs() === null")
-            over, steps, nearest, lost = False, 0, gap(scene), 0
-            while not over:
-                pad = pad_of(scene) if lost >= LOST else REST
-                over, _ = self.page.call(STEP, pad, steps)
-                steps += 1
-                near = gap(scene)
-                lost = lost if lost >= LOST else 0 if near < nearest - 0.005 else lost + 1
-                nearest = min(nearest, near)
-            self.page.run(f"Object.assign(window.pad, {json.dumps(REST)}); gamepad()")
-            self.round_trips += self.page.run("return timings")
-            self.page.click("#next")
-            self.page.until(f"!state.live || state.reset_id != {reset_id} || state.remaining == 0")
 
 
 def measure(ckpt: Path, folder: Path) -> tuple[int, int]:
@@ -94,24 +56,7 @@ def test_human_corrections_improve_the_policy(tmp_path: Path, seed: int) -> None
     cfg = load_config("dagger", [*words, *few, *places, *expert])
     check_components(cfg)
     started = time.process_time()
-    ended, found = threading.Event(), []
-
-    def act() -> None:
-        while not WatchedExpert.pages:
-            if ended.wait(0.05):
-                return
-        with browser(tmp_path / "profile") as page:
-            person = Person(page, WatchedExpert.pages.pop())
-            person.correct(ended)
-            found.extend(person.round_trips)
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    try:
-        result = dagger(cfg)
-    finally:
-        ended.set()
-        thread.join()
+    result, trips = dagger_with_person(cfg, Gamepad(), tmp_path / "profile")
     seconds = time.process_time() - started
     corrected = [load_demonstrations(folder) for folder in result.data]
     episodes = sum(part.num_episodes for part in corrected)
@@ -119,7 +64,6 @@ def test_human_corrections_improve_the_policy(tmp_path: Path, seed: int) -> None
     assert episodes <= ROUNDS * CORRECTIONS == 40
     assert all(part.success[part.stop - 1].all() for part in corrected), "the person finishes each episode"
     success, tested = measure(result.run, tmp_path / "evals")
-    trips = sorted(found)
     told = {
         "seed": seed,
         "success": success / tested,

@@ -82,8 +82,10 @@ def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
     return f"LIBERO, {profile} rendering, {'fast' if fast else 'stock'} physics, {'EGL' if on_gpu else 'OSMesa'}"
 
 
-PERSON_STEP, PERSON_TURN = 0.6, 0.3
-"""Translation and rotation command of a pressed key in `embodyrl play`; the arm moves about 7 mm per step."""
+PERSON_STEP, PERSON_TURN = 1.0, 0.5
+"""Translation and rotation command of a pressed key in `embodyrl play`: about 12 mm or 3 degrees per step.
+
+Faster rotations also move the hand sideways."""
 
 
 def family(suite: str) -> str:

@@ -50,7 +50,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             action=ActionSpec(
                 dim=4,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0)),
-                controls=arm_controls(right=(1, 0.5), away=(0, -0.5), up=(2, 0.5), gripper=gripper),
+                controls=arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), gripper=gripper),
                 kind=ActionKind.box,
                 low=(-1.0,) * 4,
                 high=(1.0,) * 4,

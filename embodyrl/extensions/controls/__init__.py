@@ -30,7 +30,7 @@ def arm_controls(
     """
     moves = [("left", "right", right), ("back", "away", away), ("down", "up", up)]
     moves += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
-    pads = ("axis0", "axis1", "axis3", "axis2", "", "")
+    pads = ("axis0", "axis1", "axis3", "", "", "axis2")  # a hand that points down turns about z
     found = []
     for (less, more, (index, value)), (low, high, _), pad in zip(moves, _PAIRS, pads, strict=False):
         found += _pair((less, more), index, (-value, value), (low, high), pad)
