@@ -12,6 +12,7 @@ from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FAC
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.extensions.cockpit.controls import action_of, neutral_action
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
 
@@ -214,3 +215,11 @@ def test_chunk_cost_depends_on_physics_and_rendering(gl, monkeypatch):
         assert chunk_s(profile, False) - chunk_s(profile, True) == pytest.approx(saved)
     assert (chunk_s(full, None), chunk_s(lean, None)) == (chunk_s(full, False), chunk_s(lean, True))
     assert chunk_s(full, True) - PHYSICS_S[True] == (pytest.approx(EGL_DRAW_S if gl == "egl" else DRAW_S[full]))
+
+
+@pytest.mark.sim
+def test_page_moves_the_arm_at_its_full_speed():
+    action = FACTORY.describe(env_of("libero", task_suite_name="libero_goal"), EnvContext()).action
+    keys = {control.key: number for number, control in enumerate(action.controls)}
+    pressed = dict.fromkeys((keys["KeyD"], keys["KeyS"], keys["KeyE"]), 1.0)
+    assert action_of(action, pressed, neutral_action(action)).tolist() == [1, 1, 1, 0, 0, 0, -1]

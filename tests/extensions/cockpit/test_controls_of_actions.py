@@ -1,7 +1,7 @@
 """Actions of a person's inputs."""
 
 from embodyrl.extensions.cockpit.controls import action_of, neutral_action
-from embodyrl.extensions.controls import controls_of
+from embodyrl.extensions.controls import arm_controls, controls_of
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 
@@ -38,3 +38,17 @@ def test_digit_keys_select_discrete_actions_and_no_key_selects_the_neutral_actio
     assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]
     assert action_of(action, {}, last).tolist() == [2.0]
     assert action_of(action, {1: 1.0}, last).tolist() == [1.0]
+
+
+def test_gamepad_moves_an_arm_and_turns_it_about_the_vertical() -> None:
+    gripper = GripperConvention(open=-1.0, closed=1.0)
+    turns = ((3, 0.5), (4, 0.5), (5, 0.5))
+    controls = arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), turns=turns, gripper=gripper)
+    pads = {c.pad: (c.index, c.value) for c in controls if c.pad.startswith("axis")}
+    assert pads == {
+        **{"axis0+": (1, 1.0), "axis0-": (1, -1.0)},
+        **{"axis1-": (0, -1.0), "axis1+": (0, 1.0)},
+        **{"axis3-": (2, 1.0), "axis3+": (2, -1.0)},
+        **{"axis2+": (5, 0.5), "axis2-": (5, -0.5)},
+    }
+    assert len({c.key for c in controls}) == len(controls) == 14, "each input has its own key"

@@ -75,6 +75,10 @@ def test_person_and_policy_share_episodes_in_the_browser(tmp_path: Path) -> None
         assert scene.state()["steps"] == waiting, "nobody else advances the episode"
         one.command("Network.emulateNetworkConditions", offline=False, **slow)
         one.until(f"state.by_person >= 4 && state.steps > {waiting + 1}")
+        key(one, "keydown", "Shift")
+        assert list(one.run("return inputs()").values()) == [0.25], "Shift is for fine motions"
+        key(one, "keyup", "Shift")
+        assert list(one.run("return inputs()").values()) == [1]
         key(one, "keyup", "KeyD")
         one.until("state.actor == 'policy'")
         two.until("state.actor == 'policy'")
