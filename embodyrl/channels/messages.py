@@ -108,7 +108,7 @@ class EnvRequest(Request):
     """Request to one stage (a group of slots that step together) of an env worker: run chunks, then reset slots."""
 
     stage: int
-    slots: Sequence[int] = ()
+    slots: Sequence[int] | IntArray = ()
     """[n] slots that execute the chunks in the records of `sources`; the next observations are written to `targets`."""
     sources: Tickets = ()
     targets: Tickets = ()

@@ -6,11 +6,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.episodes import EpisodeList
 from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 
-NO_QUOTA = 2**62
+_NO_QUOTA = 2**62
 """Number of remaining chunk steps of a slot without a quota, effectively unlimited."""
 _REASONS = 10
 """Maximum number of distinct reward errors logged in a run."""
@@ -89,9 +91,6 @@ class Queue:
         # Episodes of crashed workers, newest first: they run before episodes that have not started.
         self._back: list[EpisodeSpec] = []
 
-    def __len__(self) -> int:
-        return len(self._back) + len(self._specs) - self._next
-
     @property
     def head(self) -> EpisodeSpec:
         """Next episode; the queue must not be empty."""
@@ -135,11 +134,8 @@ class Rollout:
         self.out.continues = self.continues
         self._waves = deque(self.plan.waves)
         self._running = 0
-        self._queues: list[Queue] = []
-        self._spent: Counter[int] = Counter()
         self.crash_count: Counter[int] = Counter()
         """Number of worker crashes during each episode, by episode id."""
-        self._quota: int | None = None
         self.openings = 0
         """Number of started waves and requeued episodes, each of which makes episodes available."""
         self._next_wave()
@@ -149,36 +145,37 @@ class Rollout:
         """Inference mode (greedy, temperature); only observations with the same mode are batched."""
         return self.greedy, self.temperature
 
-    def has_next(self, slot: int) -> bool:
-        """Return True if this slot has an episode to start."""
-        return bool(self._queue_of(slot)) and self.left(slot) > 0
+    def startable(self, rows: IntArray) -> IntArray:
+        """Return those idle slots that can start an episode, if the slots in `rows` start episodes in this order."""
+        rows = rows[rows < self.plan.num_slots]
+        rows = rows[self._left[rows] > 0]
+        return rows[self._waiting[rows] > 0] if len(self._queues) > 1 else rows[: self._waiting[0]]
 
     def upcoming(self, slot: int) -> EpisodeSpec | None:
         """Return the next episode of this slot, if any."""
-        queue = self._queue_of(slot)
-        return queue.head if queue and self.left(slot) > 0 else None
+        return self._queues[self._queue_of(slot)].head if len(self.startable(np.array([slot]))) else None
 
-    def take(self, slot: int) -> EpisodeSpec:
-        """Start the slot's next episode."""
-        queue = self._queue_of(slot)
-        assert queue is not None
-        self._running += 1
-        return queue.pop()
+    def take(self, rows: IntArray) -> list[EpisodeSpec]:
+        """Start the next episode of each slot in `rows` (see `startable`)."""
+        queues = [self._queue_of(row) for row in rows.tolist()]
+        self._running += len(queues)
+        np.subtract.at(self._waiting, queues, 1)
+        return [self._queues[queue].pop() for queue in queues]
 
     def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
         """Discard an attempt at an episode without using quota. With `again`, return the episode to the queue."""
-        queue = self._queue_of(slot)
-        if again and queue is not None:
-            queue.put_back(spec)
+        if again:
+            self._waiting[queue := self._queue_of(slot)] += 1
+            self._queues[queue].put_back(spec)
             self.openings += 1
 
     def spend(self, slot: int, chunks: int) -> None:
         """Subtract the chunk steps of an ended episode from the slot's quota."""
-        self._spent[slot] += chunks
+        self._left[slot] -= chunks
 
-    def left(self, slot: int) -> int:
-        """Return the number of remaining chunk steps for an idle slot in this wave; `NO_QUOTA`: unlimited."""
-        return NO_QUOTA if self._quota is None else self._quota - self._spent[slot]
+    def left(self, rows: IntArray) -> IntArray:
+        """Return the number of remaining chunk steps of idle slots in this wave; without a quota, about 2^62."""
+        return self._left[rows]
 
     def ended(self) -> None:
         """Count an episode that ended or was dropped; after the last episode of a wave, start the next wave."""
@@ -195,18 +192,16 @@ class Rollout:
     @property
     def _exhausted(self) -> bool:
         # Episodes may remain although the slots have no quota left.
-        return not self._running and not any(map(self.has_next, range(self.plan.num_slots)))
+        return not self._running and not len(self.startable(np.arange(self.plan.num_slots)))
 
-    def _queue_of(self, slot: int) -> Queue | None:
+    def _queue_of(self, slot: int) -> int:
         # One shared queue, or one queue per slot (pre-assigned episodes, quotas).
-        if len(self._queues) == 1:
-            return self._queues[0] if slot < self.plan.num_slots else None
-        return self._queues[slot] if slot < len(self._queues) else None
+        return slot if len(self._queues) > 1 else 0
 
     def _next_wave(self) -> None:
         wave = self._waves.popleft()
         self._queues = [Queue(queue) for queue in wave.queues]
-        self._quota = wave.quota_chunks
+        self._waiting = np.array([len(queue) for queue in wave.queues])
         self.openings += 1
         # Quotas apply to one wave.
-        self._spent.clear()
+        self._left = np.full(self.plan.num_slots, _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks)

@@ -154,7 +154,7 @@ class RolloutScheduler(EventLoop):
         # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
         crashed = any(rollout.crash_count for rollout in self._rollouts)
         work = None if crashed else (self._version, self._num_opened, *(rollout.openings for rollout in self._rollouts))
-        orders: list[tuple[StageKey, list[int], tuple[ResetRequest, ...]]] = []
+        orders: list[tuple[StageKey, IntArray, tuple[ResetRequest, ...]]] = []
         may_act = self._may_act.tobytes()
         for key, rows in self._stages.to_check(work):
             if key[0] in self._supervisor.starting:
@@ -163,12 +163,12 @@ class RolloutScheduler(EventLoop):
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = 1 in may_act[rows.start : rows.stop]
             acts = Phase.ACTED in found and not (ready or Phase.INFERRING in found)
-            acted = self._slots.in_phase(Phase.ACTED, rows) if acts else []
+            acted = self._slots.in_phase(Phase.ACTED, rows if acts else range(0))
             resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in found else ()
-            if acted or resets:
+            if len(acted) or resets:
                 orders.append((key, acted, resets))
         # Together, because array operations take as long on a few slots as on thousands.
-        rows = np.array([row for _, acted, _ in orders for row in acted], np.int64)
+        rows = np.concatenate([np.zeros(0, np.int64), *(acted for _, acted, _ in orders)])
         if len(rows):
             self._slots.step(rows)
         sources, targets, place = self._slots.current[rows], self._slots.target[rows], 0
@@ -180,36 +180,35 @@ class RolloutScheduler(EventLoop):
 
     def _reset_requests(self, worker: str, rows: range, crashed: bool) -> tuple[ResetRequest, ...]:
         """Start the next episodes of idle slots; slots that continue a cut episode need no reset."""
-        fresh: list[int] = []
-        going_on: list[int] = []
-        for row in self._slots.in_phase(Phase.IDLE, rows):
-            rollout = self._next_rollout(worker, row, crashed=crashed)
-            if rollout is None:
-                continue
-            slot = self._slots.each[row]
-            # The simulator contains a cut episode that is not continued: a reset drops it.
-            if not rollout.continues:
-                slot.open = None
-            (fresh if slot.open is None else going_on).append(row)
-            self._slots.assign(row, rollout)
-        if not fresh and not going_on:
+        idle, limit, started = self._slots.in_phase(Phase.IDLE, rows), self._task_limits.get(worker), []
+        if limit is None and not crashed:
+            # All slots together: no episode has to run alone in its worker.
+            for rollout in self._rollouts:
+                if len(own := rollout.startable(idle)):
+                    started.append(own)
+                    self._slots.assign(own, rollout)
+                    idle = np.setdiff1d(idle, own, assume_unique=True)
+        else:
+            for own in idle[:, None]:
+                if (rollout := self._next_rollout(worker, int(own[0]), limit)) is not None:
+                    started.append(own)
+                    self._slots.assign(own, rollout)
+        if not started:
             return ()
+        starting = np.concatenate(started)
+        goes_on = np.array([self._slots.each[row].open is not None for row in starting.tolist()])
+        fresh = starting[~goes_on]
         # In this order: `go_on` fills the targets that `begin` allocates.
-        self._slots.begin(np.array(fresh + going_on))
-        self._slots.go_on(np.array(going_on, np.int64))
-        first = self._stages.first[worker]
-        return tuple(self._slots.reset_request(row, first) for row in fresh)
+        self._slots.begin(np.concatenate([fresh, starting[goes_on]]))
+        self._slots.go_on(starting[goes_on])
+        return tuple(self._slots.reset_requests(fresh, self._stages.first[worker]))
 
-    def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
+    def _next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
         """Return the first rollout whose next episode this slot can run.
 
-        `crashed`: True if any episode has crashed a worker. Workers with few simulators accept few tasks at a time;
-        their slots then wait instead of starting a later rollout.
+        Workers with few simulators accept few tasks at a time (`limit`); their slots then wait instead of starting a
+        later rollout.
         """
-        limit = self._task_limits.get(worker)
-        if limit is None and not crashed:
-            # Only suspicious episodes matter; checking all for each of thousands of slots would take quadratic time.
-            return next((rollout for rollout in self._rollouts if rollout.has_next(row)), None)
         running = [r for r in self._stages.slots_of(worker) if self._slots.each[r].episode is not None]
         # Slots that wait for new weights are excluded: they may also wait for the end of this rollout.
         may_act, phase = self._may_act, self._slots.phase
@@ -309,11 +308,11 @@ class RolloutScheduler(EventLoop):
         for row, why in ((first + local, why) for first, _, report in reports for local, why in report.reward_errors):
             if (rollout := self._slots.each[row].rollout) is not None:
                 rollout.out.reward_errors.append(why)
-        stepped = [first + slot for first, request, _ in reports for slot in request.slots]
-        if stepped:
-            self._on_stepped(np.array(stepped), recordings)
+        stepped = np.concatenate([first + np.asarray(request.slots, np.int64) for first, request, _ in reports])
+        if len(stepped):
+            self._on_stepped(stepped, recordings)
         for row in (first + local for first, _, report in reports for local in report.solved):
-            self._slots.each[row].solved = True
+            self._slots.solved[row] = True
         if resets := [first + reset.slot for first, request, _ in reports for reset in request.resets]:
             self._slots.advance(np.array(resets))
 
@@ -329,18 +328,13 @@ class RolloutScheduler(EventLoop):
         finals = self._slots.target[rows]
         videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
         instructions = read_instructions(self._arena, records_of(finals))
-        rollouts = [self._slots.each[row].rollout for row in rows.tolist()]
         # The observation after a time limit or a cut has no action; it is kept for its value.
         spare = (terminated & (not self._needs_all_ends)) | ~self._slots.keeps[rows] | (not self._needs_finals)
-        final_records = np.where(spare, -1, records_of(finals))
-        found = self._slots.finish(rows, terminated, truncated, final_records, instructions, videos)
-        for i, (row, rollout, (episode, tickets)) in enumerate(zip(rows.tolist(), rollouts, found, strict=True)):
-            assert rollout is not None
-            if not spare[i]:
-                tickets = np.concatenate([tickets, finals[i : i + 1]])
+        found = self._slots.finish(rows, terminated, truncated, spare, instructions, videos)
+        for i, (rollout, episode, tickets) in enumerate(found):
             if rollout.continues and episode.cut:
                 seen = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
-                self._slots.each[row].open = Open(so_far=episode.whole, observation=seen)
+                self._slots.each[rows[i]].open = Open(so_far=episode.whole, observation=seen)
             # Lost attempts are not counted; otherwise a crash would change metrics of a deterministic run.
             self._tally.env_steps += episode.length
             rollout.out.episodes.append(episode)
@@ -394,5 +388,5 @@ class RolloutScheduler(EventLoop):
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.ask_acting(request).complete)
         for episode, values in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
-            place = following_action(episode.valid[-1], self._chunk_steps)
-            episode.bootstrap_value[:] = values[place] if len(values) > 1 else values
+            place = following_action(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
+            episode.bootstrap_value[:] = values[place]

@@ -5,7 +5,7 @@ that step together.
 """
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest, portable
 from embodyrl.plan.run_plan import WorkerSlots
-from embodyrl.scheduler.rollout import NO_QUOTA, Rollout
+from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, EpisodeStart, IntArray
 
 
@@ -70,15 +70,10 @@ class Slot:
     episode: EpisodeSpec | None = None
     copies: list[Sequence[np.ndarray]] = field(default_factory=list)
     """Copies of the record fields `KEPT` of each chunk so far, if the rollout does not keep records."""
-    started: float = 0.0
-    room: int = NO_QUOTA
-    """Number of chunk steps that remained in the slot's quota at the start of the episode."""
     open: Open | None = None
     """Unfinished episode whose state is still in the simulator; set only while the slot is idle."""
     earlier: EarlierPart | None = None
     """Part of the running episode that earlier rollouts executed; None: the episode began in this rollout."""
-    solved: bool = False
-    """True if the goal was already reached when the running episode began."""
 
 
 class Slots:
@@ -92,9 +87,10 @@ class Slots:
         self._phases = bytearray(count)
         self.phase = np.frombuffer(self._phases, np.int8)
         self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
-        # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far.
-        self.keeps, self.stale = np.ones(count, np.bool_), np.zeros(count, np.bool_)
-        # `stale`: the worker died while the policy was reading the slot's record.
+        # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far; `_left`: remaining quota.
+        self._started, (self.keeps, self.stale, self.solved) = np.zeros(count), np.zeros((3, count), np.bool_)
+        # `stale`: the worker died while the policy was reading the slot's record; `solved`: the goal was already
+        # reached when the running episode began.
         self.current, self.target = np.zeros((2, count), np.int64)
         # Tickets of the current and of the next observation. `taken`: tickets of the chunks taken so far [N, longest];
         # `take_chunks` doubles its width for longer episodes.
@@ -104,56 +100,49 @@ class Slots:
         """Return the phase (`Phase`) of each slot in a range, one byte per slot."""
         return self._phases[rows.start : rows.stop]
 
-    def in_phase(self, phase: int, rows: range) -> list[int]:
+    def in_phase(self, phase: int, rows: range) -> IntArray:
         """Return the indices of the slots in `rows` whose phase is `phase`."""
-        return [row for row, own in zip(rows, self.phases(rows), strict=True) if own == phase]
+        return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
     def may_act(self, version: int) -> BoolArray:
         """Return the mask [N] of slots whose observation a policy with this weight version may process."""
         return (self.phase == Phase.READY) & (self.not_before <= version)
 
-    def assign(self, row: int, rollout: Rollout) -> None:
-        """Assign the rollout's next episode to a slot; `begin` starts the episode."""
-        slot = self.each[row]
-        slot.rollout, slot.room, slot.episode = rollout, rollout.left(row), rollout.take(row)
-        slot.earlier = slot.open.so_far if slot.open is not None and rollout.continues else None
-        if slot.earlier is not None:
-            # The simulator continues from the earlier start; the action noise is that of this plan.
-            began = slot.earlier.spec
-            slot.episode = replace(slot.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
+    def assign(self, rows: IntArray, rollout: Rollout) -> None:
+        """Assign the rollout's next episodes to slots; `begin` starts the episodes."""
+        specs = rollout.take(rows)
+        self._left[rows], self.not_before[rows], self.keeps[rows] = rollout.left(rows), rollout.not_before, rollout.keep
+        self.noise_seed[rows] = [spec.noise_seed for spec in specs]
+        for row, spec in zip(rows.tolist(), specs, strict=True):
+            slot = self.each[row]
+            # The simulator contains a cut episode that is not continued: a reset drops it.
+            slot.open = slot.open if rollout.continues else None
+            slot.rollout, slot.episode, slot.earlier = rollout, spec, slot.open and slot.open.so_far
+            if slot.earlier is not None:
+                # The simulator continues from the earlier start; the action noise is that of this plan.
+                began = slot.earlier.spec
+                slot.episode = replace(spec, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
 
     def begin(self, rows: IntArray) -> None:
         """Start the assigned episodes; the first observations are written to `target`."""
-        now = time.perf_counter()
-        # Collect first and assign once: elementwise assignment would dominate with thousands of slots.
-        facts = np.zeros((4, len(rows)), np.int64)
-        for i, row in enumerate(rows.tolist()):
-            slot = self.each[row]
-            assert slot.rollout is not None and slot.episode is not None
-            slot.started, slot.solved = now, False
-            facts[:, i] = slot.rollout.not_before, slot.episode.noise_seed, slot.room, slot.rollout.keep
-        self.not_before[rows], self.noise_seed[rows], self._left[rows], self.keeps[rows] = facts
+        self._started[rows], self.solved[rows] = time.perf_counter(), False
         self.phase[rows], self.chunks[rows] = Phase.RESETTING, 0
         self.target[rows] = self._arena.allocate_all(len(rows))
 
-    def reset_request(self, row: int, first: int) -> ResetRequest:
-        """Build the reset request of a slot; `first`: the worker's first slot."""
-        slot = self.each[row]
-        rollout, spec = slot.rollout, slot.episode
-        assert rollout is not None and spec is not None
-        choice = rollout.video(spec) if rollout.video is not None else None
-        return ResetRequest(
-            slot=row - first,
-            start=EpisodeStart(
+    def reset_requests(self, rows: IntArray, first: int) -> Iterator[ResetRequest]:
+        """Yield the reset requests of slots; `first`: the worker's first slot."""
+        for row, target in zip(rows.tolist(), self.target[rows].tolist(), strict=True):
+            rollout, spec = self.each[row].rollout, self.each[row].episode
+            assert rollout is not None and spec is not None
+            choice = rollout.video(spec) if rollout.video is not None else None
+            start = EpisodeStart(
                 reset_id=spec.reset_id,
                 seed=spec.seed,
                 max_episode_steps=rollout.plan.max_episode_steps,
                 ignore_terminations=rollout.plan.ignore_terminations,
-            ),
-            target=int(self.target[row]),
-            video_stem=choice[0] if choice else None,
-            keep_video=choice[1] if choice else "all",
-        )
+            )
+            stem, keep = choice or (None, "all")
+            yield ResetRequest(slot=row - first, start=start, target=target, video_stem=stem, keep_video=keep)
 
     def go_on(self, rows: IntArray) -> None:
         """Continue cut episodes: the policy gets their current observation without a simulation step."""
@@ -209,60 +198,65 @@ class Slots:
         rows: IntArray,
         terminated: BoolArray,
         truncated: BoolArray,
-        final_records: IntArray,
+        spare: BoolArray,
         instructions: Sequence[str],
         videos: Sequence[str | None],
-    ) -> list[tuple[Episode, IntArray]]:
-        """Close the episodes of slots; return each Episode with the tickets of its records.
+    ) -> list[tuple[Rollout, Episode, IntArray]]:
+        """Close the episodes of slots; return each Episode with its rollout and the tickets of its records.
 
-        The records in `target` are not freed. Episodes that are neither `terminated` nor `truncated` [n] are cut;
-        `final_records` [n]: see `Episode.final_record`.
+        The last ticket is the one in `target` (see `Episode.final_record`), except where `spare` [n]. No record is
+        freed. Episodes that are neither `terminated` nor `truncated` [n] are cut.
         """
-        now, lengths = time.perf_counter(), self.chunks[rows]
-        keeps = self.keeps[rows].tolist()
-        # Copied, because the row is reused by the slot's next episode.
-        taken = [self._taken[row, :n].copy() for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
-        kept = [own for own, keep in zip(taken, keeps, strict=True) if keep]
-        records = records_of(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
-        # One gather for all episodes, whose arrays are slices of it; they remain valid after the records are freed.
+        lengths, targets = self.chunks[rows], self.target[rows]
+        counts, cut = np.where(self.keeps[rows], lengths, 0), ~(terminated | truncated)
+        sizes = counts + ~spare
+        # Arrays of all episodes together, of which an episode has slices; they remain valid after records are freed.
+        records = records_of(tickets := self._tickets(rows, counts, sizes))
         columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in KEPT}
+        facts: dict[str, Any] = {
+            "terminated": terminated,
+            "truncated": truncated | cut,
+            "cut": cut,
+            "final_record": np.where(spare, -1, records_of(targets)),
+            "solved_at_reset": self.solved[rows],
+            "duration_s": time.perf_counter() - self._started[rows],
+        }
+        each = zip(*(values.tolist() for values in facts.values()), strict=True)
         bootstraps = np.zeros((len(rows), self._num_bootstraps), np.float32)
-        found, place = [], 0
-        for i, row in enumerate(rows.tolist()):
-            slot = self.each[row]
+        rooms, starts = self._left[rows] + lengths, sizes.cumsum() - sizes
+        places = (values.tolist() for values in (lengths, rooms, counts, starts, sizes))
+        found = []
+        for i, (own, length, room, count, start, size) in enumerate(zip(each, *places, strict=True)):
+            slot = self.each[rows[i]]
             rollout, spec = slot.rollout, slot.episode
             assert rollout is not None and spec is not None
-            if keeps[i]:
-                own = slice(place, place := place + len(taken[i]))
-                fields = {name: column[own] for name, column in columns.items()}
-            else:
-                own = slice(0, 0)
-                stacked = map(np.stack, zip(*slot.copies, strict=True))
-                fields: dict[str, Any] = dict(zip(KEPT, stacked, strict=True))
-            cut = not (terminated[i] or truncated[i])
+            fields = {name: column[start : start + count] for name, column in columns.items()}
+            if slot.copies:
+                fields = dict(zip(KEPT, map(np.stack, zip(*slot.copies, strict=True)), strict=True))
             # With a quota, episodes that end before the cut are the short ones.
-            whole = slot.room >= rollout.plan.max_chunks
+            whole = room >= rollout.plan.max_chunks
             episode = Episode(
                 spec=spec,
-                records=records[own],
+                records=records[start : start + count],
                 **fields,
+                **dict(zip(facts, own, strict=True)),
                 bootstrap_value=bootstraps[i],
-                terminated=bool(terminated[i]),
-                truncated=bool(truncated[i]) or cut,
-                cut=cut,
-                final_record=int(final_records[i]),
-                counted=not cut if rollout.continues else whole,
+                counted=not cut[i] if rollout.continues else whole,
                 earlier=slot.earlier,
                 instruction=instructions[i],
-                solved_at_reset=slot.solved,
-                duration_s=now - slot.started,
                 video=videos[i],
             )
-            found.append((episode, taken[i] if keeps[i] else taken[i][:0]))
+            found.append((rollout, episode, tickets[start : start + size]))
             # Before the slot is idle: `Rollout.ended` uses the remaining quota to start the next wave.
-            rollout.spend(slot.index, len(taken[i]))
+            rollout.spend(slot.index, length)
             self._become_idle(slot)
         return found
+
+    def _tickets(self, rows: IntArray, counts: IntArray, sizes: IntArray) -> IntArray:
+        """Return `sizes` [n] tickets of each slot, one after another: `counts` [n] of chunks, then that in `target`."""
+        tickets = np.concatenate([self._taken[rows], self.target[rows, None]], axis=1)
+        tickets[np.arange(len(rows)), counts] = self.target[rows]
+        return tickets[np.arange(tickets.shape[1]) < sizes[:, None]]
 
     def drop(self, row: int, *, again: bool = True) -> list[int]:
         """Stop the running episode of a slot, and return the tickets to free; `again`: also requeue the episode."""
@@ -324,7 +318,7 @@ class Stages:
     def open(
         self,
         key: StageKey,
-        acted: Sequence[int],
+        acted: IntArray,
         sources: IntArray,
         targets: IntArray,
         resets: tuple[ResetRequest, ...],
@@ -336,7 +330,7 @@ class Stages:
         request = self.busy[key] = EnvRequest(
             sequence=self._sequence,
             stage=stage,
-            slots=[row - first for row in acted],
+            slots=portable(acted - first),
             sources=portable(sources),
             targets=portable(targets),
             resets=resets,

@@ -108,7 +108,7 @@ class EnvWorker:
         )
 
     def _step(self, request: EnvRequest) -> list[Recording]:
-        arena, slots = self._arena, list(request.slots)
+        arena, slots = self._arena, np.asarray(request.slots, np.int64).tolist()
         records = arena.read(request.sources)
         film = self._film if self._recorded else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
@@ -143,8 +143,8 @@ class EnvWorker:
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
         """Start episodes; return the slots whose goal is already reached before the first action."""
-        for request in requests:
-            if self._recordings is not None:
+        if self._recordings is not None:
+            for request in requests:
                 self._recordings.discard(request.slot)  # the episode was cut
         slots = [o.slot for o in requests]
         self._env.reset(slots, [o.start for o in requests])
@@ -174,8 +174,9 @@ class EnvWorker:
 
     def _read_instructions(self, slots: list[int]) -> None:
         width = self._instructions.shape[1]
-        for slot in slots:
-            self._instructions[slot] = encode_instruction(self._env.instruction(slot), width)
+        texts = [self._env.instruction(slot) for slot in slots]
+        encoded = {text: encode_instruction(text, width) for text in {*texts}}
+        self._instructions[slots] = [encoded[text] for text in texts]
 
     @property
     def _recorded(self) -> Set[int]:
