@@ -32,6 +32,8 @@ from embodyrl.extensions.results.vla_eval import vla_eval_result
 from embodyrl.files import json_text, write_atomically
 from embodyrl.registry import closest
 
+_NO_CARD = "{out}: there is no new result card for these recipes. Run `embodyrl results run NAME` first."
+
 
 def results(args: argparse.Namespace) -> int:
     """Run `embodyrl results ACTION`; the default action shows the table."""
@@ -85,9 +87,7 @@ def _check(args: argparse.Namespace, names: list[str]) -> int:
         found += compared
         lines += [*map(str, compared), *differences(stored, new)]
     if not lines:
-        raise ConfigError(
-            f"{args.out}: there is no new result card for these recipes. Run `embodyrl results run NAME` first."
-        )
+        raise ConfigError(_NO_CARD.format(out=args.out))
     drifted = list(dict.fromkeys(one.name for one in found if one.drifted))
     lines.append(f"drift: {', '.join(drifted)}" if drifted else "no drift")
     show_result(args, [asdict(one) | {"drift": one.drifted} for one in found], lines)
@@ -102,6 +102,8 @@ def _accept(args: argparse.Namespace, names: list[str]) -> int:
     """Store new result cards in the table, and write the Markdown page."""
     table = open_table(args.table)
     jobs: list[Job] = [job for job in jobs_of(table.select(names, all_of_them=args.all), args.out) if job.done]
+    if not jobs:
+        raise ConfigError(_NO_CARD.format(out=args.out))
     place = table.folder / CARDS
     place.mkdir(exist_ok=True)
     for job in jobs:

@@ -106,6 +106,13 @@ def test_return_without_an_interval_has_an_infinite_prediction_interval() -> Non
     assert prediction_interval(rows, 1) == (-np.inf, np.inf)
 
 
+def test_accepting_without_a_new_card_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes.toml").write_text(f'[tiny]\ntitle = "Tiny"\ncommand = "{TINY}"\nseeds = [0]\n')
+    assert main(["results", "accept", "tiny", "--table", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
+    assert "there is no new result card" in capsys.readouterr().err
+    assert not (tmp_path / "index.md").exists()
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table with one tiny recipe and the stored cards of three real runs."""
