@@ -1,0 +1,88 @@
+"""Scripted experts for FetchPush and FetchPickAndPlace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from embodyrl.types import DoubleArray, FloatArray
+
+_GAIN = 26.0
+"""Action per metre of distance; an action of 1 moves the target of the gripper by 5 cm."""
+_HEIGHT, _CLEARANCE = 0.42, 0.09
+"""Height of the gripper while it pushes, and height above it while it moves around the block, metres."""
+_BEHIND, _NEAR = 0.08, 0.025
+"""Distance in metres between the block and the start of a push; a start below 2.5 cm away counts as reached."""
+_FINISHED = 0.01
+"""A push ends at 1 cm from the goal."""
+_ALIGNED, _GRASPABLE = 0.02, 0.015
+"""A grasp begins below 2 cm of horizontal and 1.5 cm of vertical distance."""
+_CLOSED = 0.056
+"""Sum of the finger positions in metres below which the fingers hold the block."""
+
+
+class _FetchExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that stores the observation for `expert_action`."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._seen: dict[str, DoubleArray] = {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        self._seen, info = self.env.reset(seed=seed, options=options)
+        return self._seen, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Execute an action of any policy."""
+        self._seen, reward, terminated, truncated, info = self.env.step(action)
+        return self._seen, reward, terminated, truncated, info
+
+
+class FetchPushExpert(_FetchExpert):
+    """Wrapper that adds `expert_action` to FetchPush: moves over the block to its far side, then pushes to the goal."""
+
+    def expert_action(self) -> FloatArray:
+        """Return the change of the gripper's position and the opening of the closed fingers [4]."""
+        gripper, block, goal = self._seen["observation"][:3], self._seen["achieved_goal"], self._seen["desired_goal"]
+        way = (goal - block)[:2]
+        distance = float(np.linalg.norm(way))
+        forward = way / max(distance, 1e-9)
+        offset = gripper[:2] - block[:2]
+        along = float(offset @ forward)
+        aside = offset - along * forward
+        low = gripper[2] < _HEIGHT + 0.02
+        if distance < _FINISHED:
+            return _action(gripper, gripper, -1.0)
+        if low and -0.12 < along < -0.02 and np.linalg.norm(aside) < 0.02:
+            ahead = min(0.05, 0.02 + 0.3 * distance)
+            return _action(np.array([*(gripper[:2] + ahead * forward - 0.8 * aside), _HEIGHT]), gripper, -1.0)
+        start = block[:2] - _BEHIND * forward
+        if np.linalg.norm(start - gripper[:2]) < _NEAR:
+            return _action(np.array([*start, _HEIGHT]), gripper, -1.0)
+        rises = gripper[2] < _HEIGHT + 0.06 and np.linalg.norm(offset) < 0.09
+        return _action(np.array([*(gripper[:2] if rises else start), _HEIGHT + _CLEARANCE]), gripper, -1.0)
+
+
+class FetchPickExpert(_FetchExpert):
+    """Wrapper that adds `expert_action` to FetchPickAndPlace: grasps the block from above and moves it to the goal."""
+
+    def expert_action(self) -> FloatArray:
+        """Return the change of the gripper's position and the opening of the fingers [4]."""
+        seen, block = self._seen["observation"], self._seen["achieved_goal"]
+        gripper, fingers = seen[:3], float(seen[9:11].sum())
+        offset = block - gripper
+        aligned = bool(np.linalg.norm(offset[:2]) < _ALIGNED)
+        if aligned and abs(offset[2]) < _GRASPABLE:
+            return _action(self._seen["desired_goal"] - offset if fingers < _CLOSED else gripper, gripper, -1.0)
+        if aligned:
+            return _action(block, gripper, 1.0)
+        rises = gripper[2] < block[2] + 0.05
+        return _action(np.array([*(gripper if rises else block)[:2], block[2] + 0.08]), gripper, 1.0)
+
+
+def _action(target: DoubleArray, gripper: DoubleArray, opening: float) -> FloatArray:
+    """Return the action [4] that moves the gripper towards a target position [3]."""
+    return np.array([*np.clip(_GAIN * (target - gripper), -1.0, 1.0), opening], np.float32)
