@@ -19,6 +19,12 @@ def masked(text: str) -> str:
     return text
 
 
+def short(text: str) -> str:
+    """Format text for an error message: at most about 120 characters, with escaped control characters."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of another package's exception in one line, truncated."""
     return " ".join(str(error).split())[:300]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import gymnasium
 
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.own_loop.environment import SingleEnv, make_env
 from embodyrl.registry import Registry
@@ -52,7 +52,7 @@ def make(
 def register() -> None:
     """Register a Gymnasium id for each simulator task, and for each option of `env=` outside subfolders."""
     names: dict[str, Overrides] = {
-        f"{option.title().replace('_', '')}-v0": (option,) for option in tree.options("env") if "/" not in option
+        f"{option.title().replace('_', '')}-v0": (option,) for option in compose.options("env") if "/" not in option
     }
     for tasks in TASK_IDS.every():
         names |= tasks

@@ -17,7 +17,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from embodyrl.cli.commands import COMMANDS
-from embodyrl.config import tree
+from embodyrl.cli.output import about
+from embodyrl.config import compose
 from embodyrl.config.settings import Key, Settings, field_docs, keys_of, spell
 from embodyrl.manifests import Extension, extensions
 from embodyrl.plan.keys import all_keys
@@ -46,9 +47,9 @@ def configuration() -> str:
     lines = ["# Configuration", "", "`group=option` selects a component, `key=value` sets a key."]
     lines += ["`embodyrl show env=libero_10` prints the keys of one choice of components with their values."]
     lines += ["This page lists the keys of all components of the package.", "", "## Options", ""]
-    for group in tree.default_options("train"):
+    for group in compose.default_options("train"):
         lines += [f"### {group}=", ""]
-        lines += [f"`{name}`\n:   {tree.about(group, name, file)}\n" for name, file in tree.options(group).items()]
+        lines += [f"`{name}`\n:   {about(group, name, file)}\n" for name, file in compose.options(group).items()]
     sections: dict[str, list[Key]] = {}
     for key in all_keys().values():
         sections.setdefault(key.name.split(".")[0] if "." in key.name else "top level", []).append(key)

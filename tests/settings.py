@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from embodyrl.algorithms.protocol import algorithm_settings
 from embodyrl.envs import ENVS
+from embodyrl.plan.schema import algorithm_settings
 from embodyrl.policies import POLICIES
 
 

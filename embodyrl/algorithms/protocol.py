@@ -208,13 +208,3 @@ LOSSES: Registry[PolicyLoss] = Registry(
 ADVANTAGES.add("grpo", "embodyrl.algorithms.estimators:GRPO")
 ADVANTAGES.add("gae", "embodyrl.algorithms.estimators:GAE")
 LOSSES.add("ppo_clip", "embodyrl.algorithms.policy_losses:PPO_CLIP")
-
-
-def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
-    """Return the settings classes of an estimator and of a policy loss.
-
-    Raises:
-        UnknownNameError: no such estimator or loss.
-    """
-    estimator, loss = ADVANTAGES.get(adv_type), LOSSES.get(loss_type)
-    return estimator.settings, Settings if estimator.needs_replay else loss.settings

@@ -112,18 +112,19 @@ def _columns() -> int:
 
 def _groups_and_keys() -> str:
     """Return the sections "groups" and "common keys" of the help of commands such as `train`."""
-    from embodyrl.config import tree
+    from embodyrl.cli.output import about
+    from embodyrl.config import compose
     from embodyrl.config.settings import spell
     from embodyrl.plan.keys import all_keys
 
     lines, columns = ["groups (group=option; * = default):"], _columns()
-    for group, default in tree.default_options("train").items():
+    for group, default in compose.default_options("train").items():
         lines.append(f"  {group}")
-        found = tree.options(group)
+        found = compose.options(group)
         width = max(map(len, found))
         for option, file in found.items():
             mark = "*" if option == default else " "
-            text = textwrap.shorten(tree.about(group, option, file), max(30, columns - width - 6), placeholder="...")
+            text = textwrap.shorten(about(group, option, file), max(30, columns - width - 6), placeholder="...")
             lines.append(f"   {mark} {option:<{width}}  {text}")
     lines += ["", "common keys (key=value):"]
     for name in _SURFACE["common_keys"]:

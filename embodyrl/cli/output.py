@@ -4,6 +4,8 @@ import argparse
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from embodyrl.files import json_text
@@ -29,3 +31,14 @@ def no_collecting() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def about(group: str, option: str, file: Path) -> str:
+    """Return the description of a group option: the first comment of its file other than `# @package ...`."""
+    from embodyrl.config.compose import variants
+
+    if option in variants(group):
+        return variants(group)[option][1]
+    comments = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    texts = (line.lstrip("# ").strip() for line in comments)
+    return next((text for text in texts if text and not text.startswith("@")), "")

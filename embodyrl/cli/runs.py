@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from embodyrl.config.tree import read_plain_yaml
+from embodyrl.config.compose import flat, read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
@@ -18,8 +18,6 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     """Return the folder of the newest training run of an experiment; None if the experiment has no training run."""
-    from embodyrl.config.settings import flat
-
     for folder in run_folders(output_dir):
         saved = flat(read_plain_yaml(folder / "config.yaml"))
         # An evaluation also has a run folder, but no training state to resume.

@@ -20,13 +20,12 @@ from pathlib import Path
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
-from embodyrl.config.compose import read_saved
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores, remove_scratch
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
-from embodyrl.plan.saved import run_config, save_config
+from embodyrl.plan.saved import read_saved, run_config, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights

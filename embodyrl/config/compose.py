@@ -1,4 +1,4 @@
-"""Parsing of overrides and composition of the YAML files in conf/ and `--config-dir`, with Hydra."""
+"""Composition of a config with Hydra: `group=option` and `key=value` arguments, and the YAML files that they choose."""
 
 from __future__ import annotations
 
@@ -6,30 +6,22 @@ import functools
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from embodyrl.config import tree
-from embodyrl.config.paths import conf_dir
-from embodyrl.config.settings import flat
-from embodyrl.config.tree import read_plain_yaml, root_file, search_path, variants
-from embodyrl.errors import ConfigError
+from embodyrl.config.paths import PACKAGE
+from embodyrl.errors import ConfigError, short
 from embodyrl.registry import closest
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
 
 COMMAND_LINE = "command line"
 """Source of settings from the command line."""
 _LONGEST_WORD = 4000
 """Maximum number of characters of one override."""
-_REMOVED = ("rollout.dump",)
-"""Removed keys of version 0.1, which are ignored in configs of old runs."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
@@ -61,6 +53,36 @@ class Setting:
         return f"{short(self.words)}: " if self.typed else f"{self.source}: "
 
 
+def compose(
+    command: str,
+    words: Sequence[str],
+    config_dirs: Sequence[Path],
+    problems: list[str],
+    *,
+    unread: Container[str] = (),
+    on_run: bool = False,
+) -> tuple[dict[str, str], list[Setting], list[Setting]]:
+    """Return the options that arguments choose, by group, the values that arguments set, and the values of the files.
+
+    Arguments of the groups `unread`, which have no options for this command, are returned as values. `on_run` is true
+    if the config of a run becomes the base of the config. Invalid arguments are appended to `problems`.
+
+    Raises:
+        ConfigError: the files cannot be composed; the problems are included.
+    """
+    groups, typed = split_words(command, words, config_dirs, problems)
+    for group in [group for group in groups if group in unread]:
+        typed.append(Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}"))
+    chosen = groups
+    if on_run and groups.get("experiment", "null") == "null" and "model" not in groups:
+        # What suits an environment and a shipped model does not suit the weights of a run.
+        chosen = groups | ({"start": "none"} if "optional start" in _defaults(command) else {})
+    try:
+        return groups, typed, compose_groups(command, chosen, config_dirs)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+
+
 def split_words(
     command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], list[Setting]]:
@@ -73,7 +95,7 @@ def split_words(
         except ConfigError as error:
             problems += error.problems
             continue
-        if name in tree.default_options(command):
+        if name in default_options(command):
             if problem := _refuse_option(command, name, value, text, config_dirs):
                 problems.append(problem)
             else:
@@ -105,42 +127,21 @@ def parse_word(text: str) -> tuple[str, Any]:
             f"Cannot parse '{short(text)}'. Write key=value or group=option without spaces, and quote special "
             "characters: 'key=\"a, b\"'."
         ) from None
-    if problem := _refuse_form(text, override):
-        raise ConfigError(problem)
-    return override.key_or_group, value
-
-
-def write_word(name: str, text: str) -> str:
-    """Return the argument `name=text`, with quotes if Hydra's grammar requires quotes.
-
-    >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
-    ('ckpt=runs/a', 'ckpt="runs/a (1)"')
-    """
-    try:
-        if parse_word(word := f"{name}={text}") == (name, text):
-            return word
-    except ConfigError:
-        pass  # brackets, commas, an equals sign, ...
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
-    return f'{name}="{escaped}"'
-
-
-def _refuse_form(text: str, override: Override) -> str | None:
     name = override.key_or_group
     if override.is_add() or override.is_force_add() or override.is_delete():
-        return f"{short(text)}: keys are never added or removed ('+', '++', '~'); write {name}=VALUE."
+        raise ConfigError(f"{short(text)}: keys are never added or removed ('+', '++', '~'); write {name}=VALUE.")
     if override.is_sweep_override():
-        return (
+        raise ConfigError(
             f"{short(text)}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'."
         )
     if override.package is not None:
-        return f"{short(text)}: '@' is not supported; write {name}=..."
-    return None
+        raise ConfigError(f"{short(text)}: '@' is not supported; write {name}=...")
+    return name, value
 
 
 def _refuse_option(command: str, group: str, option: object, text: str, config_dirs: Sequence[Path]) -> str | None:
-    known = tree.options(group, config_dirs)
-    nullable = tree.default_options(command)[group] is None
+    known = options(group, config_dirs)
+    nullable = default_options(command)[group] is None
     if (option is None and nullable) or (isinstance(option, str) and option in known):
         own = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
         if own and known[str(option)] != own[0]:
@@ -151,28 +152,79 @@ def _refuse_option(command: str, group: str, option: object, text: str, config_d
     return f"{short(text)}: unknown {group} '{option}'.{closest(option, known)} Available: {', '.join(known)}."
 
 
-def read_saved(file: Path) -> list[Setting]:
-    """Read the `config.yaml` of a run.
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
 
-    Raises:
-        ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
+
+def conf_dir() -> Path:
+    """Return the folder with the YAML files of the config groups, in the installed package or the source checkout."""
+    inside = PACKAGE / "conf"
+    return inside if (inside / "train.yaml").exists() else PACKAGE.parent / "conf"
+
+
+def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
+    """Return the folders that contain option files: the included folder first, then the user's folders."""
+    if missing := [d for d in config_dirs if not d.is_dir()]:
+        raise ConfigError([f"--config-dir {d}: no such folder; create it or fix the path." for d in missing])
+    return [conf_dir(), *(d.resolve() for d in config_dirs)]
+
+
+def root_file(command: str) -> str:
+    """Return the name of a command's root file in conf/: `<command>` if the file exists, else `train`."""
+    return command if (conf_dir() / f"{command}.yaml").is_file() else "train"
+
+
+def default_options(command: str) -> dict[str, str | None]:
+    """Return the config groups of a command in order, each with its default option (None: no option).
+
+    Groups whose option is derived from other groups (`optional start: ...`) are left out.
     """
-    saved = flat(tree.read_plain_yaml(file))
-    return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
+    return {group: option for group, option in _defaults(command).items() if not group.startswith("optional ")}
 
 
-def short(text: str) -> str:
-    """Format text for an error message: at most about 120 characters, with escaped control characters."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+@functools.cache
+def _defaults(command: str) -> dict[str, str | None]:
+    raw = yaml.safe_load((conf_dir() / f"{root_file(command)}.yaml").read_text(encoding="utf-8"))
+    return {group: option for entry in raw["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
 
 
-def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
-    """Return the unresolved values from the root file of a command and from the chosen group options.
+def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
+    """Return the options of a group by name (`text/gsm` for a file in a subfolder), with their files."""
+    found: dict[str, Path] = {}
+    for folder in search_path(config_dirs):
+        base = folder / group
+        for file in sorted(base.rglob("*.yaml")):
+            found.setdefault(file.relative_to(base).with_suffix("").as_posix(), file)
+    for name in variants(group):
+        found.setdefault(name, conf_dir() / "variants.yaml")
+    return dict(sorted(found.items()))
 
-    Raises:
-        ConfigError: one line, with the reason given by `compose_files`.
+
+@functools.cache
+def variants(group: str) -> dict[str, tuple[str | None, str, dict[str, Any]]]:
+    """Return the options of a group without files (`conf/variants.yaml`), each as base option, description and values.
+
+    For example libero_pro_10_swap is libero_10 with the suite libero_10_swap.
     """
+    found: dict[str, tuple[str | None, str, dict[str, Any]]] = {}
+    for family, of in read_plain_yaml(conf_dir() / "variants.yaml").get(group, {}).items():
+        for name, about in of.get("options", {}).items():
+            values = {of["key"]: name} | of.get("all", {}) | of.get("more", {}).get(name, {})
+            found[name] = of.get("base"), about, values
+        for base in of.get("bases", ()):
+            for axis, about in of["axes"].items():
+                name = f"{family}_{base.partition('_')[2]}_{axis}"
+                found[name] = base, f"{of['title']}: {base}, {about}", {of["key"]: f"{base}_{axis}"}
+    return found
+
+
+def compose_groups(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
+    """Return the unresolved values from the root file of a command and from the chosen group options."""
     folders = tuple(search_path(config_dirs))
     # Included files do not change while the program runs.
     composed = compose_files if len(folders) > 1 else _compose_shipped
@@ -186,10 +238,7 @@ def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]
 def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
     """Return the values from a root file and group options, with interpolations unresolved, each with its source file.
 
-    Args:
-        root: name of the file with the defaults list.
-        typed: options of groups from the command line; they override the options of files.
-        folders: search folders; the first folder with a file wins.
+    `typed` are options from the command line, which override the options of files. The first folder with a file wins.
 
     Raises:
         ConfigError: a file or group does not exist, a file is not plain YAML, or Hydra cannot read a defaults list.
@@ -241,8 +290,8 @@ def _store_variants() -> None:
     from hydra.core.config_store import ConfigStore
 
     for group in read_plain_yaml(conf_dir() / "variants.yaml"):
-        for name, variant in variants(group).items():
-            node = {"defaults": [*([variant.base] if variant.base else []), "_self_"], **variant.values}
+        for name, (base, _, values) in variants(group).items():
+            node = {"defaults": [*([base] if base else []), "_self_"], **values}
             ConfigStore.instance().store(name=name, node=node, group=group, provider="embodyrl")
 
 
@@ -268,10 +317,10 @@ def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     group, _, option = name.rpartition("/")
     if folder is None:
-        if variant := variants(group).get(option):
-            if variant.base:
-                yield from _keys_of(f"{group}/{variant.base}", folders)
-            yield from ((key, f"{folders[0].name}/{name}") for key in flat(variant.values, f"{group}."))
+        base, _, values = variants(group).get(option, (None, "", {}))
+        if base:
+            yield from _keys_of(f"{group}/{base}", folders)
+        yield from ((key, f"{folders[0].name}/{name}") for key in flat(values, f"{group}."))
         return
     file = folder / f"{name}.yaml"
     body = read_plain_yaml(file)
@@ -285,3 +334,67 @@ def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     package = group.replace("/", ".") if match is None else match[1].removeprefix("_global_")
     source = f"{folder.name}/{name}.yaml" if folder == folders[0] else str(file)
     yield from ((key, source) for key in flat(body, f"{package}." if package else ""))
+
+
+_YAML_LIMIT = 1 << 20
+"""Maximum size of a saved config, in bytes."""
+_YAML_DEPTH = 100
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):
+    """YAML loader for settings: 1e-4 is a number, a date is a string, and duplicate keys are errors."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"key '{twice}' occurs twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+([eE][-+]?\d+)?|\.(inf|Inf|INF))$"
+        r"|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def read_plain_yaml(file: Path) -> dict[Any, Any]:
+    """Read YAML that contains only mappings, lists and scalars.
+
+    Raises:
+        ConfigError: the file is malformed or too large, is not a mapping, or contains a tag such as
+            `!!python/object` or an alias (which can expand to gigabytes).
+    """
+    try:
+        if (size := file.stat().st_size) > _YAML_LIMIT:
+            raise ConfigError(f"{file} has {size} bytes; a config has at most {_YAML_LIMIT} bytes.")
+        text = file.read_text(encoding="utf-8")
+        depth = 0
+        # Check parser events before objects are built, so that deep nesting and aliases use no memory.
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _YAML_DEPTH:
+                raise ConfigError(f"{file} has more than {_YAML_DEPTH} nested levels. Use another file.")
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(
+                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (unbounded size); remove them."
+                )
+            tag = getattr(event, "tag", None)
+            if tag is not None:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
+        raw = _Loader(text).get_single_data() or {}
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} is not a config; write `key: value` lines.")
+    return raw

@@ -6,17 +6,13 @@ from pathlib import Path
 
 HUB_NAME = re.compile(r"(?P<owner>[\w.-]{1,96})/(?P<name>[\w.-]{1,96})(?:@(?P<revision>[\w./-]{1,200}))?")
 """Pattern of a repository on the Hugging Face Hub: owner/name, optionally with @ and a branch, tag or commit."""
-_PACKAGE = Path(__file__).parents[1]
-
-
-def conf_dir() -> Path:
-    """Return the folder with the YAML files of the config groups."""
-    return _shipped("conf", marker="train.yaml")
+PACKAGE = Path(__file__).parents[1]
 
 
 def assets_dir() -> Path:
     """Return the folder of included data, such as tiny checkpoints, text tasks and images."""
-    return _shipped("assets", marker="")
+    inside = PACKAGE / "assets"
+    return inside if inside.is_dir() else PACKAGE.parent / "assets"
 
 
 def cache_dir() -> Path:
@@ -53,8 +49,3 @@ def resolve_run(path: str) -> Path:
     """
     named = Path("runs") / path
     return named if "/" not in path and not Path(path).exists() and named.is_dir() else resolve_asset(path)
-
-
-def _shipped(name: str, *, marker: str) -> Path:
-    inside = _PACKAGE / name
-    return inside if inside.is_dir() and (inside / marker).exists() else _PACKAGE.parent / name

@@ -100,6 +100,10 @@ class Settings(BaseModel):
         """Yield one message per conflict between values, with the fix."""
         yield from ()
 
+    def get(self, name: str) -> Any:
+        """Return the value of a key by dotted name; None: the settings have no such key."""
+        return functools.reduce(lambda node, part: getattr(node, part, None), name.split("."), self)
+
     def updated(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with the given values, by dotted key; the values are not validated.
 
@@ -283,14 +287,6 @@ def doc_of(kind: type[Settings], field: str) -> str:
     return next((found[field] for part in parts if field in (found := field_docs(part))), "")
 
 
-def nodes(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings, and all settings nested in them."""
-    yield settings
-    for name in type(settings).model_fields:
-        if isinstance(value := getattr(settings, name), Settings):
-            yield from nodes(value)
-
-
 def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of every key of settings and nested settings."""
     for name in type(settings).model_fields:
@@ -299,27 +295,6 @@ def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, prefix if name == settings.flattened else f"{prefix}{name}.")
         elif name != settings.flattened:
             yield prefix + name, value
-
-
-def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
-
-
-def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Build nested mappings from values by dotted name; the inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for name, value in leaves_by_name.items():
-        *parents, last = name.split(".")
-        at = tree
-        for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return tree
 
 
 def plain(value: object) -> Any:
@@ -348,12 +323,3 @@ def spell(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{spell(v)}" for k, v in value.items()) + "}"
     return str(value)
-
-
-def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (key, value, default) of each changed key of a saved config, formatted as on the command line."""
-    return [
-        (name, spell(value), spell(defaults[name]) if name in defaults else "")
-        for name, value in flat(config).items()
-        if name not in defaults or value != plain(defaults[name])
-    ]

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.paths import HUB_NAME, conf_dir
+from embodyrl.config.compose import conf_dir
+from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Settings, leaves, spell
 from embodyrl.manifests import declared
 from embodyrl.registry import Registry, installed

@@ -84,6 +84,10 @@ class EnvSettings(Settings):
         """Splits whose episodes the command runs, by name."""
         return {name: getattr(self, name) for name in self._played}
 
+    def play(self, splits: tuple[str, ...]) -> None:
+        """Set the splits whose episodes the command runs, while the config is loaded."""
+        self._played = splits
+
     @property
     def title(self) -> str:
         """Name of the environment in evaluation protocols (`EnvSpec.name`)."""

@@ -11,16 +11,15 @@ from pydantic import ValidationError, create_model
 
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
-from embodyrl.config.compose import Setting, short
-from embodyrl.config.settings import Key, Settings, find_key, nested, nodes, parents_of, plain, spell
+from embodyrl.config.compose import Setting
+from embodyrl.config.settings import Key, Settings, find_key, parents_of, plain, spell
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.envs.settings import TrainSplit
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, short
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.fanout import missing_loggers
-from embodyrl.plan.hub import program_keys
-from embodyrl.plan.schema import READS, Config, sections_of
+from embodyrl.plan.schema import READS, Config
 from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
@@ -39,6 +38,26 @@ _INERT = (
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
 """Keys for text generation, which have no effect on policies with real-valued or categorical actions."""
+
+
+def checked(
+    root: type[Config], read: Mapping[str, Any], last: Mapping[str, Setting], unread: list[str], problems: list[str]
+) -> Config:
+    """Return the config of the class `root` with the values `read`, its warnings and the sources of its values.
+
+    Raises:
+        ConfigError: `problems` and invalid values, or, if there are none, contradictions.
+    """
+    cfg = validated(root, read, problems, last)
+    if cfg is None or problems:
+        raise ConfigError(problems)
+    cfg.note({name: last[name].source for name in read})
+    if cfg.has("env"):
+        cfg.env.play(READS.get(cfg.command).plays)
+    if problems := [*contradictions(cfg)]:
+        raise ConfigError(problems)
+    cfg.note(warnings=[*unread, *inert(cfg, cfg.changed, cfg.conditions)])
+    return cfg
 
 
 def validated(
@@ -63,6 +82,18 @@ def validated(
     sections = {name: getattr(whole, name) for name in below}
     complete = {name: s.model_copy(update={s.flattened: below[name]}) for name, s in sections.items()}
     return whole.model_copy(update=complete)
+
+
+def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Build nested mappings from values by dotted name; the inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for name, value in leaves_by_name.items():
+        *parents, last = name.split(".")
+        at = tree
+        for part in parents:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return tree
 
 
 def _valid(
@@ -126,9 +157,7 @@ def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Ite
 
 def _holds(root: Settings, condition: str) -> bool:
     name, operator, choices = re.split("(!=|=|$)", condition, maxsplit=1)
-    value: Any = root
-    for part in name.split("."):
-        value = getattr(value, part, None)
+    value = root.get(name)
     if not operator:
         return bool(value)
     return (spell(value) in choices.split("|")) is (operator == "=")
@@ -144,11 +173,11 @@ def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]
 
 def contradictions(cfg: Config) -> Iterator[str]:
     """Yield one line per contradiction between values of a config, with the fix."""
-    for node in nodes(cfg):
+    for _, node in _sections(cfg):
         yield from node.problems()
-    for section in sections_of(cfg).values():
+    for section in cfg.added.values():
         yield from section.problems(cfg)
-    for key, value in program_keys(cfg):
+    for key, value in cfg.programs.items():
         if not cfg.trust:
             yield (
                 f"{key}={value} downloads a program from the hub and runs it on this host. Read its env.py; if you "

@@ -1,30 +1,37 @@
-"""Loading of configs: compose groups and overrides, select the settings classes, check values, and derive values."""
+"""Loading of configs: compose arguments and files, choose classes, check and derive values, download repositories."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config import tree
-from embodyrl.config.compose import COMMAND_LINE, Setting, compose, parse_word, read_saved, split_words
-from embodyrl.config.settings import flat, keys_of, leaves, nested, parents_of, plain
+from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_word, split_words
+from embodyrl.config.paths import HUB_NAME
+from embodyrl.config.settings import find_key, keys_of, leaves, parents_of, plain
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
-from embodyrl.plan import keys
-from embodyrl.plan.checks import contradictions, inert, validated
-from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, fetched_program, located, program_keys
-from embodyrl.plan.keys import SELECTORS, selected
-from embodyrl.plan.protocols import horizon_of
-from embodyrl.plan.saved import check_trust, command_of, on_base
-from embodyrl.plan.schema import READS, THIS_HOST, Config, conditions, sections_of
+from embodyrl.plan.checks import checked, contradictions, nested, validated
+from embodyrl.plan.keys import unused_keys
+from embodyrl.plan.saved import check_trust, command_of, on_base, read_saved
+from embodyrl.plan.schema import READS, SELECTORS, THIS_HOST, Config, choose
 from embodyrl.plan.weights import resolve_weights
+from embodyrl.registry import Registry, takes
 
 log = logging.getLogger(__name__)
+DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
+_HORIZON = "env.eval.max_episode_steps"
+MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
+DOWNLOADERS: Registry[Callable[[str, str, str, bool], str]] = Registry(
+    "downloader",
+    group="embodyrl.downloaders",
+    wants="a function of key, name, kind of repository and the choice of programs that returns owner/name@commit",
+    fits=takes(4),
+)
 
 
 def load_config(
@@ -53,16 +60,9 @@ def load_config(
             value out of range, an unused key, and, after these are fixed, contradictions.
     """
     problems: list[str] = []
-    groups, typed = split_words(command, words, config_dirs, problems)
-    typed += _unread_groups(command, groups)
-    based = base is not None and groups.get("experiment", "null") == "null"  # an experiment chooses everything
-    # What suits an environment and a shipped model does not suit the weights of a run.
-    alone = {"start": "none"} if based and "model" not in groups and tree.follows(command, "start") else {}
-    try:
-        chosen = compose(command, {**groups, **alone}, config_dirs)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if based and base is not None:
+    unread = SELECTORS.keys() - READS.get(command).selectors
+    groups, typed, chosen = compose(command, words, config_dirs, problems, unread=unread, on_run=base is not None)
+    if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
         chosen = on_base(base, command, groups, chosen, typed, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in typed):
         chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
@@ -97,7 +97,7 @@ def _no_group(command: str, group: str, option: str) -> str:
     """Return the error about a group option for a saved run; suggest an equivalent key, if there is one."""
     key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
     with suppress(ConfigError):
-        if any((s.key, s.value) == (key, option) for s in compose(command, {group: option}, ())):
+        if any((s.key, s.value) == (key, option) for s in compose_groups(command, {group: option}, ())):
             example = f"{key}={option}"
     return f"{group}={option}: a saved run accepts no group options; override single keys, for example {example}."
 
@@ -117,12 +117,6 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
     return found
 
 
-def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove the groups that have no options for this command, and return the removed groups as settings."""
-    unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
-    return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
-
-
 def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
     # The kind of data decides which keys exist; weights are downloaded once nothing else is wrong.
     if fetch:
@@ -134,18 +128,22 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     last = _last(settings)
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolved(last, command, problems)
+    root, unclear = choose(command, values, problems)
     # A typed empty mapping removes the values that files set under the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
-    root, read, unread = keys.sort_values(command, values, last, emptied, problems)
-    cfg = validated(root, read, problems, last)
-    if cfg is None or problems:
-        raise ConfigError(problems)
-    cfg._sources.update({name: last[name].source for name in read})
-    if cfg.has("env"):
-        cfg.env._played = READS.get(command).plays
-    if problems := [*contradictions(cfg)]:
-        raise ConfigError(problems)
-    cfg._warnings += [*unread, *inert(cfg, cfg.changed, conditions(cfg))]
+    read: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in values.items():
+        key = find_key(root, name)
+        if key is None:
+            unknown.append(name)
+        elif key.name not in emptied or last[name].typed:
+            # A number is a fine text, where it was not written as one by mistake.
+            number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
+            said = last[name].text if value is last[name].value else None
+            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
+    unread = unused_keys(command, unknown, root, unclear, values, last, problems) if unknown else []
+    cfg = checked(root, read, last, unread, problems)
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
     cfg = cfg.updated(_derived(cfg))
@@ -181,7 +179,7 @@ def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) ->
 
     # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-    root, _ = keys.choose(command, {name: value for name, value in values.items() if name not in marked}, [])
+    root, _ = choose(command, {name: value for name, value in values.items() if name not in marked}, [])
     said = {at for name in values for at in (name, *parents_of(name))}
     unset = {
         name: plain(key.default)
@@ -210,18 +208,27 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 def _derived(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of extensions, reply lengths, and the time limit of an evaluation protocol."""
-    found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
+    found = {key: value for section in cfg.added.values() for key, value in section.derive(cfg).items()}
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         found |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
         found["model.num_action_chunks"] = chunk
-    return found | horizon_of(cfg)
+    protocol = cfg.eval.protocol if cfg.evaluates else None
+    if (
+        protocol
+        and protocol.horizons
+        and not protocol.settled
+        and (limit := protocol.horizon(cfg.env.title)) is not None
+    ):
+        # A time limit on the command line takes precedence.
+        found |= {"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: limit})
+    return found
 
 
 def _located(cfg: Config) -> dict[str, Any]:
     """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
-    found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
-    found |= {key: fetched_program(key, value) for key, value in program_keys(cfg)}
+    found = {key: located(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
+    found |= {key: fetched_program(key, value) for key, value in cfg.programs.items()}
     if cfg.trains and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
@@ -229,8 +236,52 @@ def _located(cfg: Config) -> dict[str, Any]:
             found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
     if cfg.has("model") and cfg.prefers_float32:
         found["model.precision"] = Precision.fp32
-        cfg._sources["model.precision"] = THIS_HOST
+        cfg.note({"model.precision": THIS_HOST})
     return found
+
+
+def is_on_hub(path: str) -> bool:
+    """Return True if a path has the form owner/name of a hub repository and is not a local path."""
+    found = HUB_NAME.fullmatch(path)
+    if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
+        return False
+    first = path.partition("/")[0]
+    return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
+
+
+def fetched(key: str, path: str) -> str:
+    """Download `owner/name[@revision]` and return `owner/name@commit`; return any other path unchanged.
+
+    Raises:
+        ConfigError: the repository does not exist, or the hub cannot be reached.
+    """
+    if not is_on_hub(path):
+        return path
+    return _download(key, path, "dataset" if key in DATA_KEYS else "model", programs=False)
+
+
+def fetched_program(key: str, path: str) -> str:
+    """Download all files of `owner/name@revision`, including programs, and return `owner/name@commit`.
+
+    Raises:
+        ConfigError: the repository does not exist, or the hub cannot be reached.
+    """
+    return _download(key, path, "model", programs=True)
+
+
+def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
+    for download in DOWNLOADERS.every():
+        return download(key, path, kind, programs)
+    raise ConfigError(
+        f"{key}={path} is not a local folder, and the extension 'hub' for downloads is missing. Reinstall embodyrl."
+    )
+
+
+def located(key: str, value: Any) -> Any:
+    """Download all hub repositories in a config value; return the value with each repository pinned to a commit."""
+    if isinstance(value, list):
+        return [located(key, item) for item in value]
+    return fetched(key, value) if isinstance(value, str) else value
 
 
 def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""Config keys of a command with its components, keys of all commands, and suggestions for unknown keys."""
+"""Keys of all commands and components, keys without effect, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -6,156 +6,65 @@ import contextlib
 import difflib
 import functools
 import tomllib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import Field, create_model
-
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSettings
-from embodyrl.config import tree
-from embodyrl.config.compose import Setting, short
-from embodyrl.config.sections import SECTIONS, Chosen, Section
-from embodyrl.config.settings import (
-    Key,
-    NumbersStates,
-    Settings,
-    branches_of,
-    find_key,
-    keys_of,
-    parents_of,
-    plain,
-    spell,
-)
+from embodyrl.config.compose import Setting, default_options
+from embodyrl.config.sections import Chosen
+from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, find_key, keys_of, parents_of, plain
 from embodyrl.config.trust import TRUST
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, short
 from embodyrl.plan.checks import wrong_value
-from embodyrl.plan.schema import Config, reads
+from embodyrl.plan.schema import READS, Config, choose, reads, sections
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
 
-def _algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
-    adv_type = name_of(values, "algorithm.adv_type", "grpo")
-    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
-
-
-SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
-    "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
-    "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
-    "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
-    "algorithm": ("adv_type", _algorithm),
-}
-"""Groups of keys whose settings class depends on a component: the key that names the component, and a function that
-returns its settings classes. An algorithm has one class for its estimator and one for its loss."""
-
-
-def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """Return the value of a key that names a component.
-
-    Raises:
-        ConfigError: the value is not a name.
-    """
-    value = values.get(key, default)
-    if not isinstance(value, str):
-        raise ConfigError(f"{key}={spell(value):.200} must be a name or package.module:attr.")
-    return value
-
-
-def selected(command: str, group: str) -> str | None:
-    """Return the key that selects the settings class of a group in this command; None: the class is fixed."""
-    learns = reads(command, "critic") or group != "algorithm"  # acting alone takes keys that all algorithms have
-    return SELECTORS[group][0] if group in SELECTORS and learns and reads(command, group) else None
-
-
-@functools.cache
-def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
-    """Create the config class of a command from the settings classes of its sections (`fields`)."""
-    given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
-    if selected(command, "algorithm") is None and reads(command, "algorithm"):
-        given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
-    given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
-    given["command"] = (ClassVar[str], command)
-    given["inlined"] = (ClassVar[Any], {name: kinds[1] for name, kinds in fields if len(kinds) > 1})
-    return create_model("Config", __base__=Config, __module__=__name__, **given)
-
-
-def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
-    """Return the config class for the chosen components, and the groups with an invalid component."""
-    fields: dict[str, tuple[type[Settings], ...]] = {}
-    unclear = set()
-    for group, (_, settings) in SELECTORS.items():
-        if selected(command, group) is None:
-            continue
-        try:
-            fields[group] = settings(values)
-        except ConfigError as error:
-            problems += error.problems
-            unclear.add(group)
-    factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-    more = dict(getattr(factory, "sections", {})) if reads(command, "rollout") else {}
-    chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
-    more |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
-    if "launcher" in fields:
-        more |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
-    fields |= {name: (kind,) for name, kind in more.items()}
-    return config_class(command, tuple(fields.items())), frozenset(unclear)
-
-
-def sort_values(
+def unused_keys(
     command: str,
+    names: Iterable[str],
+    root: type[Config],
+    unclear: frozenset[str],
     values: Mapping[str, Any],
     last: Mapping[str, Setting],
-    emptied: Container[str],
     problems: list[str],
-) -> tuple[type[Config], dict[str, Any], list[str]]:
-    """Choose the config class, and separate the values of its keys from other values.
+) -> list[str]:
+    """Return warnings about command-line keys without effect for the command or the chosen components.
 
     Args:
         command: the command, which determines the keys together with the group choices.
+        names: keys with a value that `root`, the config class, does not have.
+        root: the config class of the command with the chosen components.
+        unclear: groups with an invalid component (see `choose`).
         values: resolved values by dotted name.
         last: the setting of each value, with its source.
-        emptied: keys set to {} on the command line, which removes the values under them that files set.
-        problems: new errors are appended.
-
-    Returns:
-        The class, the values of its keys, and a warning about command-line keys without effect for the command or the
-        chosen components.
+        problems: an error is appended for each unknown key.
     """
-    root, unclear = choose(command, values, problems)
-    read: dict[str, Any] = {}
     unread: dict[str, list[str]] = {}
-    for name, value in values.items():
-        key = find_key(root, name)
-        if key is not None and key.name in emptied and not last[name].typed:
+    for name in names:
+        if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], root, unclear):
             continue
-        if key is not None:
-            # A number is a fine text, where it was not written as one by mistake.
-            number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
-            said = last[name].text if value is last[name].value else None
-            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
-        elif (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], root, unclear):
-            continue
-        elif _is_for_others(command, last[name]):
+        if _is_for_others(command, last[name]):
             unread.setdefault(f"`embodyrl {command}`", []).append(name)
         elif not last[name].typed and not is_known(name) and _trains_with(name, values, problems):
             continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
         elif not is_known(name) or name in branches_of(root):
             problems += _refuse_key(root, last[name])
         elif last[name].typed:
-            _report_unread(last[name], value, reader(command, name, values), problems, unread)
-    return root, read, _unread_lines(unread)
+            _report_unread(last[name], values[name], reader(command, name, values), problems, unread)
+    return _unread_lines(unread)
 
 
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
     """Return every key of every command with any registered component, by dotted name."""
-    groups = dict.fromkeys([*Config.model_fields, *_FURTHER, *_sections()])
+    groups = dict.fromkeys([*Config.model_fields, *_FURTHER, *sections()])
     return {name: key for group in groups for name, key in keys_below(group).items()}
 
 
@@ -164,7 +73,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
     """Return the keys of a group, or the single key of that name, for all commands and components."""
     found = {name: key for name, key in keys_of(Config).items() if name.partition(".")[0] == group}
     parts = [settings for _, settings in _settings_of(group)]
-    for settings in (*parts, *_FURTHER.get(group, ()), *(_sections()[group].kinds if group in _sections() else ())):
+    for settings in (*parts, *_FURTHER.get(group, ()), *(sections()[group].kinds if group in sections() else ())):
         found |= keys_of(settings, f"{group}.")
     return found
 
@@ -178,16 +87,6 @@ def state_keys() -> frozenset[str]:
 
 _FURTHER = {"reward": (StepRewardSettings,), "cluster": (ClusterSettings,)}
 _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
-
-
-@functools.cache
-def _sections() -> Mapping[str, Section]:
-    found = {}
-    for name in SECTIONS.names():
-        # An extension may need a package that is not installed.
-        with contextlib.suppress(ConfigError, ImportError):
-            found[name] = SECTIONS.get(name)
-    return found
 
 
 def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
@@ -261,17 +160,17 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Describe the command or component that does not use this key, as text for warnings."""
     group = name.partition(".")[0]
-    if section := _sections().get(group):
+    if section := sections().get(group):
         without, within = (
             section.choose(Chosen(command=command, values=values, reads_rows=rows)) for rows in (False, True)
         )
         if without is not None:
             return f"`embodyrl {command}` with {group} of this kind"
-        if within is not None and selected(command, "env"):
+        if within is not None and "env" in READS.get(command).selectors:
             group = "env"
-    if selected(command, group) is None:
+    if group not in (selectors := READS.get(command).selectors):
         return f"`embodyrl {command}`"
-    keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
+    keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors[group],)
     chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
     inside = {name, *parents_of(name)}
     others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]
@@ -315,7 +214,7 @@ def _is_for_others(command: str, setting: Setting) -> bool:
     a policy, also for weights, reward and data.
     """
     name = setting.key
-    group = name in tree.default_options("train") and name != "experiment" and isinstance(setting.value, str)
+    group = name in default_options("train") and name != "experiment" and isinstance(setting.value, str)
     with_policy = reads(command, "model")
     return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
 

@@ -9,18 +9,6 @@ from embodyrl.config.settings import leaves, plain, spell
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 
-_HORIZON = "env.eval.max_episode_steps"
-
-
-def horizon_of(cfg: Config) -> dict[str, Any]:
-    """Return config values that apply the protocol's time limit; a time limit on the command line takes precedence."""
-    if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
-        return {}
-    horizon = _horizon(cfg, cfg.env.title)
-    if horizon is None:
-        return {}
-    return {"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: horizon})
-
 
 def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
     """Return an error if the protocol does not list the environment."""
@@ -56,13 +44,6 @@ def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
 def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
     """Return {key: value} of the settings that the protocol requires."""
     asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
-    if (horizon := _horizon(cfg, env.name)) is not None:
-        asked[_HORIZON] = horizon
+    if (horizon := cfg.eval.protocol.horizon(env.name)) is not None:
+        asked["env.eval.max_episode_steps"] = horizon
     return asked
-
-
-def _horizon(cfg: Config, env: str) -> int | None:
-    """Return the protocol's time limit in env steps: the value of the longest prefix of the environment's name."""
-    horizons = cfg.eval.protocol.horizons
-    fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
-    return horizons[max(fitting, key=len)] if fitting else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,14 +11,16 @@ from typing import Any
 
 import yaml
 
-from embodyrl.config.compose import Setting, parse_word, read_saved
+from embodyrl.config.compose import Setting, flat, parse_word, read_plain_yaml
 from embodyrl.config.paths import resolve_run
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import plain, spell
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
 
+_REMOVED = ("rollout.dump",)
+"""Removed keys of version 0.1, which are ignored in configs of old runs."""
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
 """Name of the file of an SFT run that contains the settings of the demonstrations' environment."""
@@ -46,6 +49,21 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
     return None
 
 
+def write_word(name: str, text: str) -> str:
+    """Return the argument `name=text`, with quotes if Hydra's grammar requires quotes.
+
+    >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
+    ('ckpt=runs/a', 'ckpt="runs/a (1)"')
+    """
+    try:
+        if parse_word(word := f"{name}={text}") == (name, text):
+            return word
+    except ConfigError:
+        pass  # brackets, commas, an equals sign, ...
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
+    return f'{name}="{escaped}"'
+
+
 def save_config(cfg: Config, path: Path) -> None:
     """Write all keys and values of a config as YAML, from which `load_saved_config` loads an equal config."""
     write_atomically(path, dump_config(cfg))
@@ -67,6 +85,25 @@ def _masked(node: Any) -> Any:
     if isinstance(node, list):
         return [_masked(item) for item in node]
     return masked(node) if isinstance(node, str) else node
+
+
+def read_saved(file: Path) -> list[Setting]:
+    """Read the `config.yaml` of a run.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
+    """
+    saved = flat(read_plain_yaml(file))
+    return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
+
+
+def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (key, value, default) of each changed key of a saved config, formatted as on the command line."""
+    return [
+        (name, spell(value), spell(defaults[name]) if name in defaults else "")
+        for name, value in flat(config).items()
+        if name not in defaults or value != plain(defaults[name])
+    ]
 
 
 def command_of(saved: Sequence[Setting]) -> str:

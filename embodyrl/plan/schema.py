@@ -1,25 +1,33 @@
-"""The config of all commands, and the sections that each command uses."""
+"""The config of all commands: its sections, the commands that use each section, and the choice of its class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr, create_model
 
-from embodyrl.algorithms.settings import AlgorithmSettings
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
+from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
-from embodyrl.config.sections import SECTIONS, Section, no_problems
-from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain
+from embodyrl.config.paths import HUB_NAME
+from embodyrl.config.sections import SECTIONS, Chosen, Section, no_problems
+from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
 from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
+from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import ActorSettings, CriticSettings
 from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSettings, RunnerSettings, VideoChoice
+from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry
 
@@ -124,6 +132,35 @@ class Config(Settings):
         keys = keys_of(type(self))
         return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
 
+    @property
+    def added(self) -> dict[str, Section]:
+        """Sections of this config that extensions define, by name."""
+        found = sections().items()
+        return {name: one for name, one in found if self.has(name) and isinstance(getattr(self, name), one.kinds)}
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """{condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
+        found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS.get(self.command).needs}
+        for section in self.added.values():
+            found |= section.needs
+        return found
+
+    @property
+    def programs(self) -> dict[str, str]:
+        """Hub repositories (owner/name@revision) whose code the environment runs, by key."""
+        values = {name: getattr(self.env, name) for name in self.env.program_keys} if self.has("env") else {}
+        return {
+            f"env.{name}": value
+            for name, value in values.items()
+            if isinstance(value, str) and "@" in value and HUB_NAME.fullmatch(value)
+        }
+
+    def note(self, sources: Mapping[str, str] = MappingProxyType({}), warnings: Iterable[str] = ()) -> None:
+        """Add sources of values, by key, and warnings, while the config is loaded."""
+        self._sources.update(sources)
+        self._warnings += warnings
+
     def has(self, section: str) -> bool:
         """Return True if the command uses a section."""
         return section in type(self).model_fields
@@ -151,6 +188,12 @@ class Reads:
     problems: Callable[[Any], Iterator[str]] = no_problems
     """Function that yields one error with the fix per missing key, and raises ConfigError for an unsupported
     environment."""
+
+    @property
+    def selectors(self) -> dict[str, str]:
+        """Name of the key that selects the settings class, by group; other groups have a fixed class."""
+        read = self.sections.split()  # acting alone takes keys that all algorithms have
+        return {g: key for g, (key, _) in SELECTORS.items() if g in read and (g != "algorithm" or "critic" in read)}
 
 
 READS: Registry[Reads] = Registry(
@@ -205,15 +248,81 @@ def reads(command: str, section: str) -> bool:
     return section == "seed" or section in READS.get(command).sections.split()
 
 
-def conditions(cfg: Config) -> dict[str, str]:
-    """Return {condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
-    found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS.get(cfg.command).needs}
-    for section in sections_of(cfg).values():
-        found |= section.needs
+def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
+    """Return the config class for the chosen components, and the groups with an invalid component."""
+    fields: dict[str, tuple[type[Settings], ...]] = {}
+    unclear = set()
+    for group in READS.get(command).selectors:
+        try:
+            fields[group] = SELECTORS[group][1](values)
+        except ConfigError as error:
+            problems += error.problems
+            unclear.add(group)
+    factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
+    more = dict(getattr(factory, "sections", {})) if reads(command, "rollout") else {}
+    chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
+    more |= {name: kind for name, section in sections().items() if (kind := section.choose(chosen)) is not None}
+    if "launcher" in fields:
+        more |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
+    fields |= {name: (kind,) for name, kind in more.items()}
+    return config_class(command, tuple(fields.items())), frozenset(unclear)
+
+
+@functools.cache
+def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
+    """Create the config class of a command from the settings classes of its sections (`fields`)."""
+    given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
+    if "algorithm" not in READS.get(command).selectors and reads(command, "algorithm"):
+        given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
+    given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
+    given["command"] = (ClassVar[str], command)
+    given["inlined"] = (ClassVar[Any], {name: kinds[1] for name, kinds in fields if len(kinds) > 1})
+    return create_model("Config", __base__=Config, __module__=__name__, **given)
+
+
+def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """Return the value of a key that names a component.
+
+    Raises:
+        ConfigError: the value is not a name.
+    """
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={spell(value):.200} must be a name or package.module:attr.")
+    return value
+
+
+def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
+    """Return the settings classes of an estimator and of a policy loss.
+
+    Raises:
+        UnknownNameError: no such estimator or loss.
+    """
+    estimator, loss = ADVANTAGES.get(adv_type), LOSSES.get(loss_type)
+    return estimator.settings, Settings if estimator.needs_replay else loss.settings
+
+
+def _algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
+    adv_type = name_of(values, "algorithm.adv_type", "grpo")
+    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
+
+
+SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
+    "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
+    "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
+    "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
+    "algorithm": ("adv_type", _algorithm),
+}
+"""Groups of keys whose settings class depends on a component: the key that names the component, and a function that
+returns its settings classes. An algorithm has one class for its estimator and one for its loss."""
+
+
+@functools.cache
+def sections() -> Mapping[str, Section]:
+    """Return the config sections that extensions define, by name."""
+    found = {}
+    for name in SECTIONS.names():
+        # An extension may need a package that is not installed.
+        with contextlib.suppress(ConfigError, ImportError):
+            found[name] = SECTIONS.get(name)
     return found
-
-
-def sections_of(cfg: Config) -> dict[str, Section]:
-    """Return the config's sections that extensions define, by name."""
-    names = sorted({*SECTIONS.names()} & {*type(cfg).model_fields})
-    return {name: section for name in names if isinstance(getattr(cfg, name), (section := SECTIONS.get(name)).kinds)}

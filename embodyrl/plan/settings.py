@@ -177,6 +177,11 @@ class ProtocolSettings(Settings):
     settled: bool = False
     """Internal: True after the settings of the protocol are applied."""
 
+    def horizon(self, env: str) -> int | None:
+        """Return the time limit in env steps of the longest prefix of an environment's name; None: not covered."""
+        fitting = [name for name in self.horizons if env == name or env.startswith(f"{name}_")]
+        return self.horizons[max(fitting, key=len)] if fitting else None
+
 
 class EvalSettings(Settings):
     """Config keys for evaluation episodes and their action sampling."""

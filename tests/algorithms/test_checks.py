@@ -5,10 +5,11 @@ import pytest
 from settings import algorithm_of
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.config.settings import keys_of
 from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.plan.schema import algorithm_settings
 
 
 def keys(adv_type: str, loss_type: str) -> set[str]:
@@ -17,7 +18,7 @@ def keys(adv_type: str, loss_type: str) -> set[str]:
 
 def test_imports_and_settings_do_not_require_torch():
     code = (
-        "import sys; from embodyrl.algorithms import policy_gradient as a, protocol as p;"
+        "import sys; from embodyrl.algorithms import policy_gradient as a; from embodyrl.plan import schema as p;"
         "a.Algorithm(p.algorithm_settings('gae', 'ppo_clip')[0](adv_type='gae')); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,7 +19,7 @@ from run_files import write_run
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.commands.run_folder import _take
-from embodyrl.config import tree
+from embodyrl.config import compose
 
 TREE = {**os.environ, "PYTHONPATH": str(SOURCE)}
 """Environment in which processes import the tree under test instead of an installed package."""
@@ -134,8 +134,8 @@ def test_help_lists_flags_and_examples(capsys: pytest.CaptureFixture[str], comma
 def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    for group in tree.default_options("train"):
-        for option in tree.options(group):
+    for group in compose.default_options("train"):
+        for option in compose.options(group):
             assert option in text
     assert "* openvla_oft_tiny" in text
     assert "algorithm.group_size: int = 8" in text
@@ -220,7 +220,7 @@ def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
 def test_list_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "envs", "--json"]) == 0
     rows = {r["name"]: r["about"] for r in json.loads(capsys.readouterr().out)}
-    assert set(rows) == set(tree.options("env"))
+    assert set(rows) == set(compose.options("env"))
     assert "basket" in rows["libero_object"]
 
 

@@ -19,12 +19,11 @@ from toy_runs import toy_words
 import embodyrl
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.config import tree
-from embodyrl.config.compose import write_word
+from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
-from embodyrl.plan.saved import save_config
+from embodyrl.plan.saved import save_config, write_word
 
 RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
 SURFACE = {
@@ -88,9 +87,9 @@ def test_every_config_key_is_read_by_code() -> None:
 
 @pytest.mark.needs("act", "openvla_oft", "tabletop", "text")
 @pytest.mark.integration
-@pytest.mark.parametrize("group", tree.default_options("train"))
+@pytest.mark.parametrize("group", compose.default_options("train"))
 def test_every_option_of_every_group_composes(group: str) -> None:
-    for option in tree.options(group):
+    for option in compose.options(group):
         if option == "ray" and find_spec("ray") is None:
             continue  # refused, with what to install
         words = [f"{group}={option}"]

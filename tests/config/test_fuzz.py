@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.config.settings import leaves, spell
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components, validated
@@ -110,8 +110,8 @@ def word(rng: random.Random) -> str:
         at = rng.randrange(len(name))
         name = rng.choice([name[:at] + name[at + 1 :], name[:at] + rng.choice("xyz._ ") + name[at:], name[::-1]])
     elif kind < 0.25:
-        group = rng.choice(sorted(tree.default_options("train")))
-        return f"{group}={rng.choice([*tree.options(group), *VALUES])}"
+        group = rng.choice(sorted(compose.default_options("train")))
+        return f"{group}={rng.choice([*compose.options(group), *VALUES])}"
     elif kind < 0.3:
         return rng.choice(VALUES)
     elif kind < 0.35:

@@ -2,21 +2,21 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.config import paths
+from embodyrl.config import compose, paths
 
 
 def test_checkout_contains_config_and_asset_folders():
-    assert (paths.conf_dir() / "train.yaml").is_file()
+    assert (compose.conf_dir() / "train.yaml").is_file()
     assert (paths.assets_dir() / "openvla_oft_tiny" / "config.json").is_file()
 
 
 def test_installed_package_takes_precedence_over_the_checkout(tmp_path, monkeypatch):
     package = tmp_path / "site" / "embodyrl"
     (package / "conf").mkdir(parents=True)
-    monkeypatch.setattr(paths, "_PACKAGE", package)
-    assert paths.conf_dir() == package.parent / "conf", "a conf folder without train.yaml is not ours"
+    monkeypatch.setattr(compose, "PACKAGE", package)
+    assert compose.conf_dir() == package.parent / "conf", "a conf folder without train.yaml is not ours"
     (package / "conf" / "train.yaml").write_text("")
-    assert paths.conf_dir() == package / "conf"
+    assert compose.conf_dir() == package / "conf"
 
 
 @pytest.mark.parametrize("path", ["assets/openvla_oft_tiny", "assets/a/b"])

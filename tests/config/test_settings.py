@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError, create_model
 
+from embodyrl.config.compose import flat
 from embodyrl.config.settings import (
     Count,
     CountOrAll,
@@ -21,15 +22,13 @@ from embodyrl.config.settings import (
     Share,
     Weight,
     find_key,
-    flat,
     keys_of,
     leaves,
-    nested,
     plain,
     spell,
 )
 from embodyrl.errors import ConfigError
-from embodyrl.plan.checks import validated
+from embodyrl.plan.checks import nested, validated
 from embodyrl.plan.keys import all_keys
 
 Colour = StrEnum("Colour", ["red", "blue"])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.config import tree
+from embodyrl.cli.output import about
+from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import save_config
@@ -13,7 +14,7 @@ from embodyrl.plan.saved import save_config
 def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("a: 1e-4\nb: 2026-08-23\nc: .5\nd: 1_000\ne: [true, ~, 'no', -inf, .nan]\n1: x\n")
-    found = tree.read_plain_yaml(file)
+    found = compose.read_plain_yaml(file)
     assert repr(found) == (
         "{'a': 0.0001, 'b': '2026-08-23', 'c': 0.5, 'd': 1000, 'e': [True, None, 'no', '-inf', nan], 1: 'x'}"
     )
@@ -24,17 +25,15 @@ def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=fragment):
-            tree.read_plain_yaml(file)
+            compose.read_plain_yaml(file)
 
 
 @pytest.mark.needs("libero")
 def test_perturbed_suite_settings_are_derived_from_the_name() -> None:
-    found = tree.options("env")
+    found = compose.options("env")
     names = [name for name in found if name.startswith(("libero_pro_", "libero_plus_"))]
     assert len(names) == 32
-    assert tree.about("env", "libero_pro_goal_swap", found["libero_pro_goal_swap"]).startswith(
-        "LIBERO-PRO: libero_goal"
-    )
+    assert about("env", "libero_pro_goal_swap", found["libero_pro_goal_swap"]).startswith("LIBERO-PRO: libero_goal")
     env = load_config("eval", ["env=libero_plus_object_robot"]).env
     assert (env.task_suite_name, env.eval.max_episode_steps) == ("libero_object_robot", 240)
 

@@ -22,7 +22,7 @@ import embodyrl
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.config.tree import options
+from embodyrl.config.compose import options
 from embodyrl.manifests import extensions
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys

@@ -11,11 +11,11 @@ import pytest
 from embodyrl.algorithms import policy_losses
 from embodyrl.algorithms.protocol import LOSSES
 from embodyrl.commands.train import train
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
-PRESETS = sorted(tree.options("algorithm").keys() - {"iql"})
+PRESETS = sorted(compose.options("algorithm").keys() - {"iql"})
 """tests/extensions/iql breaks the loss of IQL, which needs a data set."""
 REPLAYS = {"sac", "rlpd", "filtered_bc"}
 SINGLE = REPLAYS | {"ppo", "rlinf_ppo", "remax", "reinforce_pp"}

@@ -9,7 +9,7 @@ from toy_runs import comparable, resume_toy, rows, train_toy, weights
 
 from embodyrl.algorithms.settings import GroupSettings
 from embodyrl.commands.train import train
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
@@ -18,7 +18,7 @@ FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc", "iql"}
 OF_THE_CORE = {"dapo", "decoupled", "dr_grpo", "grpo", "m2po", "ppo", "rlinf_grpo", "rlinf_ppo", "simplevla"}
 PRESETS = [
     name if name in OF_THE_CORE else pytest.param(name, marks=pytest.mark.needs("objectives"))
-    for name in sorted(tree.options("algorithm").keys() - FROM_A_BUFFER)
+    for name in sorted(compose.options("algorithm").keys() - FROM_A_BUFFER)
 ]
 
 

@@ -159,14 +159,14 @@ def private_attributes(file: Path) -> set[str]:
 
 @pytest.mark.needs("libero", "maniskill", "metaworld", "robots")
 def test_no_private_attribute_of_a_dependency_is_used():
-    """Private attributes of our own classes are used in other files by the loader of configs only."""
+    """Private attributes of our own classes are not used in other files."""
     found = {(file, name) for file in (ROOT / "embodyrl").rglob("*.py") for name in private_attributes(file)}
     simulators = {name: set[str]() for name in PRIVATE_OF_SIMULATORS}
     others = set()
     for file, name in found:
         if (home := file.parent.name) in simulators:
             simulators[home].add(name)
-        elif (file.parent.name, file.name) != ("plan", "config.py"):
+        else:
             others.add((file.name, name))
     assert others == set()
     assert simulators == {name: set(names.split()) for name, names in PRIVATE_OF_SIMULATORS.items()}

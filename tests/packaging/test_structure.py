@@ -71,12 +71,12 @@ def test_a_config_is_final_after_loading():
 def component_names() -> set[str]:
     """Short names of environments, models, estimators and losses, and of the option files that select them."""
     from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
-    from embodyrl.config import tree
+    from embodyrl.config import compose
     from embodyrl.envs import ENVS
     from embodyrl.policies import POLICIES
 
     names = {name for registry in (ENVS, POLICIES, ADVANTAGES, LOSSES) for name in registry.names()}
-    options = {name.rpartition("/")[2] for group in ("env", "model", "algorithm") for name in tree.options(group)}
+    options = {name.rpartition("/")[2] for group in ("env", "model", "algorithm") for name in compose.options(group)}
     return names | options
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.config import tree
+from embodyrl.cli.output import about
+from embodyrl.config import compose
 from embodyrl.config.settings import leaves
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
@@ -134,7 +135,7 @@ def test_conflicts_are_checked_after_single_values() -> None:
 
 
 def option_files() -> list[str]:
-    return [f"{group}={option}" for group in tree.default_options("train") for option in tree.options(group)]
+    return [f"{group}={option}" for group in compose.default_options("train") for option in compose.options(group)]
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
@@ -143,9 +144,9 @@ def test_every_yaml_composes_and_has_a_description(override: str) -> None:
     if override == "launcher=ray":
         pytest.importorskip("ray")
     group, _, option = override.partition("=")
-    file = tree.options(group)[option]
+    file = compose.options(group)[option]
     load_config("train", [override])
-    assert len(tree.about(group, option, file)) > 10
+    assert len(about(group, option, file)) > 10
 
 
 @pytest.mark.needs("libero")
@@ -156,19 +157,19 @@ def test_simplevla_preset_sets_its_horizon(suite: str) -> None:
 
 
 def test_every_yaml_in_conf_belongs_to_a_group() -> None:
-    grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
+    grouped = {f for group in compose.default_options("train") for f in compose.options(group).values()}
     commands = ("train", "collect", "sft", "serve", "dagger", "check-env")
-    roots = {tree.conf_dir() / f"{command}.yaml" for command in commands}
-    algorithms = set((tree.conf_dir() / "start/algorithm").glob("*.yaml"))
-    starts = set((tree.conf_dir() / "start").rglob("*.yaml")) - algorithms
-    others = {tree.conf_dir() / "variants.yaml"}
-    assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots | starts | algorithms | others
-    assert {file.stem for file in algorithms} <= set(tree.options("algorithm"))
+    roots = {compose.conf_dir() / f"{command}.yaml" for command in commands}
+    algorithms = set((compose.conf_dir() / "start/algorithm").glob("*.yaml"))
+    starts = set((compose.conf_dir() / "start").rglob("*.yaml")) - algorithms
+    others = {compose.conf_dir() / "variants.yaml"}
+    assert set(compose.conf_dir().rglob("*.yaml")) == grouped | roots | starts | algorithms | others
+    assert {file.stem for file in algorithms} <= set(compose.options("algorithm"))
     for file in starts:
-        name = file.relative_to(tree.conf_dir() / "start").with_suffix("").as_posix()
+        name = file.relative_to(compose.conf_dir() / "start").with_suffix("").as_posix()
         env, _, model = name.rpartition("-")
-        assert env in tree.options("env")
-        assert model in tree.options("model")
+        assert env in compose.options("env")
+        assert model in compose.options("model")
 
 
 @pytest.mark.needs("libero")

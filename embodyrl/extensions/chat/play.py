@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands.run_folder import first_weights
-from embodyrl.config.compose import read_saved
 from embodyrl.envs.text.protocol import Answer as Reply
 from embodyrl.extensions.cockpit.command import PlayPage
 from embodyrl.extensions.conversation import MARK, Message
@@ -25,6 +24,7 @@ from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.rewards.judge import RewardJudge, build_judge
 from embodyrl.files import available_cores
 from embodyrl.plan.config import load_saved_config
+from embodyrl.plan.saved import read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES

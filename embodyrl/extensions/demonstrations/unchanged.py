@@ -5,10 +5,9 @@ from pathlib import Path
 
 import yaml
 
-from embodyrl.config.compose import read_saved
-from embodyrl.config.settings import flat
+from embodyrl.config.compose import flat
 from embodyrl.errors import ConfigError
-from embodyrl.plan.saved import dump_config, lies_below
+from embodyrl.plan.saved import dump_config, lies_below, read_saved
 from embodyrl.plan.schema import Config
 
 

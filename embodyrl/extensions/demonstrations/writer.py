@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embodyrl.config.settings import flat
+from embodyrl.config.compose import flat
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations import layout
 from embodyrl.extensions.demonstrations.cards import read_card

@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from embodyrl.cli.commands import COMMANDS
-from embodyrl.cli.output import show_result
+from embodyrl.cli.output import about, show_result
 from embodyrl.cli.runs import run_folders
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.discover.runs import describe_run
 from embodyrl.manifests import extensions
@@ -18,7 +18,7 @@ from embodyrl.registry import closest
 
 def list_things(args: argparse.Namespace) -> int:
     """Run `embodyrl list`, which prints names of components, runs or extensions."""
-    groups = {f"{group}s": group for group in tree.default_options("train")}
+    groups = {f"{group}s": group for group in compose.default_options("train")}
     kinds = [*groups, "extensions", "runs"]
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
     if what not in kinds:
@@ -34,8 +34,8 @@ def list_things(args: argparse.Namespace) -> int:
         rows = [{"name": n, "about": e.summary, "install": e.install_line()} for n, e in extensions().items()]
         lines = [*_table(rows), *_missing(extensions())]
     else:
-        found = tree.options(groups[what], args.config_dir)
-        rows = [{"name": name, "about": tree.about(groups[what], name, file)} for name, file in found.items()]
+        found = compose.options(groups[what], args.config_dir)
+        rows = [{"name": name, "about": about(groups[what], name, file)} for name, file in found.items()]
         used = [name for name, extension in extensions().items() if _POINTS.get(what) in extension.entry_points]
         lines = [*_table(rows), *_missing(used)]
     show_result(args, rows, lines)
@@ -127,7 +127,7 @@ def completion(args: argparse.Namespace) -> int:
     parts = {
         "commands": " ".join(COMMANDS),
         "flags": "\n".join(flags),
-        "options": " ".join(f"{g}={o}" for g in tree.default_options("train") for o in tree.options(g)),
+        "options": " ".join(f"{g}={o}" for g in compose.default_options("train") for o in compose.options(g)),
         "keys": " ".join(f"{name}=" for name in all_keys()),
     }
     script = files("embodyrl.extensions.discover").joinpath("completion.bash").read_text(encoding="utf-8")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
-from embodyrl.config.settings import changed_settings
-from embodyrl.config.tree import read_plain_yaml
+from embodyrl.config.compose import read_plain_yaml
 from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes
@@ -19,6 +18,7 @@ from embodyrl.extensions.findings import Finding
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
+from embodyrl.plan.saved import changed_settings
 from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
 from embodyrl.version import __version__

@@ -14,7 +14,6 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.output import show_result
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import locked
-from embodyrl.config.compose import write_word
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.sft import DECIDES, FREE
 from embodyrl.extensions.demonstrations.unchanged import check_unchanged
@@ -23,7 +22,7 @@ from embodyrl.extensions.recap.labelling import Stage, label_in_process
 from embodyrl.extensions.recap.report import REPORT_TEXT, Round, read_score, write_report
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.saved import config_of_ckpt, write_word
 from embodyrl.plan.schema import Config
 from embodyrl.policies.settings import ModelSettings
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from embodyrl.config.settings import flat
+from embodyrl.config.compose import flat
 from embodyrl.extensions.reporting.history import History
 from embodyrl.monitor.intervals import wilson
 

@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
+from embodyrl.config.compose import flat, read_plain_yaml
 from embodyrl.config.paths import resolve_asset, resolve_run
-from embodyrl.config.settings import flat, leaves, plain, spell
-from embodyrl.config.tree import read_plain_yaml
+from embodyrl.config.settings import leaves, plain, spell
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card

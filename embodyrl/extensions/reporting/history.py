@@ -11,8 +11,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from embodyrl.config.settings import flat, plain, spell
-from embodyrl.config.tree import read_plain_yaml
+from embodyrl.config.compose import flat, read_plain_yaml
+from embodyrl.config.settings import plain, spell
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.paired import Paired, pair_suites
 from embodyrl.extensions.reporting.samples import Sample, pick_samples

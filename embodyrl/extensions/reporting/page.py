@@ -10,7 +10,8 @@ from typing import Any
 
 import jinja2
 
-from embodyrl.config.settings import changed_settings, flat, spell
+from embodyrl.config.compose import flat
+from embodyrl.config.settings import spell
 from embodyrl.extensions.reporting.charts import (
     Line,
     curve,
@@ -29,6 +30,7 @@ from embodyrl.files import by_number, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.timing import PHASES, step_seconds
+from embodyrl.plan.saved import changed_settings
 from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (

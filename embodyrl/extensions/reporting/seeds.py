@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.config.settings import flat
+from embodyrl.config.compose import flat
 from embodyrl.extensions.reporting.history import History
 from embodyrl.extensions.reporting.paired import SIGNIFICANT
 from embodyrl.monitor.intervals import Rate, student_t

@@ -18,7 +18,6 @@ from pathlib import Path
 from embodyrl.cli.run import compose_with_ckpt
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.config.compose import write_word
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.history import other_worlds
@@ -29,6 +28,7 @@ from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.saved import write_word
 from embodyrl.plan.schema import Config
 
 _FIRST, _GROWTH = 20, 1.5

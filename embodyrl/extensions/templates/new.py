@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
@@ -50,7 +50,7 @@ def new(args: argparse.Namespace) -> int:
     taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:
         raise ConfigError(f"These paths already exist: {', '.join(taken)}. Choose another name, or remove the paths.")
-    if chosen.group and name in tree.options(chosen.group):
+    if chosen.group and name in compose.options(chosen.group):
         raise ConfigError(f"{chosen.group}={name} is already an option of embodyrl. Choose another name.")
     if chosen.entries and importlib.util.find_spec(name) is not None:
         raise ConfigError(f"The installed Python module '{name}' would be shadowed. Choose another name.")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.envs.gym.create import prepare_rendering
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.robots.factory import FACTORY, differences, robot_facts
@@ -29,8 +29,8 @@ WITHOUT_ROBOSUITE = "EMBODYRL_TEST_ROBOSUITE names no Python with robosuite 1.5"
 
 def options() -> dict[str, str]:
     """Return the help line of each option of `env` with a preset."""
-    found = {name: one for name, one in tree.variants("env").items() if one.values.get("env_type") == "robots"}
-    return {name: one.about for name, one in found.items()}
+    found = {name: one for name, one in compose.variants("env").items() if one[2].get("env_type") == "robots"}
+    return {name: one[1] for name, one in found.items()}
 
 
 def test_each_preset_is_an_option_with_its_install_command():

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from demos import ENV, card, demonstration
 
-from embodyrl.config.settings import flat
+from embodyrl.config.compose import flat
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations import reader
 from embodyrl.extensions.demonstrations import writer as writer_module

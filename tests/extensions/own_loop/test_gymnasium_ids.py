@@ -12,7 +12,7 @@ from gymnasium.utils.env_checker import check_env
 
 import embodyrl.gymnasium  # noqa: F401  (registers the ids)
 from embodyrl import make_env
-from embodyrl.config import tree
+from embodyrl.config import compose
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
@@ -41,7 +41,7 @@ def test_every_simulator_registers_gymnasium_ids() -> None:
         *("embodyrl/Tabletop-20-v0", "embodyrl/Tabletop-v0", "embodyrl/Libero10-v0", "embodyrl/Metaworld-v0"),
     } <= {*gymnasium.registry}
     options = {overrides[0] for tasks in TASK_IDS.every() for overrides in tasks.values()}
-    assert options <= {*tree.options("env")}
+    assert options <= {*compose.options("env")}
 
 
 @pytest.mark.needs("libero", "maniskill", "metaworld")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import embodyrl
-from embodyrl.config.settings import flat, plain
+from embodyrl.config.compose import flat
+from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl_migrate.source import Source
 from embodyrl_migrate.tables import (

@@ -17,7 +17,7 @@ from embodyrl_migrate.tables import MigrationError, load_system, systems
 from embodyrl_migrate.translate import translate
 
 import embodyrl
-from embodyrl.config.tree import options
+from embodyrl.config.compose import options
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parent / "data"
