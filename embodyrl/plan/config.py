@@ -213,22 +213,18 @@ def _derived(cfg: Config) -> dict[str, Any]:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         found |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
         found["model.num_action_chunks"] = chunk
-    protocol = cfg.eval.protocol if cfg.evaluates else None
-    if (
-        protocol
-        and protocol.horizons
-        and not protocol.settled
-        and (limit := protocol.horizon(cfg.env.title)) is not None
-    ):
+    if cfg.evaluates and (protocol := cfg.eval.protocol).horizons and not protocol.settled:
+        limit = protocol.horizon(cfg.env.title)
+        found |= {} if limit is None else {"eval.protocol.settled": True}
         # A time limit on the command line takes precedence.
-        found |= {"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: limit})
+        found |= {} if limit is None or cfg.typed(_HORIZON) else {_HORIZON: limit}
     return found
 
 
 def _located(cfg: Config) -> dict[str, Any]:
     """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
     found = {key: located(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
-    found |= {key: fetched_program(key, value) for key, value in cfg.programs.items()}
+    found |= {key: _download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
     if cfg.trains and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
@@ -249,39 +245,26 @@ def is_on_hub(path: str) -> bool:
     return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
 
 
-def fetched(key: str, path: str) -> str:
-    """Download `owner/name[@revision]` and return `owner/name@commit`; return any other path unchanged.
+def located(key: str, value: Any) -> Any:
+    """Download all hub repositories (`owner/name[@revision]`) in a config value, and pin each to a commit.
 
     Raises:
-        ConfigError: the repository does not exist, or the hub cannot be reached.
+        ConfigError: a repository does not exist, or the hub cannot be reached.
     """
-    if not is_on_hub(path):
-        return path
-    return _download(key, path, "dataset" if key in DATA_KEYS else "model", programs=False)
-
-
-def fetched_program(key: str, path: str) -> str:
-    """Download all files of `owner/name@revision`, including programs, and return `owner/name@commit`.
-
-    Raises:
-        ConfigError: the repository does not exist, or the hub cannot be reached.
-    """
-    return _download(key, path, "model", programs=True)
+    if isinstance(value, list):
+        return [located(key, item) for item in value]
+    if not isinstance(value, str) or not is_on_hub(value):
+        return value
+    return _download(key, value, "dataset" if key in DATA_KEYS else "model", programs=False)
 
 
 def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
+    """Download a repository, with `programs` including its code, and return `owner/name@commit`."""
     for download in DOWNLOADERS.every():
         return download(key, path, kind, programs)
     raise ConfigError(
         f"{key}={path} is not a local folder, and the extension 'hub' for downloads is missing. Reinstall embodyrl."
     )
-
-
-def located(key: str, value: Any) -> Any:
-    """Download all hub repositories in a config value; return the value with each repository pinned to a commit."""
-    if isinstance(value, list):
-        return [located(key, item) for item in value]
-    return fetched(key, value) if isinstance(value, str) else value
 
 
 def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
