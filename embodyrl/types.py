@@ -187,7 +187,7 @@ class Episode:
     @property
     def length(self) -> int:
         """Number of executed env steps."""
-        return int(self.valid.sum())
+        return int(np.count_nonzero(self.valid))
 
     @property
     def episode_return(self) -> float:

@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from embodyrl.algorithms.policy_losses import shares, to_units
-from embodyrl.algorithms.protocol import Credit, Measured
+from embodyrl.algorithms.protocol import Measured
 from embodyrl.algorithms.settings import TokenLevel
 from embodyrl.algorithms.terms import kl
-from embodyrl.types import BoolArray, Episode, IntArray
+from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
 
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
 """Names of metrics that `merge_metrics` divides by the summed weights to obtain means for any `loss_agg_func`."""
 
 
-def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+def batch_metrics(
+    episodes: Sequence[Episode], kept: Sequence[Episode], valid: BoolArray, whole: FloatArray
+) -> dict[str, float]:
     """Return advantage statistics of a batch, and the fractions of groups that are filtered or have no gradient.
 
-    `pairs`: the episodes to train on, with their credits.
+    `kept`: the episodes to train on; `valid`, `whole`: their executed actions and advantages, one after another.
     """
     groups = {episode.spec.group_id for episode in episodes}
-    kept = [episode.spec.group_id for episode, _ in pairs]
-    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*kept}) / len(groups)}
-    if pairs:
-        # Vectorised: loops over a thousand short episodes would take as long as a mini-batch.
-        valid = np.concatenate([episode.valid for episode, _ in pairs])
-        whole = np.concatenate([credit.advantage for _, credit in pairs])
-        loud = np.repeat(kept, [len(e.valid) for e, _ in pairs])[((whole != 0) & valid).any(axis=1)]
+    own = np.array([episode.spec.group_id for episode in kept])
+    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*own.tolist()}) / len(groups)}
+    if kept:
+        episode_of = np.repeat(np.arange(len(kept)), [len(episode.valid) for episode in kept])
+        loud = own[np.bincount(episode_of[((whole != 0) & valid).any(axis=1)], minlength=len(kept)) > 0]
         metrics["train/groups_without_signal"] = 1.0 - len(np.unique(loud)) / len(groups)
         advantage = whole[valid].astype(np.float64)
         metrics["train/advantage_mean"] = float(advantage.mean())
@@ -38,12 +38,15 @@ def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Cr
     return metrics
 
 
-def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return the mean value, the mean value target, and the explained variance of the values."""
-    ran, value, returns = (
-        np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
-    )
-    ran = ran if ran.shape == returns.shape else ran.any(axis=1, keepdims=True)
+def value_metrics(ran: np.ndarray, value: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+    """Return the mean value, the mean value target, and the explained variance of the values.
+
+    Args:
+        ran: [B, K] executed actions.
+        value: [B, V] values.
+        returns: [B, V] value targets.
+    """
+    ran = ran if ran.shape == returns.shape else np.asarray(ran.any(axis=1, keepdims=True))
     value, returns = value[ran].astype(np.float64), returns[ran].astype(np.float64)
     spread = returns.var()
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
@@ -130,31 +129,36 @@ class Algorithm:
             part_weights=scores.part_weights,
         )
         credits = self.estimator.compute(kept, scores, self.settings) if kept else []
-        _require_finite(kept, "advantage", [credit.advantage for credit in credits])
-        _require_finite(kept, "value target", [credit.returns for credit in credits])
-        if bounds := self.settings.advantage_clip:
-            credits = [replace(c, advantage=c.advantage.clip(min=bounds[0], max=bounds[1])) for c in credits]
         pairs = [pair for pair in zip(kept, credits, strict=True) if not self._is_masked(pair[0])]
+        trained = [episode for episode, _ in pairs]
         actions = episodes[0].valid.shape[1]
         targets = episodes[0].value.shape[1] if self.estimator.needs_values else 0
 
         def stack(parts: Iterable[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
             return np.concatenate([np.zeros((0, *shape), dtype=dtype), *parts]).astype(dtype)
 
-        valid = stack((e.valid for e, _ in pairs), (actions,), np.bool_)
-        advantage = np.where(valid, stack((c.advantage for _, c in pairs), (actions,), np.float32), np.float32(0))
+        valid = stack((e.valid for e in trained), (actions,), np.bool_)
+        advantage = stack((c.advantage for _, c in pairs), (actions,), np.float32)
+        returns = stack((c.returns for _, c in pairs), (targets,), np.float32)
+        if not (np.isfinite(advantage).all() and np.isfinite(returns).all()):
+            _require_finite(kept, "advantage", [credit.advantage for credit in credits])
+            _require_finite(kept, "value target", [credit.returns for credit in credits])
+        if bounds := self.settings.advantage_clip:
+            advantage = advantage.clip(min=bounds[0], max=bounds[1])
+        advantage = np.where(valid, advantage, np.float32(0))
         ran = valid.any(axis=1)
-        ids, lengths = np.array([(e.spec.episode_id, len(e.valid)) for e, _ in pairs], np.int64).reshape(-1, 2).T
+        ids = np.array([e.spec.episode_id for e in trained], np.int64)
+        metrics |= batch_metrics(episodes, trained, valid, advantage)
+        if trained and targets:
+            metrics |= value_metrics(valid, np.concatenate([e.value for e in trained]), returns)
         return PreparedBatch(
-            records=stack((e.records for e, _ in pairs), (), np.int64)[ran],
-            episode=np.repeat(ids, lengths)[ran],
+            records=stack((e.records for e in trained), (), np.int64)[ran],
+            episode=np.repeat(ids, [len(e.valid) for e in trained])[ran],
             advantage=advantage[ran],
-            returns=stack((c.returns for _, c in pairs), (targets,), np.float32)[ran],
+            returns=returns[ran],
             valid=valid[ran],
             has_signal=bool(pairs) and (self._has_other_terms or bool(advantage.any())),
-            metrics=metrics
-            | batch_metrics(episodes, pairs)
-            | (value_metrics(pairs) if pairs and self.estimator.needs_values else {}),
+            metrics=metrics,
         )
 
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:

@@ -238,16 +238,18 @@ class Arena:
 def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[str, ...]:
     """Return the instruction of each of the n records."""
     words = fields[Record.instruction].take(records, 0)
-    # Common case: one instruction for all records; one comparison is a hundred times faster than decoding all.
-    same = len(words) > 0 and words.tobytes() == words[0].tobytes() * len(words)
+    # Common case: one instruction for all records; comparing 64-bit numbers is far faster than decoding all.
+    numbers = words.view(np.uint64)
+    same = len(words) > 0 and (numbers == numbers[0]).all()
     return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))
 
 
 def read_observation(fields: Fields, records: IntArray) -> Observation:
     """Gather the observations of n records as a batch."""
-    # `take` gathers short rows ten times faster than an index.
+    # `take` gathers short rows ten times faster than an index, but takes as long for empty rows.
+    images = fields[Record.images]
     return Observation(
-        images=fields[Record.images].take(records, 0),
+        images=images.take(records, 0) if images.size else images[records],
         state=fields[Record.observed_state].take(records, 0),
         instructions=read_instructions(fields, records),
     )

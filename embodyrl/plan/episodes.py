@@ -321,39 +321,42 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     members = epoch * len(reset_ids) + np.arange(len(reset_ids))
 
     @cache
-    def specs(nth: int) -> list[EpisodeSpec]:
-        """Return the nth episode of each queue, created together because array operations are faster on batches."""
+    def specs(nth: int) -> Sequence[EpisodeSpec]:
+        """Return the nth episode of each queue, planned together because array operations are faster on batches."""
         ids = np.asarray(reset_ids)
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]
         return _train_episodes(cfg, env, step, members * per_slot + nth, members // size, ids)
 
-    queues = (_LazyEpisodes(specs, slot, per_slot) for slot in range(len(reset_ids)))
-    return Wave(queues=tuple(queues), quota_chunks=quota)
+    def queue(slot: int) -> Sequence[EpisodeSpec]:
+        return _LazyEpisodes(lambda nth: specs(nth)[slot], per_slot)
+
+    return Wave(queues=tuple(map(queue, range(len(reset_ids)))), quota_chunks=quota)
 
 
 @dataclass(frozen=True, slots=True)
 class _LazyEpisodes(Sequence[EpisodeSpec]):
-    """Queue of one slot's episodes, which are created on access because most episodes never start."""
+    """Episodes that are created on access, because most episodes of a quota never start."""
 
-    specs: Callable[[int], list[EpisodeSpec]]
-    slot: int
+    create: Callable[[int], EpisodeSpec]
     length: int
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> EpisodeSpec:
-        return self.specs(range(self.length)[index])[self.slot]
+        return self.create(range(self.length)[index])
 
 
 def _train_episodes(
     cfg: Config, env: EnvSpec, step: int, index: IntArray, group: IntArray, reset_id: npt.ArrayLike
-) -> list[EpisodeSpec]:
+) -> Sequence[EpisodeSpec]:
     seeds, noise = derive_small(cfg.seed, "env", step, group), derive(cfg.seed, "noise", step, index)
-    columns = (np.asarray(column).tolist() for column in (index, reset_id, group, seeds, noise))
-    return [
-        EpisodeSpec(
+    columns = [np.asarray(column).tolist() for column in (index, reset_id, group, seeds, noise)]
+
+    def create(place: int) -> EpisodeSpec:
+        i, reset, g, seed, n = (column[place] for column in columns)
+        return EpisodeSpec(
             episode_id=i,
             reset_id=reset,
             task_id=env.task_of(reset)[0],
@@ -362,8 +365,8 @@ def _train_episodes(
             seed=seed,
             noise_seed=n,
         )
-        for i, reset, g, seed, n in zip(*columns, strict=True)
-    ]
+
+    return _LazyEpisodes(create, len(index))
 
 
 def _deal(wave: Wave, slots: int) -> Wave:

@@ -163,13 +163,13 @@ class EnvWorker:
         images, state = arena[Record.images], arena[Record.observed_state]
         with arena.write_all(targets) as records:
             self._env.observe(slots, images, state, records)
-            seen = state[records]
+            seen = state.take(records, 0)
             if not np.isfinite(seen).all():
                 row = int(np.flatnonzero(~np.isfinite(seen).all(axis=1))[0])
                 raise EnvError(_not_finite(self._env, slots[row], seen[row]))
             if self._converses:
                 self._read_instructions(slots)
-            arena[Record.instruction][records] = self._instructions[slots]
+            arena[Record.instruction][records] = self._instructions.take(slots, 0)
         self._render_s += time.perf_counter() - started
 
     def _read_instructions(self, slots: list[int]) -> None:
