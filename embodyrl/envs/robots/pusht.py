@@ -9,15 +9,18 @@ import numpy as np
 import shapely  # pyright: ignore[reportMissingModuleSource]
 from scipy.sparse.csgraph import dijkstra
 
-from embodyrl.envs.robots.pusht_pushes import RADIUS, Push, PushTable, rotation
+from embodyrl.envs.robots.pusht_pushes import GAP, RADIUS, Push, PushTable, rotation
 from embodyrl.types import DoubleArray, FloatArray
 
 _AHEAD, _AHEAD_PUSHING = 40.0, 20.0
 """Distance in pixels between the agent and its target position; determines the agent's speed."""
 _MARGIN, _CLEARANCE = 8.0, 2.0
 """Distances in pixels between agent and block at the corners of a path and on its lines."""
-_ARRIVED, _SLOW, _FINISHED = 2.0, 60.0, 1.0
-"""A push begins within 2 pixels of its start below 60 pixels/s, and ends 1 pixel before its end."""
+_NEAR, _FINISHED, _LEAD, _STOP = 12.0, 2.0, 0.1, 0.05
+"""A push begins 12 pixels from its start and ends 2 pixels before its end. Both use the position after the current
+motion: in 0.1 s for the distance from the line, in 0.05 s for the end."""
+_ON_LINE, _SLOWDOWN = 2.0, 2.0
+"""Beyond 2 pixels, each pixel between agent and line brings the target position 2 pixels closer."""
 _MOVED, _TURNED, _OFF_LINE = 3.0, 0.05, 6.0
 """The push is discarded if the block moves by 3 pixels or 0.05 rad before the push, or the agent leaves the line."""
 _LONGEST = 40
@@ -54,34 +57,36 @@ class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
     def expert_action(self) -> FloatArray:
         """Return the target position [2] of the agent; plans the next push if necessary."""
         state: Any = self.env.unwrapped
-        agent, speed = np.array(state.agent.position), state.agent.velocity.length
+        agent = np.array(state.agent.position)
         pose = np.array([*state.block.position, state.block.angle])
         table = self._table = self._table or PushTable()
-        if self._push is None or self._over(self._push, pose, agent):
+        if self._push is None or self._over(self._push, pose, agent, np.array(state.agent.velocity)):
             self._push = table.find(pose, agent, np.array(state.goal_pose))
             self._planned_at, self._pushing, self._steps = pose, False, 0
         push = self._push
         if push is None:  # the block is out of reach, next to the walls
             return np.clip(agent, 0.0, 512.0).astype(np.float32)
-        if not self._pushing and np.linalg.norm(agent - push.start) < _ARRIVED and speed < _SLOW:
+        if not self._pushing and np.linalg.norm(agent - push.start) < _NEAR:
             self._pushing, self._steps = True, 0
         if self._pushing:
-            along = float(np.clip((agent - push.start) @ push.direction, 0.0, push.length))
-            target = push.start + push.direction * min(push.length, along + _AHEAD_PUSHING)
+            # Continuous in the agent's position: an expert that stops at the start of a push is hard to imitate.
+            along, off = push.place(agent + _LEAD * np.array(state.agent.velocity))
+            ahead = along + _AHEAD_PUSHING - _SLOWDOWN * max(0.0, off - _ON_LINE)
+            target = push.start + push.direction * float(np.clip(ahead, 0.0, push.length))
         else:
             target = _next_point(_around(_placed(table, pose), agent, push.start))
         return target.astype(np.float32)
 
-    def _over(self, push: Push, pose: DoubleArray, agent: DoubleArray) -> bool:
+    def _over(self, push: Push, pose: DoubleArray, agent: DoubleArray, velocity: DoubleArray) -> bool:
         """Return True if the push is finished or can no longer be executed."""
         if self._steps > _LONGEST:
             return True
         if not self._pushing:
             change = np.abs(pose - self._planned_at)
             return bool(change[:2].max() > _MOVED or change[2] > _TURNED)
-        way = agent - push.start
-        off = abs(way[0] * push.direction[1] - way[1] * push.direction[0])
-        return bool(off > _OFF_LINE or np.linalg.norm(agent - push.end) < _FINISHED)
+        along, off = push.place(agent)
+        stop = push.place(agent + _STOP * velocity)[0]
+        return bool((off > _OFF_LINE and along > GAP) or stop > push.length - _FINISHED)
 
 
 class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -18,7 +18,7 @@ from embodyrl.types import BoolArray, DoubleArray, IntArray
 
 RADIUS = 15.0
 """Radius of the agent."""
-_GAP, _DEPTH, _STRIDE = 6.0, 150.0, 2.0
+GAP, _DEPTH, _STRIDE = 6.0, 150.0, 2.0
 """Distance between block and agent before a push, longest push, and agent motion per physics step."""
 _SPACING, _CORNER = 10.0, 3.0
 """Distance between contact points, and from a contact point to the next corner."""
@@ -43,6 +43,11 @@ class Push:
     def end(self) -> DoubleArray:
         """Last position [2] of the agent."""
         return self.start + self.direction * self.length
+
+    def place(self, point: DoubleArray) -> tuple[float, float]:
+        """Return the distance of a point [2] along the line from `start`, and its distance from the line."""
+        way = point - self.start
+        return float(way @ self.direction), float(abs(way[0] * self.direction[1] - way[1] * self.direction[0]))
 
 
 def rotation(angle: DoubleArray) -> DoubleArray:
@@ -74,14 +79,14 @@ class PushTable:
             inward = np.array([-along[1], along[0]])
             for offset in np.linspace(_CORNER, length - _CORNER, max(2, round(length / _SPACING))):
                 contact = first + along * offset
-                start = contact - inward * (RADIUS + _GAP)
+                start = contact - inward * (RADIUS + GAP)
                 # Excludes contacts next to the inner corners, which the agent touches on two sides.
-                if block.distance(shapely.Point(*start)) > RADIUS + _GAP - 0.1:
+                if block.distance(shapely.Point(*start)) > RADIUS + GAP - 0.1:
                     starts.append(start)
                     directions.append(inward)
                     motions.append(_pushed(contact - inward * RADIUS, inward, count)[depths])
         self.starts, self.directions, self.motions = map(np.array, (starts, directions, motions))
-        self.lengths = _GAP + _STRIDE * (np.array(depths) + 1)
+        self.lengths = GAP + _STRIDE * (np.array(depths) + 1)
 
     def placed(self, pose: DoubleArray) -> DoubleArray:
         """Return the corners [..., 8, 2] of the block at poses [..., 3]."""

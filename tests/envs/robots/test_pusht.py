@@ -39,6 +39,22 @@ def test_expert_covers_the_target(seed: int, noise: float):
     assert episode(seed, noise)[1] > 0.95
 
 
+def test_expert_rarely_stops():
+    """Stops depend on pixels that a policy cannot imitate: it would stop a few pixels away and never push."""
+    gymnasium, _ = pytest.importorskip("gymnasium"), pytest.importorskip("gym_pusht")
+
+    from embodyrl.envs.robots.pusht import PushTExpert
+
+    env = PushTExpert(gymnasium.make("gym_pusht/PushT-v0", obs_type="state"))
+    env.reset(seed=95_003)
+    speeds, terminated = [], False
+    while not terminated and len(speeds) < 300:
+        _, _, terminated, _, info = env.step(env.expert_action())
+        speeds.append(np.linalg.norm(info["vel_agent"]))
+    env.close()
+    assert np.mean(np.array(speeds) < 20.0) < 0.08  # pixels/s
+
+
 def test_expert_is_deterministic():
     (first, _), (second, _) = episode(95_003, steps=60), episode(95_003, steps=60)
     np.testing.assert_array_equal(first, second)
