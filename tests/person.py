@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import threading
 from pathlib import Path
@@ -20,6 +21,8 @@ _NEARER = 0.005
 """Decrease of the distance that counts as approach, metres."""
 _MOST_STEPS = 600
 """Steps after which the person restarts the episode, and drives from the first step on."""
+_START_S = 55.0
+"""Maximum time until an episode begins, seconds; a simulator may load."""
 _STEP = """document.getElementById("step").click();
 const look = () => state.steps > n ? done([state.over, performance.now()]) : setTimeout(look, 2); look();"""
 
@@ -102,9 +105,12 @@ class Person:
 
     def correct(self, ended: threading.Event) -> None:
         """Correct all episodes of all rounds."""
-        self.page.open(self.expert.server.url)
-        self.page.run(self.arm.setup)
+        opened = None
         while (scene := self.expert.wait_for_scene(ended)) is not None:
+            if scene is not opened:  # a new round
+                opened = scene
+                self.page.open(self.expert.server.url)
+                self.page.run(self.arm.setup)
             reset_id = scene.start["reset_id"]
             self._wait_for_start(reset_id)
             if not self._finish(scene, self.arm.patience):
@@ -117,7 +123,9 @@ class Person:
             self.page.until(f"!state.live || state.reset_id != {reset_id} || state.remaining == 0")
 
     def _wait_for_start(self, reset_id: int) -> None:
-        self.page.until(f"state.live && state.reset_id == {reset_id} && state.steps == 0 && inputs() === null")
+        self.page.until(
+            f"state.live && state.reset_id == {reset_id} && state.steps == 0 && inputs() === null", deadline_s=_START_S
+        )
 
     def _finish(self, scene: Scene, patience: int) -> bool:
         """Take over after `patience` steps without approach; return whether the episode ended in time."""
@@ -142,10 +150,14 @@ def dagger_with_person(cfg: Config, arm: Arm, profile: Path) -> tuple[DaggerResu
         while not WatchedExpert.pages:
             if ended.wait(0.05):
                 return
-        with browser(profile) as page:
-            person = Person(page, WatchedExpert.pages.pop(), arm)
-            person.correct(ended)
-            found.extend(person.round_trips)
+        try:
+            with browser(profile) as page:
+                person = Person(page, WatchedExpert.pages.pop(), arm)
+                person.correct(ended)
+                found.extend(person.round_trips)
+        except BaseException:
+            _thread.interrupt_main()  # the driver would wait for the person
+            raise
 
     thread = threading.Thread(target=act)
     thread.start()

@@ -84,7 +84,7 @@ def test_corrections_improve_a_libero_policy_by_20_points(tmp_path: Path, seed: 
     rounds = (f"dagger.rounds={ROUNDS}", f"dagger.corrections={CORRECTIONS}", "collect.episodes=22")
     places = (f"data.path={demos}", f"collect.out={tmp_path}/rounds", "runner.experiment_name=corrected")
     expert = ("dagger.expert=person:WatchedExpert", "trust=true", "ckpt=assets/flow_small_soup")
-    cfg = load_config("dagger", [*words, *ACT, *LEARN, *rounds, *places, *expert])
+    cfg = load_config("dagger", [*words, *ACT, *LEARN, *SAMPLED, *rounds, *places, *expert])
     check_components(cfg)
     started = time.process_time()
     result, trips = dagger_with_person(cfg, Buttons(seed), tmp_path / "profile")
