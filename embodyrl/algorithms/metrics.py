@@ -89,11 +89,12 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
     table = torch.stack([*(share.sum(1) for share in shared.values()), rows["ratio"].flatten(1).amax(1)])
     added = torch.stack([number for part in parts for number in part.sums.values()])
     # One copy from the device: each copy synchronises.
-    numbers = torch.cat([table.flatten(), added]).double().cpu().numpy()
+    numbers = torch.cat([table.flatten(), added]).cpu().numpy()
     table, sums = np.split(numbers, [table.numel()])
     table, sums = table.reshape(len(shared) + 1, -1), sums.reshape(len(parts), -1).tolist()
     starts = np.cumsum([0, *(len(part.rows["weight"]) for part in parts[:-1])])
-    totals = np.add.reduceat(table[:-1], starts, axis=1).T.tolist()
+    # Row by row, because the doubles of one row fit in the cache.
+    totals = np.stack([np.add.reduceat(row.astype(np.float64), starts) for row in table[:-1]]).T.tolist()
     highest = np.maximum.reduceat(table[-1], starts).tolist()
     return [
         dict(zip(parts[0].sums, own, strict=True)) | dict(zip(shared, total, strict=True)) | {"ratio_max": most}
