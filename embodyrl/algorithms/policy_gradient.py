@@ -369,7 +369,7 @@ def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) ->
 
 def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[FloatArray]) -> None:
     """Raise an error for the first episode with a NaN or infinite value; entries of unexecuted actions are ignored."""
-    if not values or np.isfinite(np.concatenate(values, axis=None)).all():
+    if not values or np.isfinite(np.concatenate(values)).all():
         return
     for episode, own in zip(episodes, values, strict=True):
         looked = own[episode.valid] if own.shape == episode.valid.shape else own

@@ -20,15 +20,30 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
     seeds, chunks = np.asarray(seeds, np.uint64), np.asarray(chunks, np.uint64)
     if len(seeds) < _MANY:
         return _few_rows(seeds, chunks, tokens_per_chunk)
-    shape = (len(seeds), -(-tokens_per_chunk // 8))
+    blocks = -(-tokens_per_chunk // 8)
     # Words 0 and 2 of the counter, and 3 and 1. The first word counts the blocks of a chunk, from 1.
-    even, odd = np.zeros((2, 2, *shape), np.uint64)
-    even[0], odd[0] = np.arange(1, shape[1] + 1), chunks[:, None]
-    key = np.stack([np.zeros(shape, np.uint64), np.broadcast_to(seeds[:, None], shape)])
+    even, odd, key = np.zeros((3, 2, len(seeds) * blocks), np.uint64)
+    even[0] = np.tile(np.arange(1, blocks + 1, dtype=np.uint64), len(seeds))
+    odd[0], key[1] = chunks.repeat(blocks), seeds.repeat(blocks)
+    factors, upper, lower, steps = np.repeat(_CONSTANTS, len(seeds) * blocks, axis=2)
     for _ in range(10):
+        # The upper 64 bits of the 128-bit products, in place, because few arrays fit in the cache.
+        above, below = even >> _HALF, even & _LOW
+        across = lower * below
+        across >>= _HALF
+        across += upper * below
+        high = upper * above
+        high += across >> _HALF
+        above *= lower
+        across &= _LOW
+        above += across
+        above >>= _HALF
+        high += above
         # Both halves of a round in one operation: `[::-1]` swaps the products between the words.
-        even, odd = (_high(even) ^ odd ^ key)[::-1], _FACTORS * even
-        key += _KEY_STEPS
+        high ^= odd
+        high ^= key
+        even, odd = high[::-1], factors * even
+        key += steps
     # Each 64-bit number gives two 32-bit numbers, the low one first, of which 24 bits are used.
     bits = np.stack([even[0], odd[1], even[1], odd[0]], axis=-1).astype("<u8").view("<u4").reshape(len(seeds), -1)
     return (bits[:, :tokens_per_chunk] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
@@ -36,19 +51,10 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
 
 _MANY = 32
 """Number of rows above which array operations are faster than a generator per row."""
-_FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
-_KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, None, None]
-
-
 _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
-_UPPER, _LOWER = _FACTORS >> _HALF, _FACTORS & _LOW
-
-
-def _high(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the upper 64 bits of the 128-bit products of uint64 words [2, ...] and `_FACTORS`."""
-    upper, lower = words >> _HALF, words & _LOW
-    across = _UPPER * lower + (_LOWER * lower >> _HALF)
-    return _UPPER * upper + (across >> _HALF) + (_LOWER * upper + (across & _LOW) >> _HALF)
+_FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None]
+_KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, None]
+_CONSTANTS = np.stack([_FACTORS, _FACTORS >> _HALF, _FACTORS & _LOW, _KEY_STEPS])
 
 
 def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tokens_per_chunk: int) -> FloatArray:
