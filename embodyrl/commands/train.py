@@ -129,9 +129,13 @@ class _Training:
         with session.running(start_all) as workers:
             # Imported and built objects are permanent, so garbage collection can skip them.
             gc.freeze()
+            # A step creates thousands of objects, most of which are freed without the collector.
+            thresholds = gc.get_threshold()
+            gc.set_threshold(10_000)
             try:
                 return self._train(workers, start)
             finally:
+                gc.set_threshold(*thresholds)
                 gc.unfreeze()
 
     def _train(self, workers: Workers, start: Path | None) -> TrainResult:
