@@ -6,7 +6,6 @@ matrix products. Numba (a dependency of robosuite) compiles it together with MuJ
 as long as the physics. Results agree with the published benchmark up to rounding, not bit by bit.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numba as _numba  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from embodyrl.errors import EnvError
-from embodyrl.types import DoubleArray
+from embodyrl.types import DoubleArray, IntArray
 
 llvm: Any = _llvm
 mujoco: Any = _mujoco
@@ -30,18 +29,13 @@ llvm.load_library_permanently(str(next(Path(mujoco.__file__).parent.glob("libmuj
 _pointer, _nothing = numba.types.uintp, numba.types.void
 _step1 = numba.types.ExternalFunction("mj_step1", _nothing(_pointer, _pointer))
 _step2 = numba.types.ExternalFunction("mj_step2", _nothing(_pointer, _pointer))
-_full_mass = numba.types.ExternalFunction("mj_fullM", _nothing(_pointer, _pointer, _pointer))
-_site_jacobian = numba.types.ExternalFunction(
-    "mj_jacSite", _nothing(_pointer, _pointer, _pointer, _pointer, numba.types.int32)
-)
 
 
 class _Arm(NamedTuple):
     """Views of the simulation's float64 arrays for one arm, and the limits of its torques and gripper."""
 
-    site: int
-    first: int
-    """Index of the degree of freedom of the arm's first joint."""
+    positions: DoubleArray
+    """Joint positions [nq] of the whole model."""
     position: DoubleArray
     """Position [3] of the hand, m."""
     rotation: DoubleArray
@@ -52,8 +46,14 @@ class _Arm(NamedTuple):
     """Joint velocities [7], rad/s."""
     bias: DoubleArray
     """Gravity and Coriolis torques [7], N m."""
+    axes: DoubleArray
+    """Rotation and translation axes [7, 6] of the joints, about the centre of mass of the robot."""
+    center: DoubleArray
+    """Centre of mass [3] of the robot, m."""
     inertia: DoubleArray
-    """Mass matrix in MuJoCo's sparse form."""
+    """Mass matrix of the model in MuJoCo's sparse form."""
+    entries: IntArray
+    """[7, 7] index of each entry of the arm's mass matrix in `inertia`; only the lower triangle is set."""
     torques: DoubleArray
     """Torque commands [7] of the motors, N m."""
     low: DoubleArray
@@ -62,10 +62,6 @@ class _Arm(NamedTuple):
     """Position commands [2] of the fingers."""
     finger_middle: DoubleArray
     finger_span: DoubleArray
-    jacobian: DoubleArray
-    """Buffer [6, nv] for the hand's Jacobian."""
-    mass: DoubleArray
-    """Buffer [nv, nv] for the mass matrix."""
 
 
 class FastLoop:
@@ -91,50 +87,52 @@ class FastLoop:
         low, high = (limit.copy() for limit in robot.torque_limits)
         fingers = [self._model.actuator(name).id for name in robot.gripper.actuators]
         shut, wide = self._model.actuator_ctrlrange[fingers].T
+        entries = np.zeros((7, 7), np.int64)
+        assert np.ptp(self._model.dof_parentid[arm] - np.arange(7)) == 0, "the joints of an arm are one chain"
+        for joint in range(7):  # a row of the sparse matrix goes from a joint towards the base
+            below = self._model.dof_Madr[arm.start + joint] + np.arange(joint + 1)
+            entries[joint, : joint + 1] = below[::-1]
+        root = self._model.body_rootid[self._model.site_bodyid[site]]
         self._arm = _Arm(
-            site=site,
-            first=arm.start,
+            positions=data.qpos,
             position=data.site_xpos[site],
             rotation=data.site_xmat[site].reshape(3, 3),
             joints=data.qpos[_as_slice(c.qpos_index)],
             speeds=data.qvel[arm],
             bias=data.qfrc_bias[arm],
+            axes=data.cdof[arm],
+            center=data.subtree_com[root],
             inertia=data.qM,
+            entries=entries,
             torques=data.ctrl[_as_slice([self._model.actuator(name).id for name in robot.robot_model.actuators])],
             low=low,
             high=high,
             fingers=data.ctrl[_as_slice(fingers)],
             finger_middle=0.5 * (wide + shut),
             finger_span=0.5 * (wide - shut),
-            jacobian=np.zeros((6, self._model.nv)),
-            mass=np.zeros((self._model.nv, self._model.nv)),
         )
 
-    def run(self, action: DoubleArray, pauses: tuple[int, ...]) -> Iterator[int]:
-        """Execute one action [7] for a control period, yielding after each physics substep in `pauses`.
+    def run(self, action: DoubleArray, first: int) -> DoubleArray:
+        """Execute one action [7]; return the joint positions [2, nq] after substep `first` and after the next substep.
 
         Raises:
             EnvError: the arm's inertia is singular or not finite.
         """
         c = self._robot.controller  # robosuite makes a new one at every reset
         command = self._gripper.current_action + np.zeros(2)  # a scalar after a reset
-        done = 0
-        for pause in (*pauses, self._substeps):
-            mujoco.mj_step1(self._model, self._data)
-            if not done:
-                self._set_goal(c, action[:6])
-            if not _advance(
-                self._model._address, self._data._address, pause - done, self._arm,
-                c.goal_pos, c.goal_ori, c.kp, c.kd, c.initial_joint, command, self._gripper.speed * np.sign(action[6]),
-            ):  # fmt: skip
-                raise EnvError(
-                    "LIBERO: the arm's operational space inertia is singular or not finite; the physics diverged. "
-                    "Check the actions, or set env.fast_physics=false, which tolerates singular poses."
-                )
-            done = pause
-            if pause in pauses:
-                yield pause
+        seen = np.empty((2, self._model.nq))
+        mujoco.mj_step1(self._model, self._data)
+        self._set_goal(c, action[:6])
+        if not _advance(
+            self._model._address, self._data._address, self._substeps, self._arm, c.goal_pos, c.goal_ori, c.kp, c.kd,
+            c.initial_joint, command, self._gripper.speed * np.sign(action[6]), first, seen,
+        ):  # fmt: skip
+            raise EnvError(
+                "LIBERO: the arm's operational space inertia is singular or not finite; the physics diverged. "
+                "Check the actions, or set env.fast_physics=false, which tolerates singular poses."
+            )
         self._gripper.current_action = command
+        return seen
 
     def _set_goal(self, controller: Any, arm: DoubleArray) -> None:
         controller.ee_pos = self._arm.position.copy()
@@ -148,34 +146,53 @@ class FastLoop:
 def _advance(
     model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
     kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
+    first: int, seen: DoubleArray,
 ) -> bool:  # fmt: skip
-    """Run `count` substeps, the first one without `mj_step1`; return False if the inertia matrix is singular."""
+    """Run `count` substeps, the first one without `mj_step1`; return False if the inertia matrix is singular.
+
+    `seen` [2, nq] receives the joint positions after substep `first` (counted from 1) and after the next substep.
+    """
+    jacobian, mass = np.empty((6, 7)), np.empty((7, 7))
     for substep in range(count):
         if substep:
             _step1(model, data)
-        _site_jacobian(model, data, arm.jacobian.ctypes.data, arm.jacobian[3:].ctypes.data, arm.site)
-        _full_mass(model, arm.mass.ctypes.data, arm.inertia.ctypes.data)
-        if not _set_torques(arm, goal, goal_rotation, kp, kd, rest):
+        _fill(arm, jacobian, mass)
+        if not _set_torques(arm, jacobian, mass, goal, goal_rotation, kp, kd, rest):
             return False
         for finger in range(2):
             moved = command[finger] + (2.0 * finger - 1.0) * finger_speed
             command[finger] = min(max(moved, -1.0), 1.0)
             arm.fingers[finger] = arm.finger_middle[finger] + arm.finger_span[finger] * command[finger]
         _step2(model, data)
+        if 0 <= substep + 1 - first < 2:
+            seen[substep + 1 - first] = arm.positions
     return True
 
 
 @numba.njit(cache=True)
+def _fill(arm: _Arm, jacobian: DoubleArray, mass: DoubleArray) -> None:
+    """Compute the hand's Jacobian [6, 7] and the arm's mass matrix [7, 7], with the formulas of MuJoCo."""
+    for joint in range(7):
+        axis = arm.axes[joint]
+        for i in range(3):
+            j, k = (i + 1) % 3, (i + 2) % 3
+            lever_j, lever_k = arm.position[j] - arm.center[j], arm.position[k] - arm.center[k]
+            jacobian[i, joint] = axis[3 + i] + (axis[j] * lever_k - axis[k] * lever_j)
+            jacobian[3 + i, joint] = axis[i]
+        for other in range(joint + 1):
+            mass[joint, other] = mass[other, joint] = arm.inertia[arm.entries[joint, other]]
+
+
+@numba.njit(cache=True)
 def _set_torques(
-    arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray, kp: DoubleArray, kd: DoubleArray, rest: DoubleArray
-) -> bool:
+    arm: _Arm, jacobian: DoubleArray, mass: DoubleArray, goal: DoubleArray, goal_rotation: DoubleArray,
+    kp: DoubleArray, kd: DoubleArray, rest: DoubleArray,
+) -> bool:  # fmt: skip
     """Compute joint torques [7] (N m) by operational space control; return False if the inertia is singular.
 
     The control law is that of robosuite 1.4 (Khatib 1987); x is the nullspace acceleration towards the initial joints.
     Position and orientation are decoupled: tau = J^T (wrench - A^-1 J x) + M x + bias, with A = J M^-1 J^T.
     """
-    jacobian = arm.jacobian[:, arm.first : arm.first + 7]
-    mass = arm.mass[arm.first : arm.first + 7, arm.first : arm.first + 7]
     desired, wrench, pull = np.empty(6), np.zeros(6), np.empty(7)
     for joint in range(7):
         pull[joint] = _NULLSPACE_KP * (rest[joint] - arm.joints[joint])

@@ -18,6 +18,7 @@ from embodyrl.envs.libero.lean import lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
 from embodyrl.envs.libero.noise import corrupt, resized
 from embodyrl.envs.libero.plus import Variant, moved_camera, start_joints
+from embodyrl.envs.libero.rendering import Renderer
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
@@ -40,8 +41,6 @@ The gripper opening is read from the positions after substep 24."""
 
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
-_NEVER_DRAWN = 5
-"""Geom group that robosuite does not render."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
 """Model fields that change at run time: poses of fixtures (at reset), visibility of sites (a burner), and cameras."""
 _OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
@@ -101,9 +100,7 @@ class TaskSimulator:
         self._env: Any = wrapper.env
         self.instruction = str(wrapper.language_instruction)
         """Instruction in the task's description."""
-        self._lean = lean
-        if lean:
-            self._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._renderer = Renderer(self._env, lean=lean)
         self._fast = FastLoop(self._env) if fast else None
         self.scene = Scene(self._env)
         self._env._observables = {}
@@ -183,8 +180,8 @@ class TaskSimulator:
         if self._fast is None or not self._robot.controller.new_update:
             self._run_stock(command)
         else:
-            for substep in self._fast.run(command, (VIEW_SUBSTEP, VIEW_SUBSTEP + 1)):
-                self._look(substep)
+            self._view_qpos, after = self._fast.run(command, VIEW_SUBSTEP)
+            self._gripper_qpos = after[self._fingers]
         self._env.cur_time += self._env.control_timestep
         reward, _, _ = self._env._post_action(command)
         done = bool(self._env._check_success())
@@ -300,38 +297,11 @@ class TaskSimulator:
 
     def _picture(self, camera: str, height: int, width: int) -> ByteArray:
         if self._grain is None or camera != FRONT_CAMERA:
-            return self._draw(camera, height, width)
+            return self._renderer.draw(camera, height, width)
         # The corruptions depend on pixels: apply them at the benchmark's size, then resize.
         rng = np.random.RandomState([*self._grain.place, self._env.timestep])
-        seen = corrupt(self._draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
+        seen = corrupt(self._renderer.draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
         return seen if seen.shape == (height, width, 3) else resized(seen, height, width)
-
-    def _draw(self, camera: str, height: int, width: int) -> ByteArray:
-        # Several models share this process, and robosuite renders into the current context.
-        self._env.sim._render_context_offscreen.gl_ctx.make_current()
-        hidden = self._out_of_view(camera, width / height) if self._lean else np.zeros(0, np.intp)
-        groups = self._model.geom_group[hidden]
-        self._model.geom_group[hidden] = _NEVER_DRAWN
-        try:
-            return self._env.sim.render(camera_name=camera, width=width, height=height)
-        finally:
-            self._model.geom_group[hidden] = groups
-
-    def _out_of_view(self, camera: str, aspect: float) -> npt.NDArray[np.intp]:
-        """Return the indices of geoms whose bounding spheres are outside the view of a camera.
-
-        Hiding these geoms saves rendering time, and changes no pixel if there are no reflections and shadows.
-        """
-        number = self._model.camera(camera).id
-        place = self._data.geom_xpos - self._data.cam_xpos[number]
-        x, y, depth = (place @ self._data.cam_xmat[number].reshape(3, 3)).T * [[1.0], [1.0], [-1.0]]
-        tangent = np.tan(np.radians(self._model.cam_fovy[number]) / 2)
-        radius = self._model.geom_rbound
-        outside = depth < -radius
-        for across, slope in ((x, tangent * aspect), (y, tangent)):
-            # Distance from the nearer of two side planes.
-            outside |= np.abs(across) - depth * slope > radius * np.hypot(1.0, slope)
-        return np.flatnonzero(outside & (radius > 0))  # planes have none
 
 
 def _nothing(force: bool = False) -> None:

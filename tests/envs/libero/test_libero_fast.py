@@ -97,27 +97,40 @@ def test_fast_and_original_loop_succeed_at_the_same_step():
     stock.close()
 
 
-@pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5)])
-def test_frustum_culling_does_not_change_images(suite, task):
+@pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5), ("libero_goal", 7)])
+def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sim = simulator(suite, task, lean=True, fast=True)
-    sim.reset(install.suite_init_states(suite, task)[3], 7)
-    hidden = []
-    for number, action in enumerate(random_actions(24)):
-        sim.step(action)
-        if number % 8:
-            continue
+    renderer, hidden = sim._renderer, []
+    sphere = pytest.importorskip("mujoco").mjtGeom.mjGEOM_SPHERE
+
+    def compare():
         with sim._viewed():
             for camera in ("agentview", "robot0_eye_in_hand", "frontview"):
-                hidden.append(len(sim._out_of_view(camera, 160 / 128)))
-                groups = sim._model.geom_group.copy()
-                found = sim._draw(camera, 128, 160)
-                np.testing.assert_array_equal(sim._model.geom_group, groups)
-                sim._lean = False
-                np.testing.assert_array_equal(found, sim._draw(camera, 128, 160))
-                np.testing.assert_array_equal(sim._model.geom_group, groups)
-                sim._lean = True
+                hidden.append(len(renderer._drawn) - len(renderer._in_view(sim._model.camera(camera).id, 160 / 128)))
+                groups = sim._model.geom_group.copy(), sim._model.site_group.copy()
+                found = renderer.draw(camera, 128, 160)
+                for group, before in zip((sim._model.geom_group, sim._model.site_group), groups, strict=True):
+                    np.testing.assert_array_equal(group, before)
+                expected = sim._env.sim.render(camera_name=camera, width=160, height=128)
+                np.testing.assert_array_equal(found, expected)
                 assert len(np.unique(found)) > 50, "a scene, not an empty image"
+            return found
+
+    for index in (3, 4):  # two slots that share the model, with different images of objects at rest
+        sim.reset(install.suite_init_states(suite, task)[index], index)
+        for number, action in enumerate(random_actions(24)):
+            sim.step(action)
+            if number % 8 == 0:
+                compare()
+        if index == 3:
+            first = sim.save()
+    sim.load(first)
+    before = compare()
+    sim._view_sites[0] = 1.0, 0.0, 0.0, 0.5
+    sim._model.site_group[0], sim._model.site_type[0], sim._model.site_size[0] = 1, sphere, 0.3
+    assert (compare() != before).mean() > 0.01, "a transparent site in front of geoms at rest"
     assert max(hidden) > 40
+    assert len(renderer._layers) > 4
     sim.close()
 
 
