@@ -91,15 +91,16 @@ def _loads(library: str) -> bool:
 def prepare_process() -> None:
     """Select the renderer and import the simulator silently; call once per process, before rendering.
 
-    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values if set. EGL renders on
-    the first visible GPU.
+    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values, but one thread is the
+    calling thread. EGL renders on the first visible GPU.
 
     Raises:
         MissingDependencyError: an import failed.
     """
     os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
     choose_device()
-    os.environ.setdefault("LP_NUM_THREADS", "1")
+    if os.environ.get("LP_NUM_THREADS", "1") == "1":
+        os.environ["LP_NUM_THREADS"] = "0"  # the calling thread renders; with 1, two threads wait for each other
     with _no_log_file(), without_egl_device():
         _libero_module("libero.libero.envs")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
