@@ -43,16 +43,40 @@ def lean_xml(xml: str) -> str:
     return ET.tostring(root, encoding="unicode")
 
 
+def physics_xml(xml: str) -> str:
+    """Return the model without textures, and with small spheres instead of visual meshes; the dynamics are the same.
+
+    MuJoCo also computes bounding volumes of visual meshes in every step.
+    """
+    root = ET.fromstring(xml)
+    assets = root.find("asset")
+    assert assets is not None, "a LIBERO model needs assets"
+    touched = _physical_meshes(root)
+    for geom in root.iter("geom"):
+        if geom.get("mesh") is not None and geom.get("mesh") not in touched:
+            del geom.attrib["mesh"]
+            geom.set("type", "sphere")
+            geom.set("size", "0.0001")
+    for mesh in assets.findall("mesh"):
+        if mesh.get("name") not in touched:
+            assets.remove(mesh)
+    for material in assets.findall("material"):
+        material.attrib.pop("texture", None)
+    for texture in assets.findall("texture"):
+        assets.remove(texture)
+    return ET.tostring(root, encoding="unicode")
+
+
 @contextlib.contextmanager
-def lean_models() -> Iterator[None]:
-    """Make robosuite build lean models, without multisampling, while this context is active."""
+def lean_models(rendered: list[str]) -> Iterator[None]:
+    """Make robosuite build models for the dynamics while this context is active; append lean models for rendering."""
     from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
 
     original = MujocoEnv._initialize_sim
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
-        original(self, lean_xml(xml_string or self.model.get_xml()))
-        self.sim.model._model.vis.quality.offsamples = 0
+        rendered.append(lean_xml(xml_string or self.model.get_xml()))
+        original(self, physics_xml(rendered[-1]))
 
     MujocoEnv._initialize_sim = initialize
     try:

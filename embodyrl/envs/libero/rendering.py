@@ -24,6 +24,8 @@ mujoco: Any = _mujoco
 
 _NEVER_DRAWN = 5
 """Group of geoms and sites that robosuite does not render."""
+_MOVED = ("body_pos", "body_quat", "cam_pos", "cam_quat", "site_rgba")
+"""Model fields that change at run time and affect images."""
 _LAYERS = 128
 """Maximum number of stored images of geoms at rest, and of sets of these geoms."""
 _POSES = 4096
@@ -52,41 +54,68 @@ class _Image(NamedTuple):
     """False if transparent parts were blended with the background."""
 
 
-class Renderer:
-    """Renders the cameras of a task model with robosuite's OpenGL context."""
+class LeanRenderer:
+    """Renders the cameras of a task with a separate lean model, which has the same bodies, geoms, sites and cameras."""
 
-    def __init__(self, env: Any, *, lean: bool) -> None:
-        """Store the loaded environment; `lean`: the model has no shadows and reflections."""
-        self._sim, self._lean = env.sim, lean
-        self._model, self._data = env.sim.model._model, env.sim.data._data
-        self._context = env.sim._render_context_offscreen
+    def __init__(self, env: Any, xml: str) -> None:
+        """Load the lean model.
+
+        Args:
+            env: robosuite's environment, whose state is rendered.
+            xml: the lean model, without shadows.
+        """
+        from robosuite.utils.binding_utils import (  # pyright: ignore[reportMissingImports]
+            MjRenderContextOffscreen,
+            MjSim,
+        )
+
+        self._env = env
+        self.sim: Any = MjSim.from_xml_string(xml)
+        self._model, self._data = self.sim.model._model, self.sim.data._data
+        self._model.vis.quality.offsamples = 0
+        self._context: Any = MjRenderContextOffscreen(self.sim, device_id=env.render_gpu_device_id)
+        self._context.vopt.geomgroup[:] = env.sim._render_context_offscreen.vopt.geomgroup
+        self._context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._layers: OrderedDict[tuple[Any, ...], _Image] = OrderedDict()
         self._poses: OrderedDict[Pose, None] = OrderedDict()
         still = self._model.body_weldid[self._model.cam_bodyid] == 0
         self._fixed = set(np.flatnonzero(still & (self._model.cam_mode == 0)).tolist())
         """Cameras that do not move during an episode."""
         self._groups = self._model.geom_group.copy()
-        self._drawn = np.flatnonzero(np.array(self._context.vopt.geomgroup)[self._groups])
+        self._visible = np.flatnonzero(np.array(self._context.vopt.geomgroup)[self._groups])
         self._static = set(np.flatnonzero(self._model.body_weldid[self._model.geom_bodyid] == 0).tolist())
-        if lean:
-            self._context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
-    def draw(self, camera: str, height: int, width: int) -> ByteArray:
-        """Render a camera; return [H, W, 3] in OpenGL row order."""
-        # Several models share this process, and robosuite renders into the current context.
+    def pose(self) -> None:
+        """Copy the positions of the simulation."""
+        model, data = self._env.sim.model._model, self._env.sim.data._data
+        for name in _MOVED:
+            getattr(self._model, name)[:] = getattr(model, name)
+        self._data.qpos[:] = data.qpos
+        mujoco.mj_kinematics(self._model, self._data)
+        mujoco.mj_comPos(self._model, self._data)
+        mujoco.mj_camlight(self._model, self._data)
+
+    def render(self, camera: str, height: int, width: int) -> ByteArray:
+        """Render a camera after `pose`; return [H, W, 3] in OpenGL row order."""
+        # Several models share this process, and MuJoCo renders into the current context.
         self._context.gl_ctx.make_current()
-        if not self._lean:
-            return self._sim.render(camera_name=camera, width=width, height=height)
         self._fit(height, width)
         view = View(self._model.camera(camera).id, height, width)
         with self._without_invisible_sites():
             shown = self._in_view(view.camera, width / height)
             if view.camera in self._fixed and (resting := self._at_rest(shown)):
                 layer = self._layer(view, resting)
-                image = self._render(view, sorted({*shown.tolist()}.difference(geom for geom, _ in resting)))
+                image = self._image_of(view, sorted({*shown.tolist()}.difference(geom for geom, _ in resting)))
                 if layer.opaque and image.opaque:
                     return _merged(layer, image).pixels
-            return self._render(view, shown).pixels
+            return self._image_of(view, shown).pixels
+
+    def close(self) -> None:
+        """Free the model and its OpenGL objects."""
+        # The context deletes objects by number in the current context, so make it current.
+        self._context.gl_ctx.make_current()
+        self.sim.free()
+        vars(self).clear()
 
     def _at_rest(self, geoms: npt.NDArray[np.intp]) -> tuple[Pose, ...]:
         """Return the poses that were rendered before, and store the others."""
@@ -111,7 +140,7 @@ class Renderer:
             static = tuple(pose for pose in resting if pose[0] in self._static)
             parts = [part for part in (static, *((pose,) for pose in resting if pose[0] not in self._static)) if part]
             if len(parts) == 1:
-                image = self._render(view, [geom for geom, _ in resting])
+                image = self._image_of(view, [geom for geom, _ in resting])
             else:
                 image = reduce(_merged, [self._layer(view, part) for part in parts])
             while len(self._layers) >= _LAYERS:
@@ -120,7 +149,7 @@ class Renderer:
         self._layers.move_to_end(key)
         return self._layers[key]
 
-    def _render(self, view: View, geoms: Sequence[int] | npt.NDArray[np.intp]) -> _Image:
+    def _image_of(self, view: View, geoms: Sequence[int] | npt.NDArray[np.intp]) -> _Image:
         """Render only the given geoms, and all visible sites."""
         context, groups = self._context, self._model.geom_group
         context.cam.type, context.cam.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, view.camera
@@ -158,8 +187,8 @@ class Renderer:
             self._model.site_group[sites] = groups
 
     def _in_view(self, camera: int, aspect: float) -> npt.NDArray[np.intp]:
-        """Return the indices of drawn geoms whose bounding boxes intersect the view of a camera."""
-        model, data, geoms = self._model, self._data, self._drawn
+        """Return the indices of visible geoms whose bounding boxes intersect the view of a camera."""
+        model, data, geoms = self._model, self._data, self._visible
         slope = np.tan(np.radians(model.cam_fovy[camera]) / 2)
         # Normals of five planes, which point out of the view: in front of the near plane, right, left, top and bottom.
         sides = [[0, 0, 1], [1, 0, aspect * slope], [-1, 0, aspect * slope], [0, 1, slope], [0, -1, slope]]

@@ -18,7 +18,7 @@ from embodyrl.envs.libero.lean import lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
 from embodyrl.envs.libero.noise import corrupt, resized
 from embodyrl.envs.libero.plus import Variant, moved_camera, start_joints
-from embodyrl.envs.libero.rendering import Renderer
+from embodyrl.envs.libero.rendering import LeanRenderer
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
@@ -93,14 +93,15 @@ class TaskSimulator:
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
         # The constructor samples poses from the global generator; a fixed seed gives the same model after reloading.
-        with quiet(), _numpy_seed(0), lean_models() if lean else contextlib.nullcontext():
+        rendered: list[str] = []
+        with quiet(), _numpy_seed(0), lean_models(rendered) if lean else contextlib.nullcontext():
             wrapper = OffScreenRenderEnv(
                 bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
             )
         self._env: Any = wrapper.env
         self.instruction = str(wrapper.language_instruction)
         """Instruction in the task's description."""
-        self._renderer = Renderer(self._env, lean=lean)
+        self._lean = LeanRenderer(self._env, rendered[-1]) if lean else None
         self._fast = FastLoop(self._env) if fast else None
         self.scene = Scene(self._env)
         self._env._observables = {}
@@ -184,7 +185,8 @@ class TaskSimulator:
             self._gripper_qpos = after[self._fingers]
         self._env.cur_time += self._env.control_timestep
         reward, _, _ = self._env._post_action(command)
-        done = bool(self._env._check_success())
+        # The reward is the goal predicate, but before fixtures change their state (a stove turns on).
+        done = bool(self._env._check_success()) if self._env.tracking_object_states_change else reward > 0
         return SimStep(reward=float(reward), terminated=done, success=done)
 
     def _run_stock(self, command: DoubleArray) -> None:
@@ -245,10 +247,12 @@ class TaskSimulator:
             setattr(self, name, copy.copy(value))
         vars(self._env).update(state.clock)
         self._robot.gripper.current_action = state.gripper_command.copy()
-        vars(self._robot.controller).update(copy.deepcopy(state.controller))
+        vars(self._robot.controller).update({name: copy.copy(value) for name, value in state.controller.items()})
 
     def close(self) -> None:
         """Free the model and its OpenGL objects."""
+        if self._lean is not None:
+            self._lean.close()
         # The context deletes objects by number in the current context, so make it current.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
         self._env.close()
@@ -290,6 +294,8 @@ class TaskSimulator:
             mujoco.mj_kinematics(self._model, self._data)
             mujoco.mj_comPos(self._model, self._data)
             mujoco.mj_camlight(self._model, self._data)
+            if self._lean is not None:
+                self._lean.pose()
             yield
         finally:
             self._data.qpos[:] = qpos
@@ -297,11 +303,18 @@ class TaskSimulator:
 
     def _picture(self, camera: str, height: int, width: int) -> ByteArray:
         if self._grain is None or camera != FRONT_CAMERA:
-            return self._renderer.draw(camera, height, width)
+            return self._draw(camera, height, width)
         # The corruptions depend on pixels: apply them at the benchmark's size, then resize.
         rng = np.random.RandomState([*self._grain.place, self._env.timestep])
-        seen = corrupt(self._renderer.draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
+        seen = corrupt(self._draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
         return seen if seen.shape == (height, width, 3) else resized(seen, height, width)
+
+    def _draw(self, camera: str, height: int, width: int) -> ByteArray:
+        if self._lean is not None:
+            return self._lean.render(camera, height, width)
+        # Several models share this process, and robosuite renders into the current context.
+        self._env.sim._render_context_offscreen.gl_ctx.make_current()
+        return self._env.sim.render(camera_name=camera, width=width, height=height)
 
 
 def _nothing(force: bool = False) -> None:
@@ -322,7 +335,7 @@ def _numpy_seed(seed: int) -> Iterator[None]:
 def _plain_values(owner: object) -> dict[str, Any]:
     """Copy the numeric attributes of a controller: its goal, reference pose and cached kinematics."""
     kinds = (np.ndarray, np.generic, bool, int, float, type(None))
-    return {name: copy.deepcopy(value) for name, value in vars(owner).items() if isinstance(value, kinds)}
+    return {name: copy.copy(value) for name, value in vars(owner).items() if isinstance(value, kinds)}
 
 
 def _axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:

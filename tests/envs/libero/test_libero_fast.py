@@ -100,18 +100,19 @@ def test_fast_and_original_loop_succeed_at_the_same_step():
 @pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5), ("libero_goal", 7)])
 def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sim = simulator(suite, task, lean=True, fast=True)
-    renderer, hidden = sim._renderer, []
+    renderer, hidden = sim._lean, []
+    model = renderer._model
     sphere = pytest.importorskip("mujoco").mjtGeom.mjGEOM_SPHERE
 
     def compare():
         with sim._viewed():
             for camera in ("agentview", "robot0_eye_in_hand", "frontview"):
-                hidden.append(len(renderer._drawn) - len(renderer._in_view(sim._model.camera(camera).id, 160 / 128)))
-                groups = sim._model.geom_group.copy(), sim._model.site_group.copy()
-                found = renderer.draw(camera, 128, 160)
-                for group, before in zip((sim._model.geom_group, sim._model.site_group), groups, strict=True):
+                hidden.append(len(renderer._visible) - len(renderer._in_view(model.camera(camera).id, 160 / 128)))
+                groups = model.geom_group.copy(), model.site_group.copy()
+                found = renderer.render(camera, 128, 160)
+                for group, before in zip((model.geom_group, model.site_group), groups, strict=True):
                     np.testing.assert_array_equal(group, before)
-                expected = sim._env.sim.render(camera_name=camera, width=160, height=128)
+                expected = renderer.sim.render(camera_name=camera, width=160, height=128)
                 np.testing.assert_array_equal(found, expected)
                 assert len(np.unique(found)) > 50, "a scene, not an empty image"
             return found
@@ -127,7 +128,7 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sim.load(first)
     before = compare()
     sim._view_sites[0] = 1.0, 0.0, 0.0, 0.5
-    sim._model.site_group[0], sim._model.site_type[0], sim._model.site_size[0] = 1, sphere, 0.3
+    model.site_group[0], model.site_type[0], model.site_size[0] = 1, sphere, 0.3
     assert (compare() != before).mean() > 0.01, "a transparent site in front of geoms at rest"
     assert max(hidden) > 40
     assert len(renderer._layers) > 4
