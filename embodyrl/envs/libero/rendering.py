@@ -108,7 +108,7 @@ class LeanRenderer:
                 image = self._image_of(view, sorted({*shown.tolist()}.difference(geom for geom, _ in resting)))
                 if layer.opaque and image.opaque:
                     return _merged(layer, image).pixels
-            return self._image_of(view, shown).pixels
+            return self._image_of(view, shown, merged=False).pixels
 
     def close(self) -> None:
         """Free the model and its OpenGL objects."""
@@ -149,8 +149,8 @@ class LeanRenderer:
         self._layers.move_to_end(key)
         return self._layers[key]
 
-    def _image_of(self, view: View, geoms: Sequence[int] | npt.NDArray[np.intp]) -> _Image:
-        """Render only the given geoms, and all visible sites."""
+    def _image_of(self, view: View, geoms: Sequence[int] | npt.NDArray[np.intp], *, merged: bool = True) -> _Image:
+        """Render only the given geoms, and all visible sites; without `merged`, the depth is undefined."""
         context, groups = self._context, self._model.geom_group
         context.cam.type, context.cam.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, view.camera
         scene, port = context.scn, mujoco.MjrRect(0, 0, view.width, view.height)
@@ -165,7 +165,7 @@ class LeanRenderer:
         mujoco.mjr_render(port, scene, context.con)
         size = view.height, view.width
         pixels, depth = np.empty((*size, 3), np.uint8), np.empty(size, np.float32)
-        mujoco.mjr_readPixels(pixels, depth, port, context.con)
+        mujoco.mjr_readPixels(pixels, depth if merged else None, port, context.con)
         return _Image(pixels, depth, not any(part.transparent for part in scene.geoms[: scene.ngeom]))
 
     def _fit(self, height: int, width: int) -> None:
@@ -201,8 +201,10 @@ class LeanRenderer:
         return geoms[~outside | (model.geom_rbound[geoms] == 0)]  # planes have no bounding box
 
 
-def _merged(one: _Image, two: _Image) -> _Image:
-    """Return the nearer pixels of two images."""
-    nearer = two.depth > one.depth
-    pixels, depth = np.where(nearer[..., None], two.pixels, one.pixels), np.maximum(one.depth, two.depth)
-    return _Image(pixels, depth, one.opaque and two.opaque)
+def _merged(back: _Image, front: _Image) -> _Image:
+    """Return the nearer pixels of two images; `front` has few pixels in front of `back`."""
+    nearer = np.flatnonzero(front.depth > back.depth)
+    pixels, depth = back.pixels.copy(), back.depth.copy()
+    pixels.reshape(-1, 3)[nearer] = front.pixels.reshape(-1, 3)[nearer]
+    depth.reshape(-1)[nearer] = front.depth.reshape(-1)[nearer]
+    return _Image(pixels, depth, back.opaque and front.opaque)
