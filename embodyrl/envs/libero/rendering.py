@@ -74,7 +74,10 @@ class LeanRenderer:
         self._model, self._data = self.sim.model._model, self.sim.data._data
         self._model.vis.quality.offsamples = 0
         self._context: Any = MjRenderContextOffscreen(self.sim, device_id=env.render_gpu_device_id)
-        self._context.vopt.geomgroup[:] = env.sim._render_context_offscreen.vopt.geomgroup
+        unused, env.sim._render_context_offscreen = env.sim._render_context_offscreen, self._context
+        self._context.vopt.geomgroup[:] = unused.vopt.geomgroup
+        unused.gl_ctx.make_current()
+        del unused  # frees the frame buffers of robosuite's own context
         self._context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._layers: OrderedDict[tuple[Any, ...], _Image] = OrderedDict()
         self._poses: OrderedDict[Pose, None] = OrderedDict()
