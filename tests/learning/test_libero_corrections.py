@@ -27,11 +27,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine"),
 ]
+START = "assets/flow_small_soup"
 BEFORE = 0.37
 """Success of the initial policy on the test states (docs/results/recap.md, 100 episodes)."""
 SIZE = ("env.init_params.camera_heights=128", "env.init_params.camera_widths=128")
 VIEW = ("env=libero_object", "env.render_profile=lean", *SIZE, "env.sampled_states=370")
 TRAIN = ("env.train.task_ids=[0]", "env.train.state_ids=[50,249]", "env.train.max_episode_steps=200")
+SLOTS = "env.eval.total_num_envs=16"
 TEST = ("env.eval.task_ids=[0]", "env.eval.state_ids=[320,419]", "env.eval.max_episode_steps=200", "eval.episodes=100")
 SAMPLED = ("eval.sampling_params.do_sample=true", "eval.sampling_params.temperature=0.6")
 ACT = ("model=flow_small", "model.num_images_in_input=2", "model.num_action_chunks=8", "model.stochastic_steps=all")
@@ -83,7 +85,7 @@ def test_corrections_improve_a_libero_policy_by_20_points(tmp_path: Path, seed: 
     collect(load_config("collect", [*words, *few, f"collect.out={demos}"]))
     rounds = (f"dagger.rounds={ROUNDS}", f"dagger.corrections={CORRECTIONS}", "collect.episodes=22")
     places = (f"data.path={demos}", f"collect.out={tmp_path}/rounds", "runner.experiment_name=corrected")
-    expert = ("dagger.expert=person:WatchedExpert", "trust=true", "ckpt=assets/flow_small_soup")
+    expert = ("dagger.expert=person:WatchedExpert", "trust=true", f"ckpt={START}")
     cfg = load_config("dagger", [*words, *ACT, *LEARN, *SAMPLED, *rounds, *places, *expert])
     check_components(cfg)
     started = time.process_time()
@@ -93,8 +95,8 @@ def test_corrections_improve_a_libero_policy_by_20_points(tmp_path: Path, seed: 
     episodes = sum(part.num_episodes for part in corrected)
     assert episodes <= ROUNDS * CORRECTIONS == 40
     assert all(part.success[part.stop - 1].all() for part in corrected), "the person finishes each episode"
-    places = (f"ckpt={result.run}", "env.eval.total_num_envs=16", "video=none", f"runner.output_dir={tmp_path}/evals")
-    test = evaluate(load_config("eval", [*VIEW, *TEST, *SAMPLED, *ACT, *QUIET, *places])).overall
+    places = (f"ckpt={result.run}", f"model.path={START}", "video=none", f"runner.output_dir={tmp_path}/evals")
+    test = evaluate(load_config("eval", [*VIEW, *TEST, SLOTS, *SAMPLED, *ACT, *QUIET, *places])).overall
     told = {
         "seed": seed,
         "success": test.success_once,
