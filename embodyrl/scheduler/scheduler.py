@@ -33,6 +33,7 @@ from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
 _ENDS = (Record.terminated, Record.truncated)
+_NO_ROWS = np.zeros(0, np.int64)
 _SUSPICIOUS = 2
 """Number of worker crashes during an episode after which the episode runs alone in its worker."""
 
@@ -163,12 +164,12 @@ class RolloutScheduler(EventLoop):
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = 1 in may_act[rows.start : rows.stop]
             acts = Phase.ACTED in found and not (ready or Phase.INFERRING in found)
-            acted = self._slots.in_phase(Phase.ACTED, rows if acts else range(0))
+            acted = self._slots.in_phase(Phase.ACTED, rows) if acts else _NO_ROWS
             resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in found else ()
             if len(acted) or resets:
                 orders.append((key, acted, resets))
         # Together, because array operations take as long on a few slots as on thousands.
-        rows = np.concatenate([np.zeros(0, np.int64), *(acted for _, acted, _ in orders)])
+        rows = np.concatenate([_NO_ROWS, *(acted for _, acted, _ in orders)])
         if len(rows):
             self._slots.step(rows)
         sources, targets, place = self._slots.current[rows], self._slots.target[rows], 0
@@ -187,6 +188,8 @@ class RolloutScheduler(EventLoop):
                 if len(own := rollout.startable(idle)):
                     started.append(own)
                     self._slots.assign(own, rollout)
+                    if len(own) == len(idle):
+                        break
                     idle = np.setdiff1d(idle, own, assume_unique=True)
         else:
             for own in idle[:, None]:

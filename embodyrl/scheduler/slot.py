@@ -36,6 +36,8 @@ class Phase:
     """The env worker executes the slot's action chunk."""
 
 
+_FEW = 16
+"""Number of slots up to which a loop is faster than array operations."""
 KEPT: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
@@ -102,6 +104,8 @@ class Slots:
 
     def in_phase(self, phase: int, rows: range) -> IntArray:
         """Return the indices of the slots in `rows` whose phase is `phase`."""
+        if len(rows) <= _FEW:
+            return np.array([row for row in rows if self._phases[row] == phase], np.int64)
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
     def may_act(self, version: int) -> BoolArray:
