@@ -1,4 +1,4 @@
-"""Scripted expert for the cube of gym-hil."""
+"""Scaled actions and scripted expert for the cube of gym-hil."""
 
 from __future__ import annotations
 
@@ -9,28 +9,46 @@ import numpy as np
 
 from embodyrl.types import FloatArray
 
-_GAIN, _FASTEST = 0.5, 0.03
-"""Change of the target position per metre of distance, and its maximum in metres."""
+_STEP = 0.025
+"""Change of the target position at an action of 1, metres, as in gym-hil's own environments for teleoperation."""
+_GAIN = 0.5
+"""Change of the target position per metre of distance."""
 _ABOVE, _ALIGNED, _LOW = 0.06, 0.015, 0.012
 """Height above the cube while approaching; horizontal and vertical distances in metres at which a grasp begins."""
 _CLOSED, _CLOSING = 250.0, 0.2
 """Command of the closed gripper (255 is the maximum), and change of the command per step as a fraction of it."""
 
 
+class PandaPickActions(gymnasium.ActionWrapper[Any, Any, Any]):
+    """Wrapper with actions [4]: changes of the gripper's position and of its closing, -1 to 1.
+
+    The actions of PandaPickCube have seven dimensions: a position change of up to 1 m, rotations without effect, and
+    closing. Useful actions cover 3 % of that range, which is too little for a policy that is trained on actions scaled
+    by their range.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
+
+    def action(self, action: FloatArray) -> FloatArray:
+        """Return the action [7] of PandaPickCube."""
+        return np.array([*(_STEP * np.asarray(action[:3])), 0, 0, 0, action[3]], np.float32)
+
+
 class PandaPickExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Wrapper that adds `expert_action` to PandaPickCube: grasps the cube from above and lifts it.
+    """Wrapper that adds `expert_action` to `PandaPickActions`: grasps the cube from above and lifts it.
 
     The expert reads the simulator's state, not observations.
     """
 
     def expert_action(self) -> FloatArray:
-        """Return changes of the gripper's position, rotation (zero) and closing [7]."""
+        """Return changes of the gripper's position and closing [4]."""
         env: Any = self.env.unwrapped
         offset = env.data.sensor("block_pos").data - env.data.sensor("2f85/pinch_pos").data
         aligned = bool(np.linalg.norm(offset[:2]) < _ALIGNED)
         if aligned and offset[2] > -_LOW:
             closed = float(np.ravel(env.get_gripper_pose())[0]) >= _CLOSED
-            return np.array([0, 0, _FASTEST if closed else 0.0, 0, 0, 0, _CLOSING], np.float32)
+            return np.array([0, 0, 1.0 if closed else 0.0, _CLOSING], np.float32)
         goal = offset + np.array([0.0, 0.0, 0.0 if aligned else _ABOVE])
-        move = np.clip(_GAIN * goal, -_FASTEST, _FASTEST)
-        return np.array([*move, 0, 0, 0, -_CLOSING], np.float32)
+        return np.array([*np.clip(_GAIN / _STEP * goal, -1.0, 1.0), -_CLOSING], np.float32)

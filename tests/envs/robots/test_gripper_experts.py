@@ -47,6 +47,24 @@ def test_panda_expert_lifts_the_cube_and_ends_the_episode():
     env.close()
 
 
+def test_panda_action_of_one_moves_the_target_by_one_step_and_changes_only_the_closing_by_the_last_entry():
+    """The base environment reads changes in metres of up to 1 m; rotations have no effect."""
+    pytest.importorskip("gym_hil")
+    from embodyrl.envs.gym.create import create
+
+    prepare_rendering()
+    cfg = env_of("robots", robot="hil_pick_cube", use_rel_reward=False).gym
+    env = create(cfg, cfg.kwargs)
+    env.reset(seed=0)
+    data = env.unwrapped.data
+    before = data.mocap_pos[0].copy()
+    assert env.action_space.shape == (4,)
+    env.step(np.array([1.0, -1.0, 0.5, 0.4], np.float32))
+    np.testing.assert_allclose(data.mocap_pos[0] - before, [0.025, -0.025, 0.0125], atol=1e-7)
+    np.testing.assert_allclose(env.unwrapped.get_gripper_pose(), [0.4 * 255], rtol=1e-5)
+    env.close()
+
+
 @pytest.mark.parametrize("name", ["fetch_push", "fetch_pick_and_place", "hil_pick_cube"])
 def test_expert_actions_are_deterministic_and_within_the_action_space(name: str):
     chunks = []
