@@ -17,6 +17,7 @@ from gym_aloha.tasks import sim  # pyright: ignore[reportMissingImports]
 from gymnasium import spaces
 
 from embodyrl.envs.robots.aloha_expert import TransferExpert
+from embodyrl.envs.robots.aloha_insertion import InsertionExpert
 
 
 class _CheapObservation(sim.BimanualViperXTask):
@@ -41,7 +42,7 @@ def _insertion_poses(seed: int | None) -> np.ndarray:
 
 _TASKS = {
     "transfer_cube": (_TransferCube, utils.sample_box_pose, 7, TransferExpert),
-    "insertion": (_Insertion, _insertion_poses, 14, None),
+    "insertion": (_Insertion, _insertion_poses, 14, InsertionExpert),
 }
 
 

@@ -11,8 +11,8 @@ from embodyrl.types import DoubleArray
 
 mujoco: Any = _mujoco
 
-_JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
-_FINGERTIP = 0.137
+JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
+FINGERTIP = 0.137
 """Distance in metres from the last link to the middle of the fingertips."""
 _STEP, _TURN = 0.006, 0.06
 """Maximum distance in metres and angle in rad by which the target of a gripper moves in a step."""
@@ -52,7 +52,7 @@ class TransferExpert:
         """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""
         self._data, self._seen, self._planned = data, mujoco.MjData(model), mujoco.MjData(model)
         self._left, self._right = (
-            Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in _JOINTS], _FINGERTIP)
+            Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in JOINTS], FINGERTIP)
             for side in ("left", "right")
         )
         self._cube_column = model.joint("red_box_joint").qposadr[0]

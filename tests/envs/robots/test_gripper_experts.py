@@ -47,7 +47,7 @@ def test_panda_expert_lifts_the_cube_and_ends_the_episode():
     env.close()
 
 
-def test_panda_action_of_one_moves_the_target_by_one_step_and_changes_only_the_closing_by_the_last_entry():
+def test_panda_actions_are_position_steps_and_closing():
     """The base environment reads changes in metres of up to 1 m; rotations have no effect."""
     pytest.importorskip("gym_hil")
     from embodyrl.envs.gym.create import create

@@ -200,10 +200,11 @@ def test_unstable_aloha_simulation_ends_the_episode_without_success():
 
 
 @pytest.mark.sim
-def test_aloha_expert_transfers_the_cube_and_is_deterministic():
+@pytest.mark.parametrize("robot", ["aloha_transfer_cube", "aloha_insertion"])
+def test_aloha_expert_solves_its_task_and_is_deterministic(robot: str):
     prepare_rendering()
     pytest.importorskip("gym_aloha")
-    cfg = env_of("robots", robot="aloha_transfer_cube", use_rel_reward=False)
+    cfg = env_of("robots", robot=robot, use_rel_reward=False)
     chunks = []
     for env in (FACTORY.make(cfg, EnvContext(pictures=False)) for _ in range(2)):
         assert env.spec.expert.tasks == (0,)
