@@ -19,7 +19,7 @@ _ABOVE, _LIFTED = np.array([0.0, 0.0, 0.08]), np.array([0.0, 0.0, 0.2])
 _GRASPS = np.array([[-0.015, 0.0, 0.003], [0.015, 0.0, 0.011]])
 """Positions in metres of the left and right gripper relative to the centres of socket and peg. Fingers that touch the
 table do not close."""
-_CLOSING_STEPS = 30
+_CLOSING_STEPS = 8
 _MEETING = np.array([-0.06, 0.5, 0.25])
 """Position in metres to which the left arm carries the socket."""
 _APART, _JOINED = 0.18, 0.085

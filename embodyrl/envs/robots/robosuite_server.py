@@ -18,6 +18,18 @@ _GRASP_WIDTH = 0.065
 _ABOVE = 0.08
 """Height in metres above an object at which the gripper moves horizontally."""
 _GAIN = 2.0
+_TURN = 0.5
+"""Rotation of the gripper in rad for an action of 1."""
+_TILT = 1.2
+"""Tilt of the gripper towards the door in rad; the hand is too wide to grasp the handle from above."""
+_HANDLE_WIDTH, _HANDLE_NEAR = 0.072, 0.04
+"""Width of the closed fingers and distance from the handle, in metres, at which the gripper holds the handle."""
+_MIDDLE = 0.8
+"""Rotation of the gripper in rad in the middle of the range of the last joint; 0 at the start."""
+_ON_PEG, _PEG_TOP = 0.9, 0.95
+"""Height in metres below which a nut is released, and height of the pegs."""
+_UNLOCKED = 1.0
+"""Angle of the handle in rad at which the door opens."""
 
 
 def packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -122,6 +134,77 @@ def stack(seen: Any) -> Any:
     return motion((*(way[:2] if lower or high else (0.0, 0.0)), height), CLOSED)
 
 
+def door(seen: Any) -> Any:
+    """Return the action of the Door expert: grasp the handle from the front, turn it down, then pull the door."""
+    way = seen["handle_pos"] - seen["robot0_eef_pos"]
+    width = np.abs(seen["robot0_gripper_qpos"]).sum()
+    angle = tilt(seen["robot0_eef_quat"]) - _TILT
+    turn = np.array([angle, 0.0, 0.0])
+    near = np.linalg.norm(way)
+    if near < _HANDLE_NEAR and width < _HANDLE_WIDTH:
+        turned = float(seen["handle_qpos"])
+        if turned > _UNLOCKED or seen["hinge_qpos"] > 0.02:
+            return motion((way[0], 0.05, way[2]), CLOSED)
+        # Tangent of the arc on which the handle moves.
+        return motion(way + 0.05 * np.array([np.sin(turned), 0.0, -np.cos(turned)]), CLOSED)
+    if near < 0.012:
+        return motion((0.0, 0.0, 0.0), CLOSED, turn)
+    if abs(angle) > 0.2:
+        return motion((way[0], 0.0, way[2]), OPEN, turn)
+    aside = np.linalg.norm(way[[0, 2]])
+    forward = aside < 0.01 or (aside < 0.02 and way[1] > -0.05)
+    return motion((way[0], way[1] if forward else way[1] + 0.12, way[2]), OPEN, turn)
+
+
+def tilt(quaternion: Any) -> float:
+    """Return the angle in rad of the gripper about the x axis; 0: it points down. Quaternion: x, y, z, w."""
+    x, y, z, w = quaternion
+    return float(np.arctan2(2 * (x * w - y * z), 2 * (x * x + y * y) - 1))
+
+
+def nut_assembly(seen: Any) -> Any:
+    """Return the action of the NutAssembly expert: put the square nut on its peg, then the round nut."""
+    for name, peg, handle in (("SquareNut", (0.23, 0.1), 0.054), ("RoundNut", (0.23, -0.1), 0.06)):
+        nut, angle = seen[f"{name}_pos"], heading(seen[f"{name}_quat"], 0)
+        grip = nut + handle * np.array([np.cos(angle), np.sin(angle), 0.0])
+        way = peg - nut[:2]
+        aside = np.linalg.norm(way)
+        if aside < 0.02 and nut[2] < _ON_PEG:
+            gripper = seen["robot0_eef_pos"]
+            if np.linalg.norm(peg - gripper[:2]) < 0.12 and gripper[2] < _PEG_TOP + 0.04:
+                opened = np.abs(seen["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
+                return motion((0.0, 0.0, _ABOVE if opened else 0.0), OPEN)
+            continue
+        hand = wrapped(heading(seen["robot0_eef_quat"], 1) + np.pi / 2 - _MIDDLE, 2 * np.pi) + _MIDDLE
+        if not holds(seen, grip):
+            turned = wrapped(angle - np.pi, 2 * np.pi)
+            turned += np.pi if turned < -1.9 else 0.0
+            return grasp(seen, grip, upright(seen["robot0_eef_quat"], turned - hand))
+        # The handle points to the robot, because the arm cannot reach over the pegs.
+        askew = wrapped(np.pi - angle, 2 * np.pi)
+        askew += 2 * np.pi if hand + askew < -1.0 else 0.0
+        turn = upright(seen["robot0_eef_quat"], askew)
+        if (aside < 0.006 and abs(askew) < 0.06) or (aside < 0.015 and nut[2] < _PEG_TOP):
+            return motion((*way, -0.04), CLOSED, turn)
+        height = _PEG_TOP + 0.03 - nut[2]
+        return motion((*(way if height < 0.02 else (0.0, 0.0)), height), CLOSED, turn)
+    return motion((0.0, 0.0, _ABOVE), OPEN)
+
+
+def heading(quaternion: Any, axis: int) -> float:
+    """Return the direction in rad of axis 0 (x) or 1 (y) of a body in the horizontal plane; quaternion: x, y, z, w."""
+    x, y, z, w = quaternion
+    cosine, sine = ((1 - 2 * (y * y + z * z), 2 * (x * y + z * w)), (2 * (x * y - z * w), 1 - 2 * (x * x + z * z)))[
+        axis
+    ]
+    return float(np.arctan2(sine, cosine))
+
+
+def wrapped(angle: float, period: float) -> float:
+    """Return the angle modulo `period`, in -period/2 .. period/2."""
+    return (angle + period / 2) % period - period / 2
+
+
 def holds(seen: Any, cube: Any) -> bool:
     """Return True if the closed fingers hold the cube."""
     width = np.abs(seen["robot0_gripper_qpos"]).sum()
@@ -129,24 +212,35 @@ def holds(seen: Any, cube: Any) -> bool:
     return bool(np.linalg.norm(seen["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and still)
 
 
-def grasp(seen: Any, cube: Any) -> Any:
-    """Return an action that approaches the cube from above or, at the cube, closes the fingers."""
+def grasp(seen: Any, cube: Any, turn: Any = (0.0, 0.0, 0.0)) -> Any:
+    """Return an action that approaches the cube from above or, at the cube, closes the fingers.
+
+    `turn`: rotation vector [3] in rad during the approach.
+    """
     way = cube - seen["robot0_eef_pos"]
     aside = np.linalg.norm(way[:2])
     if aside < 0.01 and abs(way[2]) < 0.01:
         return motion((0.0, 0.0, 0.0), CLOSED)
-    lower = aside < 0.015 or (aside < 0.03 and way[2] > -0.03)
+    lower = (aside < 0.015 and abs(turn[2]) < 0.1) or (aside < 0.03 and way[2] > -0.03)
     height = way[2] if lower else way[2] + _ABOVE
-    return motion((way[0], way[1], height), OPEN)
+    return motion((way[0], way[1], height), OPEN, turn)
 
 
-def motion(way: Any, gripper: float) -> Any:
-    """Return the action that moves the gripper by `way` [3] (in metres) without rotation."""
+def upright(quaternion: Any, turn: float) -> Any:
+    """Return the rotation vector [3] that turns the gripper by `turn` rad about the vertical, and levels its tilt."""
+    x, y, z, w = quaternion
+    # The third axis of the gripper, which points down: (2 (xz + yw), 2 (yz - xw), ...).
+    return np.array([2 * (x * w - y * z), 2 * (x * z + y * w), turn])
+
+
+def motion(way: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
+    """Return the action that moves the gripper by `way` [3] in metres, and turns it by a rotation vector [3] in rad."""
     # The controller lags behind, so that small actions do not move the arm.
-    return np.array([*np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), 0.0, 0.0, 0.0, gripper], np.float32)
+    moves = np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), np.clip(np.array(turn) / _TURN, -1.0, 1.0)
+    return np.array([*np.concatenate(moves), gripper], np.float32)
 
 
-_EXPERTS = {"Lift": lift, "Stack": stack}
+_EXPERTS = {"Lift": lift, "Stack": stack, "NutAssembly": nut_assembly, "Door": door}
 
 
 def serve(pipe: Any) -> None:

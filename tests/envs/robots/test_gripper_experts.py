@@ -1,4 +1,4 @@
-"""Scripted experts for FetchPush, FetchPickAndPlace and the cube of gym-hil."""
+"""Scripted experts for Fetch, HandReach and the cube of gym-hil."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ def built(name: str) -> Env:
     return FACTORY.make(env_of("robots", robot=name, use_rel_reward=False), EnvContext(pictures=False))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["fetch_push", "fetch_pick_and_place"])
-def test_fetch_expert_moves_the_block_to_the_goal(name: str, noise: float):
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [
+        ("fetch_push", 0.0),
+        ("fetch_push", 0.3),
+        ("fetch_pick_and_place", 0.0),
+        ("fetch_pick_and_place", 0.3),
+        ("hand_reach", 0.0),
+    ],
+)
+def test_goal_expert_reaches_the_goal(name: str, noise: float):
     env, reached = built(name), []
     for reset_id in range(5):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=STEPS)])
@@ -65,7 +73,7 @@ def test_panda_actions_are_position_steps_and_closing():
     env.close()
 
 
-@pytest.mark.parametrize("name", ["fetch_push", "fetch_pick_and_place", "hil_pick_cube"])
+@pytest.mark.parametrize("name", ["fetch_push", "fetch_pick_and_place", "hil_pick_cube", "hand_reach"])
 def test_expert_actions_are_deterministic_and_within_the_action_space(name: str):
     chunks = []
     for env in (built(name), built(name)):
