@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from embodyrl.extensions.reporting.card import CARD_JSON, CARD_TEXT
 from embodyrl.extensions.results.drift import compare, differences
 from embodyrl.extensions.results.foreign import read_foreign
 from embodyrl.extensions.results.page import PAGE, page_text, summary
-from embodyrl.extensions.results.queue import Job, jobs_of, run_queue
+from embodyrl.extensions.results.queue import OUTDATED, Job, jobs_of, run_queue
 from embodyrl.extensions.results.table import (
     AFTER,
     BEFORE,
@@ -95,13 +95,25 @@ def _check(args: argparse.Namespace, names: list[str]) -> int:
 
 
 def _new_cards(recipe: Recipe, out: Path) -> list[Card]:
-    return [read_card(job.run / CARD_JSON) for job in jobs_of([recipe], out) if job.done]
+    return [read_card(job.run / CARD_JSON) for job in _finished([recipe], out)]
+
+
+def _finished(recipes: Sequence[Recipe], out: Path) -> list[Job]:
+    """Return the jobs with a result card.
+
+    Raises:
+        ConfigError: a card is of another command than the recipe's.
+    """
+    jobs = [job for job in jobs_of(recipes, out) if job.done]
+    if old := [str(job.run) for job in jobs if job.outdated]:
+        raise ConfigError(f"{', '.join(old)}: {OUTDATED}. Remove the folders, and run `embodyrl results run` again.")
+    return jobs
 
 
 def _accept(args: argparse.Namespace, names: list[str]) -> int:
     """Store new result cards in the table, and write the Markdown page."""
     table = open_table(args.table)
-    jobs: list[Job] = [job for job in jobs_of(table.select(names, all_of_them=args.all), args.out) if job.done]
+    jobs = _finished(table.select(names, all_of_them=args.all), args.out)
     if not jobs:
         raise ConfigError(_NO_CARD.format(out=args.out))
     place = table.folder / CARDS
@@ -124,6 +136,8 @@ def _import(args: argparse.Namespace, names: list[str]) -> int:
     if not name.replace("-", "_").isidentifier() or name in table.recipes:
         raise ConfigError(f"--name {name}: use letters, digits, - and _, but not the name of a recipe.")
     target = table.folder / CARDS / f"{name}.json"
+    if name in table.run_names or (target.is_file() and "imported" not in read_card(target)):
+        raise ConfigError(f"--name {name}: the card of this name belongs to a run of embodyrl. Choose another name.")
     target.parent.mkdir(exist_ok=True)
     write_atomically(target, json_text(read_foreign(path, args.protocol)))
     return _write_page(args, table, [f"card  {target}"])

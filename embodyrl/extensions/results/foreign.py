@@ -1,4 +1,4 @@
-"""Result cards from result files of other tools: vla-eval 0.8 and lerobot-eval (eval_info.json).
+"""Result cards from result files of other tools: vla-eval 0.8 and lerobot-eval (eval_info.json of 0.3 and later).
 
 File formats: allenai/vla-evaluation-harness, src/vla_eval/results/collector.py; huggingface/lerobot,
 src/lerobot/scripts/lerobot_eval.py, `eval_policy_all`.
@@ -6,6 +6,7 @@ src/lerobot/scripts/lerobot_eval.py, `eval_policy_all`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,17 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
         if isinstance(raw, dict) and "harness_version" in raw:
             source, outcomes, dropped = _vla_eval(raw)
             protocol = protocol or _vla_eval_protocol(raw)
-        elif isinstance(raw, dict) and "per_task" in raw:
+        elif isinstance(raw, dict) and ("per_task" in raw or "per_episode" in raw):
             source, dropped = "lerobot-eval", 0
             outcomes = _lerobot(raw)
         else:
             raise ValueError("the file is in neither the format of vla-eval nor of lerobot-eval")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. Pass a result file.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"{path} cannot be imported: {error}. Pass a result file of vla-eval or lerobot-eval."
+            f"{path} cannot be imported: {why}. Pass a result file of vla-eval or lerobot-eval."
         ) from error
     if not any(outcomes.values()):
         raise ConfigError(f"{path} contains no episode with an outcome. Pass a finished evaluation.")
@@ -81,26 +83,28 @@ def _vla_eval(raw: Mapping[str, Any]) -> tuple[str, Outcomes, int]:
 
     Episodes with an infrastructure error are excluded.
     """
-    outcomes: Outcomes = {}
+    outcomes: Outcomes = defaultdict(list)
     dropped = 0
     for task in raw["tasks"]:
         episodes = task["episodes"]
         finished = [one for one in episodes if not one.get("failure_reason")]
         dropped += len(episodes) - len(finished)
-        outcomes[str(task["task"])] = [_outcome(one["metrics"]["success"]) for one in finished]
+        outcomes[str(task["task"])] += [_outcome(one["metrics"]["success"]) for one in finished]
     return f"vla-eval {raw['harness_version']}", outcomes, dropped
 
 
 def _vla_eval_protocol(raw: Mapping[str, Any]) -> str:
     parts = [str(raw["benchmark"]), f"{raw['mode']} mode"]
-    settings = raw.get("config", {}).get("params", {})
+    settings = (raw.get("config") or {}).get("params") or {}
     parts += [f"{key} {value}" for key, value in sorted(settings.items()) if isinstance(value, str | int | float)]
     return ", ".join(parts)
 
 
 def _lerobot(raw: Mapping[str, Any]) -> Outcomes:
-    """Return the success flags by task of an eval_info.json (lerobot-eval)."""
-    return {
-        f"{task['task_group']} {task['task_id']}": [_outcome(one) for one in task["metrics"]["successes"]]
-        for task in raw["per_task"]
-    }
+    """Return the success flags by task of an eval_info.json; that of lerobot-eval 0.3 has one task."""
+    if "per_task" not in raw:
+        return {"all": [_outcome(one["success"]) for one in raw["per_episode"]]}
+    outcomes: Outcomes = defaultdict(list)
+    for task in raw["per_task"]:
+        outcomes[f"{task['task_group']} {task['task_id']}"] += map(_outcome, task["metrics"]["successes"])
+    return outcomes

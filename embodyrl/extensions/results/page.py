@@ -65,7 +65,7 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for cells in rows:
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        yield f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -105,8 +105,9 @@ def _section(row: Row) -> Iterator[str]:
 
 def _imported(row: Row) -> tuple[str, ...]:
     card = row.cards[0]
-    score = card["figures"][AFTER]["rows"][0]
-    return row.name, score["text"], str(score["episodes"]), card["protocol"]["name"], card["imported"]
+    score, dropped = card["figures"][AFTER]["rows"][0], card.get("dropped_episodes", 0)
+    episodes = str(score["episodes"]) + (f", {dropped} with errors excluded" if dropped else "")
+    return row.name, score["text"], episodes, card["protocol"]["name"], card["imported"]
 
 
 def _linked(text: str, page: str) -> str:

@@ -18,12 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from embodyrl.errors import PARENT_EXITED, EmbodyError
 from embodyrl.extensions.reporting.card import CARD_JSON, write_card
-from embodyrl.extensions.results.table import Recipe
+from embodyrl.extensions.results.table import Recipe, read_card
 from embodyrl.leftovers import signal_at_parents_end
 from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
 
 QUEUE_FILE = "queue.jsonl"
 """Log with one row per executed command: run, arguments, exit code, wall-clock seconds."""
+OUTDATED = "has a card of another command than the recipe's"
+_AGAIN = "remove the folder to run the recipe again"
 _POLL_S, _STOP_S = 1.0, 120.0
 
 
@@ -44,6 +46,16 @@ class Job:
     def done(self) -> bool:
         """True if the run has a result card, the last file that a run writes."""
         return (self.run / CARD_JSON).is_file()
+
+    @property
+    def outdated(self) -> bool:
+        """True if the result card is of another command than the recipe's, for example of an earlier version."""
+        if not self.done:
+            return False
+        typed = shlex.split(read_card(self.run / CARD_JSON)["command"].partition(" && ")[0])[2:]
+        _, *words = shlex.split(self.recipe.command)  # the first word of the card may be eval (runner.only_eval)
+        fixed = {word for word in words if "{out}" not in word and "{seed}" not in word}
+        return len(typed) + 1 != len(self.steps()[-1][1]) or not fixed <= {*typed}
 
     def steps(self) -> list[tuple[Path, list[str]]]:
         """Return the log path (without suffix) and the arguments of each command, first preparation, then training.
@@ -73,7 +85,8 @@ def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
         task = bar.add_task("", total=len(jobs), completed=sum(job.done for job in jobs))
         for job in jobs:
             if job.done:
-                bar.console.print(f"{job.run}: has a card; remove the folder to run the recipe again")
+                bar.console.print(f"{job.run}: {OUTDATED if job.outdated else 'has a card'}; {_AGAIN}")
+                failed += [job] * job.outdated
                 continue
             job.out.mkdir(parents=True, exist_ok=True)
             run = job.run

@@ -73,6 +73,11 @@ class Table:
     folder: Path
     recipes: dict[str, Recipe]
 
+    @property
+    def run_names(self) -> set[str]:
+        """Names of the runs of all recipes, which are also the names of their cards."""
+        return {recipe.run_name(seed) for recipe in self.recipes.values() for seed in recipe.seeds}
+
     def select(self, names: Sequence[str], *, all_of_them: bool) -> list[Recipe]:
         """Return the recipes with the given names; without names, all recipes.
 
@@ -97,8 +102,8 @@ class Table:
     def rows(self) -> list[Row]:
         """Return all rows: first the recipes in the order of the file, then the other cards by name."""
         rows = [Row(recipe.name, self.stored(recipe), recipe) for recipe in self.recipes.values()]
-        named = {recipe.run_name(seed) for recipe in self.recipes.values() for seed in recipe.seeds}
-        others = [path for path in sorted((self.folder / CARDS).glob("*.json")) if path.stem not in named]
+        cards, named = sorted((self.folder / CARDS).glob("*.json")), self.run_names
+        others = [path for path in cards if path.stem not in named]
         return rows + [Row(path.stem, (read_card(path),)) for path in others]
 
 

@@ -75,6 +75,53 @@ def test_success_must_be_a_boolean(tmp_path: Path) -> None:
         read_foreign(written(tmp_path, content), "p")
 
 
+def test_episodes_of_equally_named_tasks_are_joined(tmp_path: Path) -> None:
+    content = vla_eval()
+    content["tasks"][1]["task"] = "a"  # type: ignore[index]
+    rows = read_foreign(written(tmp_path, content), "p")["figures"][0]["rows"]
+    assert [row["episodes"] for row in rows] == [6]
+    content = lerobot()
+    content["per_task"][1]["task_id"] = 0  # type: ignore[index]
+    assert read_foreign(written(tmp_path, content), "p")["figures"][0]["rows"][0]["episodes"] == 4
+
+
+def test_result_of_lerobot_eval_with_one_task_is_imported(tmp_path: Path) -> None:
+    episodes = [{"episode_ix": k, "sum_reward": 1.0, "success": k > 0, "seed": k} for k in range(3)]
+    content = {"per_episode": episodes, "aggregated": {"pc_success": 66.7}}
+    assert read_foreign(written(tmp_path, content), "p")["figures"][0]["rows"][0]["value"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("config", [None, {"params": None}])
+def test_vla_eval_result_without_parameters_is_imported(tmp_path: Path, config: object) -> None:
+    card = read_foreign(written(tmp_path, vla_eval() | {"config": config}), None)
+    assert card["protocol"]["name"] == "LIBEROBenchmark, sync mode"
+
+
+def test_missing_keys_of_a_result_file_are_named(tmp_path: Path) -> None:
+    content = vla_eval()
+    del content["mode"]
+    path = written(tmp_path, content)
+    with pytest.raises(ConfigError, match="the key 'mode' is missing"):
+        read_foreign(path, None)
+    assert read_foreign(path, "p")["protocol"]["name"] == "p"
+
+
+def test_import_keeps_the_cards_of_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes.toml").write_text('[own]\ntitle = "Own"\ncommand = "train env=tabletop"\n')
+    path = str(written(tmp_path, vla_eval()))
+    assert main(["results", "import", path, "--name", "own_seed0", "--table", str(tmp_path)]) == 2
+    assert "belongs to a run" in capsys.readouterr().err
+    assert not (tmp_path / "cards" / "own_seed0.json").exists()
+
+
+def test_imported_row_names_excluded_episodes_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "recipes.toml").write_text("")
+    words = ["--name", "pi0", "--table", str(tmp_path), "--protocol", "two\nlines"]
+    assert main(["results", "import", str(written(tmp_path, vla_eval())), *words]) == 0
+    row = next(line for line in (tmp_path / "index.md").read_text().splitlines() if line.startswith("| pi0 "))
+    assert "| 6, 1 with errors excluded | two lines | vla-eval 0.8.0 |" in row
+
+
 def test_imported_row_names_its_protocol_on_the_page(tmp_path: Path) -> None:
     table = tmp_path / "table"
     table.mkdir()

@@ -146,6 +146,20 @@ def test_queue_skips_finished_runs(table: Path, capfd: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 @pytest.mark.integration
+def test_card_of_an_earlier_command_is_not_used(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipes = table / "recipes.toml"
+    saved = recipes.read_text()
+    recipes.write_text(saved.replace(TINY, TINY + " actor.optim.lr=1e-7"))
+    place = ["--table", str(table), "--out", str(table / "first")]
+    try:
+        assert [main(["results", action, "tiny", *place]) for action in ("run", "check", "accept")] == [1, 2, 2]
+    finally:
+        recipes.write_text(saved)
+    assert capfd.readouterr().err.replace("\n", "").count("a card of another command") >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.integration
 def test_unchanged_recipe_does_not_drift(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["results", "check", "--table", str(table), "--out", str(table / "first")]) == 0
     assert "no drift" in capsys.readouterr().out
