@@ -32,6 +32,8 @@ from embodyrl.monitor.intervals import Score
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.schema import Config
 
+JUDGED = ("env.eval.max_episode_steps", "env.success_key")
+"""Keys that determine the success of an episode, given its initial state and the actions."""
 LONGEST_TEXT = 1 << 24
 """Maximum number of bytes that are read from the end of a text file of a run."""
 _SUCCESS = {"train/success_once", "eval/success_once"}
@@ -193,9 +195,10 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
     history = read_history(run)
     if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
-    if differs := other_worlds(history.config, plain(cfg), state_keys()):
+    if differs := other_worlds(history.config, plain(cfg), {*state_keys(), *JUDGED}):
         raise ConfigError(
-            f"eval.baseline={run}: its initial states are different ({differs}), so episodes cannot be paired. "
+            f"eval.baseline={run}: its initial states, horizon or success key are different ({differs}), so episodes "
+            "cannot be paired. "
             "Evaluate both policies with the same settings, or remove eval.baseline."
         )
     return partial(pair_suites, history.evaluations[-1].episodes)

@@ -21,7 +21,7 @@ from embodyrl.extensions.reporting.charts import (
     stacked_bars,
     wants_log,
 )
-from embodyrl.extensions.reporting.history import History, other_worlds, read_history, samples_of
+from embodyrl.extensions.reporting.history import JUDGED, History, other_worlds, read_history, samples_of
 from embodyrl.extensions.reporting.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.extensions.reporting.paired import pair_suites
 from embodyrl.extensions.reporting.seeds import SeedGroup, improvement, seed_groups
@@ -115,8 +115,11 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
         lines.append(said)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        if differs := other_worlds(first.config, second.config, states):
-            return [*lines, f"no paired test of {first.name} and {second.name}, whose initial states differ: {differs}"]
+        if differs := other_worlds(first.config, second.config, {*states, *JUDGED}):
+            return [
+                *lines,
+                f"no paired test of {first.name} and {second.name}, which were evaluated differently: {differs}",
+            ]
         found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
         lines += [one.line(names) for one in found]

@@ -20,7 +20,7 @@ from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.reporting.history import other_worlds
+from embodyrl.extensions.reporting.history import JUDGED, other_worlds
 from embodyrl.extensions.reporting.paired import SIGNIFICANT
 from embodyrl.files import json_text
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
@@ -31,6 +31,8 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.saved import write_word
 from embodyrl.plan.schema import Config
 
+_OWN = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")
+"""Keys that the test sets for each of the two evaluations."""
 _FIRST, _GROWTH = 20, 1.5
 """Number of pairs at the first interim test, and the factor by which this number grows from test to test."""
 
@@ -89,12 +91,18 @@ def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Se
     """Run `embodyrl eval --until-significant RUN_A RUN_B`; return the exit code.
 
     Raises:
-        ConfigError: the runs have different initial states, or an initial state occurs several times.
+        ConfigError: the runs have different initial states, horizons or success keys, an initial state occurs several
+            times, or an argument names a run or a folder.
     """
+    if own := [word for word in words if word.partition("=")[0] in _OWN or "=" not in word]:
+        raise ConfigError(f"--until-significant evaluates two runs in folders of their own; remove {' '.join(own)}.")
     sides = [_Side(run, words, config_dirs) for run in runs]
     first, second = (side.compose() for side in sides)
-    if differs := other_worlds(plain(first), plain(second), state_keys()):
-        raise ConfigError(f"--until-significant: initial states of the runs differ ({differs}). Use equal settings.")
+    if differs := other_worlds(plain(first), plain(second), {*state_keys(), *JUDGED}):
+        raise ConfigError(
+            f"--until-significant: the runs have different initial states, horizons or success keys ({differs}). Set "
+            "these keys to one value for both."
+        )
     most = min(map(_most_pairs, (first, second)))
     say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     say(f"at most {most} episodes of each policy; level 5 % at every number of episodes")

@@ -91,9 +91,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(untrained), str(train_toy(folder, *words, "runner.max_steps=5", name="trained"))
 
 
-def compared(folder: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+def nameless(folder: Path, *more: str) -> list[str]:
+    """Return the words of an evaluation without the name of the run."""
     words = toy_words(folder, "launcher=inline", "runner.logger.backends=[]", *more, command="eval")
-    words = [word for word in words if not word.startswith("runner.experiment_name=")]
+    return [word for word in words if not word.startswith("runner.experiment_name=")]
+
+
+def compared(folder: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    words = nameless(folder, *more)
     assert main(["eval", "--until-significant", *runs, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -109,8 +114,23 @@ def test_comparison_of_equal_policies_runs_all_episodes(
 
 @pytest.mark.integration
 def test_repeated_states_are_refused(tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = toy_words(
-        tmp_path, "launcher=inline", "eval.sampling_params.do_sample=true", "eval.samples=4", command="eval"
-    )
+    words = nameless(tmp_path, "eval.sampling_params.do_sample=true", "eval.samples=4")
     assert main(["eval", "--until-significant", *runs, *words]) == 2
     assert "initial states, so pairs are not independent" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("word", ["ckpt=other", "runner.experiment_name=one", "runner.on_existing=resume", "third"])
+def test_keys_of_one_run_are_refused(runs: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both evaluations would use one folder, or one of the runs would be ignored."""
+    assert main(["eval", "--until-significant", *runs, word]) == 2
+    assert f"remove {word}." in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_different_horizons_are_refused(
+    tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = train_toy(tmp_path, "runner.max_steps=1", "env.eval.max_episode_steps=3", name="short")
+    assert main(["eval", "--until-significant", runs[0], str(short), "launcher=inline", "trust=true"]) == 2
+    assert "different initial states, horizons" in capsys.readouterr().err
