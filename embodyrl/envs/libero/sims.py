@@ -158,6 +158,10 @@ class LiberoSims(PerSlot):
         """
         return self.pool.use(slot).step(action)
 
+    def info(self, slot: int) -> dict[str, float]:
+        """Return `goals`: the fraction of the task's goal predicates that are true in the current state."""
+        return {"goals": self.pool.use(slot).goals_reached()}
+
     def expert(self, slot: int) -> FloatArray:
         """Return the expert's next action [7], which must be executed before the next call."""
         return self._experts[slot].act(self.pool.use(slot).scene)

@@ -189,6 +189,13 @@ class TaskSimulator:
         done = bool(self._env._check_success()) if self._env.tracking_object_states_change else reward > 0
         return SimStep(reward=float(reward), terminated=done, success=done)
 
+    def goals_reached(self) -> float:
+        """Return the fraction of the task's goal predicates that are true."""
+        # Contacts may still be those of another slot on the same model.
+        mujoco.mj_fwdPosition(self._model, self._data)
+        reached = [bool(self._env._eval_predicate(state)) for state in self._env.parsed_problem["goal_state"]]
+        return sum(reached) / len(reached)
+
     def _run_stock(self, command: DoubleArray) -> None:
         """Run the benchmark's substeps and controller with only one dynamics evaluation per substep.
 
