@@ -10,6 +10,7 @@ from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.extensions.demonstrations.collect import draw_collection
 from embodyrl.plan.checks import check_components
@@ -20,13 +21,14 @@ pytestmark = pytest.mark.sim
 
 
 class Harness:
-    def __init__(self, suite, *, slots=1, max_models=1, nearest=False):
+    def __init__(self, suite, *, slots=1, max_models=1, nearest=False, reward=None):
         from embodyrl.envs.libero.sims import LiberoSims
 
         self.spec = FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext())
         install.prepare_process()
         self.sims = LiberoSims(self.spec, max_models=max_models, lean=True, fast=True, nearest=nearest)
-        self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
+        rewards = StepRewardSettings(path=reward)
+        self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0, reward=rewards)
 
     def start(self, slot, task, index, seed=5):
         reset_id = self.spec.reset_ids_of(task)[index]
@@ -107,6 +109,21 @@ def test_experts_succeed_on_a_shared_model(goal_harness):
     for slot in (0, 1):
         assert alone[slot][0]
         np.testing.assert_array_equal(np.concatenate(together[slot]), alone[slot][2])
+
+
+@pytest.mark.parametrize(("limit", "earned", "solved"), [(200, 0.5, False), (400, 1.0, True)])
+def test_goal_reward_is_the_fraction_of_goals_reached_at_the_end(limit, earned, solved):
+    harness = Harness("libero_10", nearest=True, reward="embodyrl.envs.libero.reward:goals")
+    reset_id = harness.spec.reset_ids_of(7)[20]
+    harness.env.reset([0], [EpisodeStart(reset_id=reset_id, seed=5, max_episode_steps=limit)])
+    rewards, done = [], False
+    while not done:
+        _, result = harness.env.expert_chunk([0], 8, noise=0.0)
+        rewards += result.reward[0][result.valid[0]].tolist()
+        done = bool(result.done[0])
+    harness.env.close()
+    assert bool(result.success.any()) is solved
+    assert rewards == [0.0] * (len(rewards) - 1) + [earned]
 
 
 def test_different_seeds_give_different_grasps(goal_harness):
