@@ -21,6 +21,8 @@ def latency(args: argparse.Namespace) -> int:
         raise ConfigError(
             "embodyrl latency needs runs of `embodyrl eval`, for example: embodyrl latency runs/delay_0 runs/delay_4."
         )
+    if args.plot and Path(args.plot).suffix != ".svg":
+        raise ConfigError(f"--plot {args.plot}: the plot is an SVG file; use a name that ends in .svg.")
     points = collect_points([find_run(word) for word in args.words])
     lines = table(points)
     if args.plot:

@@ -13,7 +13,7 @@ from embodyrl.extensions.reporting.history import read_history
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Score
 
-NAIVE, ENSEMBLE = "naive", "ensembling"
+NAIVE, ENSEMBLE, COMMITTED = "naive", "ensembling", "committed state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,18 @@ def collect_points(runs: Sequence[Path]) -> list[Point]:
     """Return one point per method and delay, pooled over the last evaluations of the runs.
 
     Raises:
-        ConfigError: a run has no complete evaluation.
+        ConfigError: a run has no complete evaluation, or evaluates another environment than the first run.
     """
+    worlds: dict[str, Path] = {}
     episodes: dict[tuple[str, tuple[int, int]], list[EpisodeRow]] = defaultdict(list)
     counts: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
     for run in runs:
         history = read_history(run)
         if not history.evaluations:
             raise ConfigError(f"{run} contains no complete evaluation. Pass runs of `embodyrl eval`.")
+        if len(worlds := {_world(history.config): run} | worlds) > 1:
+            (other, there), (first, here) = worlds.items()
+            raise ConfigError(f"{there} evaluates {other}, and {here} {first}. Pass runs of one environment.")
         key = method_of(history.config), _delay_of(history.config)
         episodes[key] += history.evaluations[-1].own
         counts[key] += 1
@@ -55,11 +59,20 @@ def collect_points(runs: Sequence[Path]) -> list[Point]:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """Return the name of a run's method against inference delay: `ensembling`, `naive`, or the value of model.rtc."""
-    if config.get("env", {}).get("ensemble_chunk"):
+    """Return a run's method against inference delay: ensembling, the value of model.rtc, committed state, or naive."""
+    env = config.get("env", {})
+    if env.get("ensemble_chunk"):
         return ENSEMBLE
-    rtc = config.get("model", {}).get("rtc", "off")
-    return NAIVE if rtc == "off" else str(rtc)
+    if (rtc := config.get("model", {}).get("rtc", "off")) != "off":
+        return str(rtc)
+    return COMMITTED if env.get("control", {}).get("observe_committed") else NAIVE
+
+
+def _world(config: Mapping[str, Any]) -> str:
+    """Return the name of a run's environment; an observation history does not change it."""
+    env = config.get("env", {})
+    names = (str(env.get("env_type")).removesuffix("_history"), env.get("task_suite_name"), env.get("id"))
+    return " ".join(str(name) for name in names if name)
 
 
 def _delay_of(config: Mapping[str, Any]) -> tuple[int, int]:

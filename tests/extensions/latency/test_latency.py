@@ -69,3 +69,29 @@ def test_a_run_without_an_evaluation_is_refused(tmp_path, capsys):
     assert "no complete evaluation" in capsys.readouterr().err
     assert main(["latency"]) != 0
     assert "needs runs of `embodyrl eval`" in capsys.readouterr().err
+
+
+def finished(folder: Path, name: str, config: str) -> str:
+    run = folder / name
+    place = run / "eval" / "step_000000"
+    place.mkdir(parents=True)
+    (run / "config.yaml").write_text(config)
+    row = {"task": "t", "task_id": 0, "reset_id": 0, "seed": 0, "episode": 0, "terminated": True, "truncated": False}
+    more = {"return": 1.0, "steps": 3, "seconds": 0.1, "video": None}
+    done = row | more | {"success_once": True, "success_at_end": True}
+    (place / "episodes.jsonl").write_text(json.dumps(done) + "\n")
+    (place / "eval.json").write_text("{}")
+    return str(run)
+
+
+def test_methods_and_environments_are_not_mixed(tmp_path, capsys):
+    delayed = "env: {env_type: tabletop, control: {latency_steps: 2"
+    naive = finished(tmp_path, "naive", f"{delayed}}}}}\n")
+    state = finished(tmp_path, "state", f"{delayed}, observe_committed: true}}}}\n")
+    other = finished(tmp_path, "other", "env: {env_type: gym, id: CartPole-v1}\n")
+    assert main(["latency", naive, state]) == 0
+    assert " ".join(capsys.readouterr().out.splitlines()[0].split()) == "delay committed state naive"
+    assert main(["latency", naive, other]) == 2
+    assert "other evaluates gym CartPole-v1, and" in capsys.readouterr().err
+    assert main(["latency", naive, "--plot", str(tmp_path / "plot.png")]) == 2
+    assert "ends in .svg" in capsys.readouterr().err
