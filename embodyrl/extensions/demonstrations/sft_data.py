@@ -69,16 +69,25 @@ def _checked(cfg: Config, training: Samples) -> Samples:
     return training
 
 
+def require_instructions(policy: PolicySpec) -> None:
+    """Check that a policy reads instructions, whose suffix is the advantage label.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not policy.inputs.instructions:
+        raise ConfigError(
+            f"objective.labels: model '{policy.name}' has no instruction input, so the advantage cannot be added as a "
+            "suffix. Use a model with instructions, for example model=flow_small, or use "
+            "`embodyrl train algorithm=filtered_bc`."
+        )
+
+
 def _labelled(
     cfg: Config, demos: Demonstrations, aside: BoolArray, env: EnvSpec, policy: PolicySpec
 ) -> tuple[Samples, Samples | None]:
     """Return training and validation samples with the instruction suffixes of `objective.labels`."""
-    if not policy.inputs.instructions:
-        raise ConfigError(
-            f"objective.labels: model '{policy.name}' has no instruction input, so the advantage cannot be "
-            f"added as a suffix. Use a "
-            "model with instructions, for example model=flow_small."
-        )
+    require_instructions(policy)
     if cfg.data.val_path is not None or cfg.data.history > 1:
         raise ConfigError(
             "objective.labels cannot be combined with data.val_path or data.history. Remove objective.labels, or "

@@ -14,8 +14,11 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.output import show_result
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import locked
+from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import Interrupted
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.sft import DECIDES, FREE
+from embodyrl.extensions.demonstrations.sft_data import require_instructions
 from embodyrl.extensions.demonstrations.unchanged import check_unchanged
 from embodyrl.extensions.recap.arguments import Arguments, read_arguments
 from embodyrl.extensions.recap.labelling import Stage, label_in_process
@@ -24,7 +27,9 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import config_of_ckpt, write_word
 from embodyrl.plan.schema import Config
+from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.types import PolicySpec
 
 _SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params", "rollout.chunk_overlap")
 """Config keys that affect the success rate of an evaluation."""
@@ -62,6 +67,7 @@ class Rounds:
             EmbodyError: any failure with a known cause.
         """
         out, lines = self._arguments.out, list[str]()
+        require_instructions(self._policy())
         first, *_ = (word for word in self._arguments.model if word.startswith("model.path="))
         score = self._evaluate("round_0", list(self._arguments.model))
         self.finished.append(Round(number=0, run=first.removeprefix("model.path="), **score))
@@ -109,10 +115,18 @@ class Rounds:
 
     def _learning(self, number: int) -> Config:
         """Return the SFT config of a round, with the initial weights and the labelled data sets of the round."""
+        return self._compose("sft", self._learning_words(number))
+
+    def _policy(self) -> PolicySpec:
+        """Return the spec of the trained policy for the environment of the demonstrations."""
+        model = self._load("sft", self._learning_words(1)).model
+        return POLICIES.get(model.model_type).spec(model, read_card(resolve_asset(self._arguments.demos)).env, 0)
+
+    def _learning_words(self, number: int) -> list[str]:
         more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
         words = [more, "data.val_share=0", write_word("objective.labels", str(self._labels(number)))]
         named = self._run_words(f"round_{number}")
-        return self._compose("sft", [*self._arguments.model, *self._words("sft"), *words, *named])
+        return [*self._arguments.model, *self._words("sft"), *words, *named]
 
     def _evaluate(self, name: str, acting: list[str]) -> dict[str, Any]:
         """Evaluate a policy on env.eval; return the success rate and its interval as fields of `Round`."""
@@ -136,6 +150,10 @@ class Rounds:
     def _compose(self, command: str, words: list[str]) -> Config:
         """Compose and check the config of a stage, and record its command for the report."""
         self._commands.append(shlex.join(["embodyrl", command, *words]))
+        return self._load(command, words)
+
+    def _load(self, command: str, words: list[str]) -> Config:
+        """Compose and check the config of a stage."""
         base = config_of_ckpt(words) if command != "sft" else None
         cfg = load_config(command, words, config_dirs=self._dirs, base=base)
         check_components(cfg)

@@ -69,6 +69,14 @@ def run(arguments: list[str]) -> None:
     assert recap(argparse.Namespace(words=arguments, config_dir=[], json=False)) == 0
 
 
+@pytest.mark.integration
+def test_a_policy_without_instructions_is_refused_before_the_first_episode(start: Path, tmp_path: Path) -> None:
+    policy = ("model=act", "model.path=assets/act", "model.num_action_chunks=2", f"data.path={start}/demos")
+    with pytest.raises(ConfigError, match="'act' has no instruction input"):
+        run([*PLACE, *ENV, *QUIET, *policy, f"recap.out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
 def weights(folder: Path) -> bytes:
     return (CheckpointStore(folder / "checkpoints").path(11) / "policy" / "model.safetensors").read_bytes()
 
