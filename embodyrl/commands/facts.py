@@ -42,6 +42,11 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
             f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
             "env.instruction=TEXT",
         )
+    if parameters and env.text.instructed and not policy.inputs.instructions and len(split.task_ids or env.tasks) > 1:
+        doubts += (
+            f"'{policy.name}' reads no instructions, so it knows the task only from images and state; fix for one "
+            "task: env.train.task_ids=[0] env.eval.task_ids=[0]",
+        )
     if doubts:
         lines["warning"] = "; ".join(doubts)
     if policy.inputs.num_images or policy.gripper:

@@ -156,7 +156,7 @@ class Key:
                 hint, *more = typing.get_args(hint)
                 found += more
             elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-                optional = True
+                optional |= type(None) in typing.get_args(hint)
                 hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
             else:
                 break

@@ -58,7 +58,10 @@ class TrainSplit(EnvSplit):
 class ControlSettings(Settings):
     """Config keys for the timing of actions."""
 
-    latency_steps: Annotated[list[int], _DELAYS] | Annotated[int, Field(ge=0, le=1000)] = 0
+    latency_steps: Annotated[
+        Annotated[list[int], _DELAYS] | Annotated[int, Field(ge=0, le=1000)],
+        Must("a number from 0 to 1000, or [low,high] with 0 <= low <= high"),
+    ] = 0
     """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk
     continues. [low,high]: sampled uniformly for each chunk. The first chunk of an episode has no delay."""
     observe_committed: bool = False

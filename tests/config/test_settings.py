@@ -177,3 +177,10 @@ def test_mutable_defaults_are_not_shared() -> None:
     for wrong in (lambda: Needy(), lambda: Plain(size=0)):
         with pytest.raises(ValidationError):
             wrong()
+
+
+def test_union_without_null_does_not_offer_null() -> None:
+    from embodyrl.envs.settings import ControlSettings
+
+    key = keys_of(ControlSettings)["latency_steps"]
+    assert key.expectation == "a number from 0 to 1000, or [low,high] with 0 <= low <= high"

@@ -67,10 +67,15 @@ def load(cfg: FunctionalSettings) -> Functions:
         if hasattr(env, "step_env"):
             return _Gymnax(env, env.default_params if params is None else params, cfg.success_key)
         return _States(env, cfg.success_key)
+    except ImportError as error:
+        lacks = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        fix = f"pip install {lacks.partition('.')[0]}" if lacks else f"check the installation of {package}"
+        raise MissingDependencyError(f"env.id={cfg.id}: {package} cannot be imported: {error}. Fix: {fix}.") from error
     except Exception as error:
         raise ConfigError(
-            f"env.id={cfg.id} cannot be built with env.kwargs={cfg.kwargs}: {type(error).__name__}: {error}. Expected "
-            "a function that returns an environment with reset(key) and step(state, action)."
+            f"env.id={cfg.id} cannot be built with env.kwargs={cfg.kwargs}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Expected a function that returns an environment with reset(key) and "
+            "step(state, action)."
         ) from error
 
 

@@ -31,8 +31,8 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy with differentiable samples, but model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
-            "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
-            "model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
+            "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy, ACT or Diffusion "
+            "Policy with model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
         )
     if cfg.algorithm.imitates and policy.steering and not policy.steering.corrects:
         problems.append(

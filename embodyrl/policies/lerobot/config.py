@@ -107,7 +107,8 @@ class LeRobotConfig(BaseModel):
                 f"the images have different shapes {sorted(sizes)}, but cameras of an environment have the same shape"
             )
         if self.n_action_steps > self.horizon_length - self.first_executed:
-            return f"n_action_steps={self.n_action_steps} exceeds the chunk"
+            most = self.horizon_length - self.first_executed
+            return f"n_action_steps={self.n_action_steps} exceeds the {most} actions of a chunk"
         return None
 
     def fitted(self, env: EnvSpec, executed: int) -> Self:

@@ -103,12 +103,8 @@ class LeRobotFactory(ABC):
         saved = read_config(self.folder(cfg), self.kind, self.config)[0]
         executed = saved.n_action_steps
         doubts: tuple[str, ...] = ()
-        if env.text.instructed and len(env.tasks) > 1:
-            doubts = (
-                f"model={self.kind} ignores instructions; select one task (env.train.task_ids, env.eval.task_ids)",
-            )
         if saved.input_features and executed != cfg.num_action_chunks:
-            doubts += (
+            doubts = (
                 f"the checkpoint executes {executed} actions per query (n_action_steps), but model.num_action_chunks="
                 f"{cfg.num_action_chunks}",
             )
@@ -155,7 +151,10 @@ class LeRobotFactory(ABC):
     def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
         config, _ = self.plan(cfg, env)
-        mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
+        kept, _ = read_config(folder, self.kind, self.config)
+        if kept.input_features and (problems := kept.mismatches(env)):
+            raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
+        mine, saved = config.model_dump(), kept.model_dump()
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))
         differing = [key for key in mine if key not in skipped and mine[key] != saved[key]]
         wrong = [f"{key} is {saved[key]} (this run needs {mine[key]})" for key in differing]

@@ -68,6 +68,14 @@ def test_an_id_without_a_library_is_refused():
 
 
 @needs_jax
+def test_missing_package_of_a_library_is_named(tmp_path, monkeypatch):
+    (tmp_path / "needy_home.py").write_text("import needed_package\n\n\ndef make():\n    return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependencyError, match=r"needed_package.*Fix: pip install needed_package\."):
+        FACTORY.spec(cfg_of("needy_home:make"), EnvContext())
+
+
+@needs_jax
 def test_user_defined_functional_environment_steps_in_one_batch():
     env = FACTORY.make(
         cfg_of(f"{__name__}:counter", kwargs={"limit": 2}, success_key="solved"), EnvContext(num_slots=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.act.config import ActConfig
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.protocol import POLICIES
-from embodyrl.types import ActionSpec, TextSpec
+from embodyrl.types import ActionSpec
 
 KINDS = ("act", "diffusion")
 
@@ -182,12 +181,17 @@ def test_mismatched_environment_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_tasks_without_instruction_input_give_a_warning(kind, tmp_path):
-    cfg, factory = model_of(kind, path=str(fresh(kind, tmp_path / "in")), num_action_chunks=4), POLICIES.get(kind)
-    assert factory.spec(cfg, toy_env(), 0).doubts == ()
-    several = replace(toy_env(), tasks=("go", "stop"), states_per_task=(4, 4))
-    assert "ignores instructions" in factory.spec(cfg, several, 0).doubts[0]
-    assert factory.spec(cfg, replace(several, text=TextSpec(instructed=False)), 0).doubts == ()
+def test_mismatched_checkpoint_is_described_by_its_inputs(kind, tmp_path):
+    """Not by the features of config.json."""
+    start = fresh(kind, tmp_path / "in")
+    cfg = model_of(kind, path=str(start), num_action_chunks=4)
+    (out := tmp_path / "out").mkdir()
+    policy_of(start, env=toy_env(5, ("front",), (32, 40)), num_action_chunks=4).save(out)
+    with pytest.raises(CheckpointError) as raised:
+        POLICIES.get(kind).compare(cfg, toy_env(4, ("front",), (48, 48)), out)
+    assert "a state of 4 numbers, but the checkpoint needs 5" in str(raised.value)
+    assert "images of 48x48, but the checkpoint needs 32x40" in str(raised.value)
+    assert "VISUAL" not in str(raised.value)
 
 
 def test_cameras_are_not_mistaken_for_history_frames(tmp_path):
