@@ -11,6 +11,7 @@ import numpy.typing as npt
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.protocol import POLICIES
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     RANDOM_INIT_KEY,
@@ -274,6 +275,9 @@ def read_config(folder: Path) -> OftConfig:
 def _parse(folder: Path) -> OftConfig:
     config = _read_json(folder / CONFIG_FILE)
     where = folder / CONFIG_FILE
+    if isinstance(kind := config.get("type"), str):
+        chosen = kind if kind in POLICIES.names() else "lerobot"
+        raise CheckpointError(f"{where} describes a LeRobot policy of type '{kind}'. Set model={chosen}.")
     ids = _field(config, "timm_model_ids", where)
     sizes = _field(config, "image_sizes", where)
     if len(ids) != 2 or len(set(sizes)) != 1:

@@ -116,6 +116,8 @@ def test_incomplete_checkpoint_folders_are_refused(checkpoint):
         ({"pad_token_id": None}, "has no field 'pad_token_id'"),
         ({"pad_token_id": "many"}, "field of the wrong type"),
         ({"text_config": 7}, "field of the wrong type"),
+        ({"type": "act"}, "LeRobot policy of type 'act'. Set model=act."),
+        ({"type": "tdmpc"}, "Set model=lerobot."),
     ],
 )
 def test_configs_of_other_models_are_refused(checkpoint, edit_json, fields, part):
