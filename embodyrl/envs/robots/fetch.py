@@ -72,7 +72,10 @@ class FetchPushExpert(_FetchExpert):
 
 
 class FetchSlideExpert(_FetchExpert):
-    """Wrapper that adds `expert_action` to FetchSlide: moves behind the puck, then strikes it towards the goal."""
+    """Wrapper that adds `expert_action` to FetchSlide: moves behind the puck, then strikes it towards the goal.
+
+    It solves half of the initial states, so the preset omits it; use `env.wrappers`.
+    """
 
     def expert_action(self) -> FloatArray:
         """Return the change of the gripper's position and the opening of the closed fingers [4]."""

@@ -18,11 +18,13 @@ pytestmark = pytest.mark.sim
 STEPS = 50
 
 
-def built(name: str) -> Env:
+def built(name: str, *wrappers: str) -> Env:
     prepare_rendering()
     if importlib.util.find_spec(PRESETS[name].module) is None:
         pytest.skip(f"{PRESETS[name].package} is not installed")
-    return FACTORY.make(env_of("robots", robot=name, use_rel_reward=False), EnvContext(pictures=False))
+    return FACTORY.make(
+        env_of("robots", robot=name, wrappers=[*wrappers], use_rel_reward=False), EnvContext(pictures=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_goal_expert_reaches_the_goal(name: str, noise: float):
 
 
 def test_slide_expert_stops_the_puck_near_the_goal():
-    env, reached = built("fetch_slide"), 0
+    env, reached = built("fetch_slide", "embodyrl.envs.robots.fetch:FetchSlideExpert"), 0
     for reset_id in range(20):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=STEPS)])
         _, result = env.expert_chunk([0], STEPS, noise=0.0)
