@@ -56,6 +56,7 @@ COMPOSED = {
     "env=functional": "needs the package; tests/envs/functional runs it",
     "env=fetch_": "needs the package; tests/envs/robots runs it",
     "env=pusht": "the same",
+    "pusht_diffusion": "the same",
     "env=aloha": "the same",
     "env=robosuite": "the same",
     "data.path=lift_demos": "demonstrations of robosuite",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from settings import env_of
 
+from embodyrl.cli.main import main
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.robots.factory import FACTORY
 
@@ -111,3 +114,15 @@ def test_presets_have_the_expert(name: str):
     pytest.importorskip("gym_pusht")
     cfg = env_of("robots", robot=name, use_rel_reward=False)
     assert FACTORY.spec(cfg, EnvContext(pictures=False)).expert.tasks == (0,)
+
+
+@pytest.mark.integration
+def test_included_policy_pushes_the_block_most_of_the_way(tmp_path: Path):
+    """The initial policy of `experiment=pusht_diffusion`; last coverage on validation states: 0.75."""
+    pytest.importorskip("gym_pusht")
+    words = "eval env=pusht_relative model=diffusion model.path=assets/diffusion_pusht_start model.num_action_chunks=2"
+    keys = "env.use_rel_reward=true eval.episodes=8 env.eval.total_num_envs=8 env.eval.state_ids=[90000,94999]"
+    out = [f"runner.output_dir={tmp_path}", "runner.experiment_name=start", "launcher=inline", "video=none"]
+    assert main([*words.split(), *keys.split(), *out]) == 0
+    found = json.loads((tmp_path / "start/eval/step_000000/eval.json").read_text())
+    assert found["overall"]["mean_return"] > 0.5
