@@ -61,6 +61,7 @@ COMPOSED = {
     "env=robosuite": "the same",
     "data.path=lift_demos": "demonstrations of robosuite",
     "data.path=stack_demos": "the same",
+    "data.path=insertion_demos": "demonstrations of ALOHA",
     "mt10": "the same",
 }
 """Command lines that are only composed and checked, with the reason."""
