@@ -149,10 +149,12 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     referred = algorithm is not None and algorithm.needs_reference
     layout = record_layout(env, policy, with_reference=referred, top=cfg.rollout.logprobs)
     rules = learner.algorithm if learner else None
-    per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
+    updates = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, BufferSettings):
-        # An off-policy update samples from the buffer, independent of the batch of this step.
-        per_update = max(1, round(samples * rules.updates_per_sample))
+        # An off-policy update samples from the buffer, independent of the batch of this step and of `update_epoch`.
+        updates = max(1, round(samples * rules.updates_per_sample))
+    elif rules:
+        updates *= rules.update_epoch
     run_plan = RunPlan(
         cfg=cfg,
         env_settings=settings,
@@ -164,7 +166,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         capacity=_capacity(learner, env, algorithm, slots),
         env_workers=deal_slots(slots, count_env_workers(cfg, env, devices, slots)),
         total_steps=_total_steps(learner, env) if learner else 0,
-        optimizer_steps_per_step=rules.update_epoch * per_update if rules else 0,
+        optimizer_steps_per_step=updates,
         max_samples=samples,
         ranks=count_ranks(cfg),
         devices=devices,

@@ -87,3 +87,20 @@ def test_run_ends_at_max_epochs_or_max_steps():
     assert run_plan(*words, "runner.max_steps=100", "algorithm.rollout_epoch=1", training=True).total_steps == 9
     assert run_plan(*words, "runner.max_steps=100", "algorithm.rollout_epoch=4", training=True).total_steps == 3
     assert run_plan(*words, "runner.max_steps=5", "algorithm.rollout_epoch=1", training=True).total_steps == 5
+
+
+@pytest.mark.needs("off_policy")
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        # 8 slots x 32 env steps = 256 samples: 4 minibatches in each of 10 epochs, or half an update per sample.
+        (("algorithm=ppo", "algorithm.update_epoch=10", "actor.global_batch_size=64"), 40),
+        (("algorithm=sac", "algorithm.updates_per_sample=0.5", "actor.global_batch_size=64"), 128),
+    ],
+)
+def test_optimizer_steps_of_a_replay_do_not_depend_on_update_epoch(words: tuple[str, ...], steps: int):
+    """The model's file sets `update_epoch` to 10, which only policy gradients read."""
+    pendulum = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "launcher=inline")
+    shape = ("env.train.total_num_envs=8", "env.train.max_steps_per_rollout_epoch=32")
+    plan = run_plan(*pendulum, *shape, *words, training=True)
+    assert (plan.max_samples, plan.optimizer_steps_per_step) == (256, steps)

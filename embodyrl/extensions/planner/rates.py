@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.devices import Gpus, visible_gpus
 from embodyrl.extensions.planner.measured import Measured, read_measured
 from embodyrl.files import available_cores
@@ -136,10 +137,13 @@ def predict(run_plan: RunPlan) -> Rates | None:
         gpus = len({run_plan.devices.of_env_worker(number, on_gpu=True) for number in range(len(run_plan.env_workers))})
         simulators = min(simulators, gpus * len(run_plan.nodes["env"]) / env.gpu_s)
     samples = run_plan.max_samples
+    updated = samples * cfg.algorithm.update_epoch
+    if isinstance(cfg.algorithm, BufferSettings):
+        updated = run_plan.optimizer_steps_per_step * cfg.actor.global_batch_size
     parts = {
         "simulators": samples / simulators if simulators else 0.0,
         "acting": samples / act,
-        "training": samples * (cfg.algorithm.update_epoch / train + rescored * ACTING * once),
+        "training": updated / train + samples * rescored * ACTING * once,
     }
     # Simulators and policy run in parallel during the rollout; the update starts afterwards.
     seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
