@@ -265,15 +265,12 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
 
 def _micro_batches(run_plan: RunPlan) -> int:
     """Return the maximum number of micro-batches of an optimizer step on each rank."""
-    cfg = run_plan.cfg
-    if isinstance(cfg.algorithm, BufferSettings):
-        samples = -(-cfg.actor.global_batch_size // run_plan.ranks)
-    else:
-        steps = max(1, run_plan.optimizer_steps_per_step // cfg.algorithm.update_epoch)
-        samples = -(-run_plan.max_samples // (steps * run_plan.ranks))
+    cfg, rules = run_plan.cfg, run_plan.cfg.algorithm
+    batch = -(-run_plan.max_samples // max(1, run_plan.optimizer_steps_per_step // rules.update_epoch))
+    batch = cfg.actor.global_batch_size if isinstance(rules, BufferSettings) else batch
     budget = cfg.actor.max_tokens_per_mbs
     size = max(1, budget // run_plan.policy_costs.sample_tokens) if budget else cfg.actor.micro_batch_size
-    return -(-samples // size)
+    return -(-batch // (run_plan.ranks * size))
 
 
 def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole: bool) -> int:
