@@ -321,7 +321,7 @@ def evaluate_axes(tmp_path, name, *words):
 
 @pytest.mark.needs("reporting", "tabletop")
 def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
-    noisy = ("runner.val_suites=[all]", "env.eval.max_episode_steps=9")
+    noisy = ("runner.val_suites=[all]", "model.expert_noise=5")
     first = evaluate_axes(tmp_path, "first", *noisy)
     assert [row.task for row in first.suites] == [
         "tabletop",

@@ -152,7 +152,9 @@ class LeRobotFactory(ABC):
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
         config, _ = self.plan(cfg, env)
         kept, _ = read_config(folder, self.kind, self.config)
-        if kept.input_features and (problems := kept.mismatches(env)):
+        # With temporal ensembling, one action of the environment is a whole chunk.
+        single = replace(env, action=replace(env.action, dim=config.action_dim))
+        if kept.input_features and (problems := kept.mismatches(single)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
         mine, saved = config.model_dump(), kept.model_dump()
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))

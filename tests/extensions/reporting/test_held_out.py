@@ -211,9 +211,13 @@ WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetens
 @pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
 def test_included_weights_declare_their_training_states(folder: Path) -> None:
     made = flat(read_plain_yaml(folder / EXPORTED_CONFIG))
-    env = made.get("env.task_suite_name", made["env.env_type"])
-    model = "openvla_oft_tiny" if folder.name.startswith("openvla") else re.sub("_(tabletop|soup)$", "", folder.name)
+    env = made.get("env.robot", made.get("env.task_suite_name", made["env.env_type"]))
+    name = re.sub("_(tabletop|soup|pusht_start)$", "", folder.name)
+    model = "openvla_oft_tiny" if name.startswith("openvla") else name
     words = [f"ckpt=assets/{folder.name}", f"env={env}", f"model={model}"]
+    if env == "pusht_relative":
+        pytest.importorskip("gym_pusht")
+        words.append("model.num_action_chunks=2")
     run_plan = build_run_plan(load_config("eval", words), training=False)
     told = " ".join(text for _, text in evaluation_facts(run_plan))
     assert "unknown" not in told

@@ -135,7 +135,7 @@ def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
     ("words", "says"),
     [
         (("algorithm.demonstrations=[assets]",), "has actions, model.likelihood=dsrl chooses noise"),
-        (("model.likelihood=flow_sde",), "or a flow policy with model.likelihood=dsrl"),
+        (("model.likelihood=flow_sde",), "or a flow policy, ACT or Diffusion Policy with model.likelihood=dsrl"),
     ],
 )
 def test_contradictory_dsrl_keys_are_rejected(words, says, tmp_path):
