@@ -44,8 +44,8 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         )
     if parameters and env.text.instructed and not policy.inputs.instructions and len(split.task_ids or env.tasks) > 1:
         doubts += (
-            f"'{policy.name}' reads no instructions, only images and state; fix, if they do not show the task: one "
-            "task, env.train.task_ids=[0] env.eval.task_ids=[0]",
+            f"'{policy.name}' reads no instructions; fix, unless images and state show the task: select one task, "
+            "env.train.task_ids=[0] env.eval.task_ids=[0]",
         )
     if doubts:
         lines["warning"] = "; ".join(doubts)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.reporting.history import read_history
+from embodyrl.extensions.reporting.history import other_worlds, read_history
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Score
+from embodyrl.plan.keys import state_keys
 
 NAIVE, ENSEMBLE, COMMITTED = "naive", "ensembling", "committed state"
 
@@ -39,16 +40,18 @@ def collect_points(runs: Sequence[Path]) -> list[Point]:
     Raises:
         ConfigError: a run has no complete evaluation, or evaluates another environment than the first run.
     """
-    worlds: dict[str, Path] = {}
+    first: Mapping[str, Any] = {}
     episodes: dict[tuple[str, tuple[int, int]], list[EpisodeRow]] = defaultdict(list)
     counts: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
     for run in runs:
         history = read_history(run)
         if not history.evaluations:
             raise ConfigError(f"{run} contains no complete evaluation. Pass runs of `embodyrl eval`.")
-        if len(worlds := {_world(history.config): run} | worlds) > 1:
-            (other, there), (first, here) = worlds.items()
-            raise ConfigError(f"{there} evaluates {other}, and {here} {first}. Pass runs of one environment.")
+        first = first or _without_history(history.config)
+        if differs := other_worlds(first, _without_history(history.config), state_keys()):
+            raise ConfigError(
+                f"{runs[0]} and {run} evaluate different environments ({differs}). Pass runs of one environment."
+            )
         key = method_of(history.config), _delay_of(history.config)
         episodes[key] += history.evaluations[-1].own
         counts[key] += 1
@@ -68,11 +71,10 @@ def method_of(config: Mapping[str, Any]) -> str:
     return COMMITTED if env.get("control", {}).get("observe_committed") else NAIVE
 
 
-def _world(config: Mapping[str, Any]) -> str:
-    """Return the name of a run's environment; an observation history does not change it."""
-    env = config.get("env", {})
-    names = (str(env.get("env_type")).removesuffix("_history"), env.get("task_suite_name"), env.get("id"))
-    return " ".join(str(name) for name in names if name)
+def _without_history(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the environment's base type; an observation history does not change the environment."""
+    env = dict(config.get("env", {}))
+    return {**config, "env": env | {"env_type": str(env.get("env_type")).removesuffix("_history")}}
 
 
 def _delay_of(config: Mapping[str, Any]) -> tuple[int, int]:

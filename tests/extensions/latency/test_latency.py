@@ -92,6 +92,12 @@ def test_methods_and_environments_are_not_mixed(tmp_path, capsys):
     assert main(["latency", naive, state]) == 0
     assert " ".join(capsys.readouterr().out.splitlines()[0].split()) == "delay committed state naive"
     assert main(["latency", naive, other]) == 2
-    assert "other evaluates gym CartPole-v1, and" in capsys.readouterr().err
+    assert "(env.env_type=tabletop and gym)" in capsys.readouterr().err
+    robots = [finished(tmp_path, r, f"env: {{env_type: robots, robot: {r}}}\n") for r in ("pusht", "fetch_reach")]
+    assert main(["latency", *robots]) == 2
+    assert "(env.robot=pusht and fetch_reach)" in capsys.readouterr().err
+    seen = finished(tmp_path, "seen", "env: {env_type: tabletop_history, history: 2}\n")
+    assert main(["latency", naive, seen]) == 0
+    capsys.readouterr()
     assert main(["latency", naive, "--plot", str(tmp_path / "plot.png")]) == 2
     assert "ends in .svg" in capsys.readouterr().err
