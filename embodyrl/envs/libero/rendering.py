@@ -5,11 +5,12 @@ geom depend only on the geom, the lights and the camera, and three kinds of work
 
 - geoms whose bounding box is outside the view of the camera,
 - sites with a negative alpha value, which MuJoCo processes although they are invisible,
-- for a camera that does not move, geoms at rest: they are rendered once, and merged with the other geoms by depth.
+- for a camera that does not move, objects at rest: they are rendered once, and merged with the other geoms by depth.
 """
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
@@ -27,12 +28,20 @@ _NEVER_DRAWN = 5
 _MOVED = ("body_pos", "body_quat", "cam_pos", "cam_quat", "site_rgba")
 """Model fields that change at run time and affect images."""
 _LAYERS = 128
-"""Maximum number of stored images of geoms at rest, and of sets of these geoms."""
+"""Maximum number of stored images of objects at rest, and of sets of these objects."""
 _POSES = 4096
-"""Number of stored poses of geoms: a geom is at rest if its pose was rendered before."""
+"""Number of stored poses of objects: an object is at rest if its pose was rendered before."""
 
-Pose = tuple[int, bytes]
-"""Index of a geom, and its position and rotation as float32, the precision of MuJoCo's renderer."""
+
+class _Posed(NamedTuple):
+    """Geoms of one object, or of everything that is fixed to the world, and where they are."""
+
+    root: int
+    """Body that carries the others; 0: the world."""
+    geoms: bytes
+    """Indices of the geoms, int64."""
+    poses: bytes
+    """Their positions and rotations as float32, the precision of MuJoCo's renderer."""
 
 
 class View(NamedTuple):
@@ -80,13 +89,15 @@ class LeanRenderer:
         del unused  # frees the frame buffers of robosuite's own context
         self._context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._layers: OrderedDict[tuple[Any, ...], _Image] = OrderedDict()
-        self._poses: OrderedDict[Pose, None] = OrderedDict()
+        self._poses: OrderedDict[_Posed, None] = OrderedDict()
         still = self._model.body_weldid[self._model.cam_bodyid] == 0
         self._fixed = set(np.flatnonzero(still & (self._model.cam_mode == 0)).tolist())
         """Cameras that do not move during an episode."""
         self._groups = self._model.geom_group.copy()
-        self._visible = np.flatnonzero(np.array(self._context.vopt.geomgroup)[self._groups])
-        self._static = set(np.flatnonzero(self._model.body_weldid[self._model.geom_bodyid] == 0).tolist())
+        bodies = self._model.geom_bodyid
+        self._root = np.where(self._model.body_weldid[bodies] == 0, 0, self._model.body_rootid[bodies])
+        visible = np.flatnonzero(np.array(self._context.vopt.geomgroup)[self._groups])
+        self._visible = visible[np.argsort(self._root[visible], kind="stable")]
 
     def pose(self) -> None:
         """Copy the positions of the simulation."""
@@ -106,9 +117,10 @@ class LeanRenderer:
         view = View(self._model.camera(camera).id, height, width)
         with self._without_invisible_sites():
             shown = self._in_view(view.camera, width / height)
-            if view.camera in self._fixed and (resting := self._at_rest(shown)):
+            if view.camera in self._fixed:
+                resting, moving = self._at_rest(shown)
                 layer = self._layer(view, resting)
-                image = self._image_of(view, sorted({*shown.tolist()}.difference(geom for geom, _ in resting)))
+                image = self._image_of(view, moving, sky=False)
                 if layer.opaque and image.opaque:
                     return _merged(layer, image).pixels
             return self._image_of(view, shown, merged=False).pixels
@@ -120,40 +132,46 @@ class LeanRenderer:
         self.sim.free()
         vars(self).clear()
 
-    def _at_rest(self, geoms: npt.NDArray[np.intp]) -> tuple[Pose, ...]:
-        """Return the poses that were rendered before, and store the others."""
-        data = self._data
+    def _at_rest(self, geoms: npt.NDArray[np.int64]) -> tuple[tuple[_Posed, ...], npt.NDArray[np.int64]]:
+        """Return the objects whose poses were rendered before, and the geoms of the others, whose poses are stored."""
+        data, roots = self._data, self._root[geoms]
         rows = np.concatenate([data.geom_xpos[geoms], data.geom_xmat[geoms]], axis=1).astype(np.float32)
-        poses = list(zip(geoms.tolist(), map(bytes, rows), strict=True))
-        resting = tuple(pose for pose in poses if pose in self._poses)
-        for pose in poses:
-            self._poses[pose] = None
-            self._poses.move_to_end(pose)
+        ends = [0, *(np.flatnonzero(np.diff(roots)) + 1).tolist(), len(geoms)]
+        resting, moving = [], []
+        for start, end in itertools.pairwise(ends) if len(geoms) else ():
+            one = _Posed(int(roots[start]), geoms[start:end].tobytes(), rows[start:end].tobytes())
+            resting.append(one) if one in self._poses else moving.append(geoms[start:end])
+            self._poses[one] = None
+            self._poses.move_to_end(one)
         while len(self._poses) > _POSES:
             self._poses.popitem(last=False)
-        return resting
+        return tuple(resting), np.concatenate([geoms[:0], *moving])
 
-    def _layer(self, view: View, resting: tuple[Pose, ...]) -> _Image:
-        """Return the image of the geoms at rest, which is computed only if it is not stored."""
+    def _layer(self, view: View, resting: tuple[_Posed, ...], *, sky: bool = True) -> _Image:
+        """Return the image of the objects at rest, which is computed only if it is not stored."""
         data = self._data
         place = (data.cam_xpos[view.camera], data.cam_xmat[view.camera], data.light_xpos, data.light_xdir)
-        key = (view, *(value.tobytes() for value in place), resting)
+        key = (view, sky, *(value.tobytes() for value in place), resting)
         if key not in self._layers:
             # Objects start and stop moving one by one: each has its own image, merged by depth.
-            static = tuple(pose for pose in resting if pose[0] in self._static)
-            parts = [part for part in (static, *((pose,) for pose in resting if pose[0] not in self._static)) if part]
-            if len(parts) == 1:
-                image = self._image_of(view, [geom for geom, _ in resting])
+            objects = [one for one in resting if one.root]
+            if objects and sky:
+                fixed = self._layer(view, tuple(one for one in resting if not one.root))
+                image = reduce(_merged, [self._layer(view, (one,), sky=False) for one in objects], fixed)
             else:
-                image = reduce(_merged, [self._layer(view, part) for part in parts])
+                image = self._image_of(view, np.frombuffer(b"".join(one.geoms for one in resting), np.int64), sky=sky)
             while len(self._layers) >= _LAYERS:
                 self._layers.popitem(last=False)
             self._layers[key] = image
         self._layers.move_to_end(key)
         return self._layers[key]
 
-    def _image_of(self, view: View, geoms: Sequence[int] | npt.NDArray[np.intp], *, merged: bool = True) -> _Image:
-        """Render only the given geoms, and all visible sites; without `merged`, the depth is undefined."""
+    def _image_of(self, view: View, geoms: npt.NDArray[np.int64], *, merged: bool = True, sky: bool = True) -> _Image:
+        """Render only the given geoms, all visible sites and, with `sky`, the sky.
+
+        Without `merged`, the depth and `opaque` are undefined. Without `sky`, which takes long where nothing hides it,
+        pixels without a geom are undefined and their depth is 0.
+        """
         context, groups = self._context, self._model.geom_group
         context.cam.type, context.cam.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, view.camera
         scene, port = context.scn, mujoco.MjrRect(0, 0, view.width, view.height)
@@ -165,11 +183,13 @@ class LeanRenderer:
             )
         finally:
             groups[:] = self._groups
+        scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = sky
         mujoco.mjr_render(port, scene, context.con)
+        scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 1
         size = view.height, view.width
         pixels, depth = np.empty((*size, 3), np.uint8), np.empty(size, np.float32)
         mujoco.mjr_readPixels(pixels, depth if merged else None, port, context.con)
-        return _Image(pixels, depth, not any(part.transparent for part in scene.geoms[: scene.ngeom]))
+        return _Image(pixels, depth, merged and not any(part.transparent for part in scene.geoms[: scene.ngeom]))
 
     def _fit(self, height: int, width: int) -> None:
         """Enlarge the frame buffer if it is too small."""
@@ -189,7 +209,7 @@ class LeanRenderer:
         finally:
             self._model.site_group[sites] = groups
 
-    def _in_view(self, camera: int, aspect: float) -> npt.NDArray[np.intp]:
+    def _in_view(self, camera: int, aspect: float) -> npt.NDArray[np.int64]:
         """Return the indices of visible geoms whose bounding boxes intersect the view of a camera."""
         model, data, geoms = self._model, self._data, self._visible
         slope = np.tan(np.radians(model.cam_fovy[camera]) / 2)

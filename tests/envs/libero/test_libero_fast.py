@@ -15,6 +15,8 @@ from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.types import EpisodeStart
 
+mujoco = pytest.importorskip("mujoco")
+
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(300)]
 
 
@@ -102,7 +104,7 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sim = simulator(suite, task, lean=True, fast=True)
     renderer, hidden = sim._lean, []
     model = renderer._model
-    sphere = pytest.importorskip("mujoco").mjtGeom.mjGEOM_SPHERE
+    sphere = mujoco.mjtGeom.mjGEOM_SPHERE
 
     def compare():
         with sim._viewed():
@@ -133,6 +135,47 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     assert max(hidden) > 40
     assert len(renderer._layers) > 4
     sim.close()
+
+
+def test_objects_in_front_of_the_sky_are_rendered_like_the_whole_scene():
+    sim = simulator("libero_spatial", 4, lean=True, fast=True)
+    sim.reset(install.suite_init_states("libero_spatial", 4)[3], 3)
+    camera = sim._model.camera("agentview").id
+    # Above the walls, which have no ceiling, and below the hand: most pixels show the sky.
+    sim._model.cam_pos[camera], sim._model.cam_quat[camera] = sim._data.site_xpos[sim._robot.eef_site_id], (0, 1, 0, 0)
+    sim._model.cam_pos[camera] -= 0.0, 0.0, 0.3
+    for action in random_actions(3):
+        sim.step(action)
+        with sim._viewed():
+            found = sim._lean.render("agentview", 128, 128)
+            expected = sim._lean.sim.render(camera_name="agentview", width=128, height=128)
+            flags = sim._lean._context.scn.flags
+            flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 0
+            without = sim._lean.sim.render(camera_name="agentview", width=128, height=128)
+            flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 1
+        np.testing.assert_array_equal(found, expected)
+        assert 0.2 < (expected != without).any(-1).mean() < 0.95
+    sim.close()
+
+
+def test_a_repeated_episode_is_rendered_with_few_images(monkeypatch):
+    """A policy without sampling repeats episodes: then the whole arm is an object at rest in each of its poses."""
+    sim = simulator("libero_object", 0, lean=True, fast=True)
+    images, counts, original = np.zeros((1, 128, 128, 3), np.uint8), [], mujoco.mjr_render
+
+    def counted(*args):
+        counts[-1] += 1
+        return original(*args)
+
+    monkeypatch.setattr(mujoco, "mjr_render", counted)
+    for _ in range(2):
+        sim.reset(install.suite_init_states("libero_object", 0)[20], 0)
+        for action in random_actions(6):
+            sim.step(action)
+            counts.append(0)
+            sim.observe(("agentview",), images, np.zeros(8, np.float32))
+    sim.close()
+    assert max(counts[7:]) <= 3, counts
 
 
 def test_fast_physics_defaults_to_the_profile_value():
