@@ -41,7 +41,7 @@ class _Posed(NamedTuple):
     geoms: bytes
     """Indices of the geoms, int64."""
     poses: bytes
-    """Their positions and rotations as float32, the precision of MuJoCo's renderer."""
+    """Positions and rotations of the geoms as float32, the precision of MuJoCo's renderer."""
 
 
 class View(NamedTuple):
