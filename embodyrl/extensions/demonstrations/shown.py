@@ -13,11 +13,14 @@ from embodyrl.specs import PolicySpec, convert_gripper
 from embodyrl.types import IntArray
 
 
-def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
-    """Load and join data sets of one environment; gripper actions are converted to the policy's convention."""
+def load_shown(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
+    """Load and join data sets of one environment; gripper actions are converted to the policy's convention.
+
+    `executed`: return the executed actions in `action`, for critics, instead of the labels.
+    """
     found = [resolve_asset(folder) for folder in folders]
     demos = join_demonstrations([load_demonstrations(folder) for folder in found])
-    actions = demos.action.copy()
+    actions = (demos.executed if executed else demos.action).copy()
     convert_gripper(actions, read_card(found[0]).env.action.gripper, policy.gripper)
     return replace(demos, action=actions)
 

@@ -41,7 +41,7 @@ class IqlLearner(Learner):
             )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
-        parts = [load_shown([folder], spec) for folder in rules.demonstrations]
+        parts = [load_shown([folder], spec, executed=True) for folder in rules.demonstrations]
         self._demos, self._steps = transitions_of(parts, spec.num_action_chunks, rules.gamma, rules.reward_scale)
         if not len(self._steps.start):
             raise ConfigError(

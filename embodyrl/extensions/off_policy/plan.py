@@ -91,11 +91,11 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
 
 def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield the reasons why rewards and next observations of a data set do not result from the recorded actions."""
-    if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
+    # With expert_noise, the scripted expert acted, and its executed actions are computed from the labels.
+    if card.collected.get("labels") == Labels.expert and not card.collected.get("expert_noise"):
         yield (
             f"algorithm.demonstrations: {folder} contains labels of the expert, not the executed actions that led "
-            "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
-            "train on them with `embodyrl sft`."
+            "to its rewards and next states. Set collect.labels=executed, or train on them with `embodyrl sft`."
         )
     if not is_ours(resolve_asset(folder)):
         yield (

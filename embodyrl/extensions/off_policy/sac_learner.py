@@ -251,7 +251,7 @@ class SacLearner(Learner):
         A demonstration is terminal if its last action is its first success. For a frozen policy, the buffer contains
         features, and the corrections of the policy's proposals; both take a forward pass per chunk.
         """
-        demos = load_shown(self._rules.demonstrations, self._policy.spec)
+        demos = load_shown(self._rules.demonstrations, self._policy.spec, executed=True)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])

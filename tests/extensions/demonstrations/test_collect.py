@@ -19,6 +19,7 @@ from embodyrl.extensions.demonstrations.collect import CollectResult, collect, d
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
+from embodyrl.extensions.demonstrations.shown import load_shown
 from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.own_loop.environment import make_env
 from embodyrl.plan.checks import check_components
@@ -139,6 +140,8 @@ def test_loaded_demonstrations_contain_the_executed_noisy_actions(tmp_path: Path
     assert np.abs(demos.executed - demos.action)[:, 0].max() > 0.2
     np.testing.assert_allclose(demos.executed[:, 0], demos.reward, atol=1e-6)
     np.testing.assert_array_equal(demos.executed[:, -1], demos.action[:, -1], "the gripper has no noise")
+    shown = load_shown([str(tmp_path / "demos")], POLICY, executed=True)
+    np.testing.assert_allclose(shown.action[:, 0], demos.reward, atol=1e-6)
 
 
 def test_failed_episodes_are_replaced_within_the_same_task(tmp_path: Path) -> None:
