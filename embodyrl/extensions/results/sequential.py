@@ -7,6 +7,7 @@ The test is anytime-valid: the probability that the test ever reports a differen
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,8 +92,8 @@ def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Se
     """Run `embodyrl eval --until-significant RUN_A RUN_B`; return the exit code.
 
     Raises:
-        ConfigError: the runs have different initial states, horizons or success keys, an initial state occurs several
-            times, or an argument names a run or a folder.
+        ConfigError: the runs have different initial states, horizons or success keys, the initial states are too
+            few or occur several times, or an argument names a run or a folder.
     """
     if own := [word for word in words if word.partition("=")[0] in _OWN or "=" not in word]:
         raise ConfigError(f"--until-significant evaluates two runs in folders of their own; remove {' '.join(own)}.")
@@ -139,15 +140,26 @@ def _looks(most: int) -> Iterator[int]:
     yield most
 
 
+def _fewest_pairs() -> int:
+    """Return the number of pairs that decide if the same policy wins all of them."""
+    return next(wins for wins in itertools.count() if math.exp(-log_e_value(wins, 0)) <= SIGNIFICANT)
+
+
 def _most_pairs(cfg: Config) -> int:
     """Return the maximum number of episode pairs of the test.
 
     Raises:
-        ConfigError: an initial state occurs several times.
+        ConfigError: the initial states are too few for a decision, or one occurs several times.
     """
     run_plan = build_run_plan(cfg, training=False)
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     states = len({episode.reset_id for episode in plan.episodes})
+    if states < (fewest := _fewest_pairs()):
+        raise ConfigError(
+            f"--until-significant: {states} initial states are too few for a significant difference. At least {fewest} "
+            "are needed, if one policy wins all of them. Raise eval.episodes, or evaluate more states "
+            "(env.eval.state_ids)."
+        )
     if states < plan.num_episodes:
         raise ConfigError(
             f"--until-significant: {plan.num_episodes} episodes have only {states} initial states, so pairs are not "

@@ -107,14 +107,27 @@ def compared(folder: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[
 def test_comparison_of_equal_policies_runs_all_episodes(
     tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = compared(tmp_path, (runs[0], runs[0]), capsys, "env.kwargs.goal=0.9", "eval.episodes=4")
+    found = compared(
+        tmp_path, (runs[0], runs[0]), capsys, "env.kwargs.goal=0.9", "eval.episodes=8", "env.kwargs.tasks=2"
+    )
     assert (found["only_first"], found["only_second"], found["p"]) == (0, 0, 1.0)
-    assert (found["pairs"], found["most"], len(set(found["folders"]))) == (4, 4, 2)
+    assert (found["pairs"], found["most"], len(set(found["folders"]))) == (8, 8, 2)
+
+
+@pytest.mark.integration
+def test_too_few_episodes_for_a_decision_are_refused(
+    tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [run_test([1] * count).decided for count in (7, 8)] == [False, True]
+    assert (
+        main(["eval", "--until-significant", *runs, *nameless(tmp_path, "env.kwargs.tasks=2", "eval.episodes=7")]) == 2
+    )
+    assert "7 initial states are too few for a significant difference. At least 8" in capsys.readouterr().err
 
 
 @pytest.mark.integration
 def test_repeated_states_are_refused(tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = nameless(tmp_path, "eval.sampling_params.do_sample=true", "eval.samples=4")
+    words = nameless(tmp_path, "env.kwargs.tasks=2", "eval.sampling_params.do_sample=true", "eval.samples=4")
     assert main(["eval", "--until-significant", *runs, *words]) == 2
     assert "initial states, so pairs are not independent" in capsys.readouterr().err
 
