@@ -21,8 +21,9 @@ def data(args: argparse.Namespace) -> int:
     """Run `embodyrl data`: describe, merge or filter data sets."""
     verb, folders = args.words[0] if args.words else "", args.words[1:]
     if verb not in _VERBS:
-        what = f" '{verb}' is unknown.{closest(verb, _VERBS)}" if verb else ""
-        raise ConfigError(f"embodyrl data needs an action.{what} Actions: {', '.join(_VERBS)}.")
+        what = f" '{verb}' is not an action.{closest(verb, _VERBS)}" if verb else ""
+        example = f"`embodyrl data info {verb if verb and resolve_asset(verb).is_dir() else 'DIR'}`"
+        raise ConfigError(f"embodyrl data needs an action.{what} Actions: {', '.join(_VERBS)}, for example {example}.")
     fewest, most = {"info": (1, 10**6), "merge": (3, 10**6), "filter": (2, 2)}[verb]
     if not fewest <= len(folders) <= most:
         takes = {

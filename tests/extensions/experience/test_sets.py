@@ -213,7 +213,8 @@ def test_invalid_data_commands_are_refused(two, tmp_path: Path) -> None:
     own, shown, _ = two
     out = tmp_path / "out"
     for words, flags, reason in (
-        (("join", own), {}, "'join' is unknown"),
+        (("join", own), {}, r"'join' is not an action.*info, merge, filter, for example `embodyrl data info DIR`"),
+        ((own,), {}, f"`embodyrl data info {own}`"),
         (("merge", out, own), {}, "at least two"),
         (("filter", own, out), {}, "needs a condition"),
         (("info", own), {"success": True}, "--success applies only"),
