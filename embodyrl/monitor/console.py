@@ -39,7 +39,7 @@ _FIELDS: tuple[tuple[str, str], ...] = (
     ("train/action_error", "train error {:.4g}"),
     ("eval/accuracy", "val acc {:.3f}"),
     ("train/accuracy", "train acc {:.3f}"),
-    ("train/success_once", "success {:.3f}"),
+    ("train/success_once", "success {:.3f} ({:.0f} ep)"),
     ("train/return", "return {:.2f}"),
     ("train/cut_off", "cut off {:.2f}"),
     ("actor/loss", "loss {:.4f}"),
@@ -53,12 +53,14 @@ _FIELDS: tuple[tuple[str, str], ...] = (
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """Format the metrics of a training step as one line; missing metrics are omitted.
 
-    >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25})
-    'step 3/100 | 12.4 s | success 0.250'
+    >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25, "train/episodes": 8.0})
+    'step 3/100 | 12.4 s | success 0.250 (8 ep)'
     """
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     parts += [
-        form.format(metrics[name]) for name, form in _FIELDS if name in metrics and not _says_nothing(name, metrics)
+        form.format(metrics[name], metrics.get("train/episodes", 0))
+        for name, form in _FIELDS
+        if name in metrics and not _says_nothing(name, metrics)
     ]
     if shares := _time_shares(metrics):
         parts.append(shares)

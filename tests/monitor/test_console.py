@@ -18,6 +18,7 @@ METRICS = {
     "time/render": 0.5,
     "time/log": 0.01,
     "train/success_once": 0.25,
+    "train/episodes": 12.0,
     "train/return": 0.25,
     "actor/loss": 0.0123,
     "actor/kl": 0.0004,
@@ -26,7 +27,7 @@ METRICS = {
     "env/restarts": 0,
 }
 LINE = (
-    "step 3/100 | 12.4 s | success 0.250 | return 0.25 | loss 0.0123 | kl 0.0004 | gn 0.91 | 45 env steps/s"
+    "step 3/100 | 12.4 s | success 0.250 (12 ep) | return 0.25 | loss 0.0123 | kl 0.0004 | gn 0.91 | 45 env steps/s"
     " | restarts 0 | simulate 75% update 20% render 4%"
 )
 TOTAL = ("all tasks", Rate(2, 20), Rate(8, 10))
