@@ -148,8 +148,7 @@ class SacLearner(Learner):
             self._optimizers[name].step()
         numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
         if acting:
-            # The updated critics are used; their gradients from this loss are discarded in the next update.
-            policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
+            policy_loss = self._actor_loss(features.detach(), drawn, logprob, alpha)
             self._trainer.optimization.zero_grad()
             policy_loss.backward()
             grad_norm = self._trainer.optimization.step(float(step))
@@ -165,6 +164,13 @@ class SacLearner(Learner):
             for kept, own in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
                 kept.lerp_(own, self._rules.tau)
         return numbers | {"alpha": alpha.item()}
+
+    def _actor_loss(self, features: Tensor, drawn: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
+        """Return the policy loss under the updated critics, whose gradients are not computed."""
+        self._critics.requires_grad_(False)
+        loss = actor_loss(self._critics(features, drawn), logprob, alpha)
+        self._critics.requires_grad_(True)
+        return loss
 
     def _features(self, seen: Observation | FloatArray) -> Tensor:
         """Return the features [B, F] of observations; stored features are returned unchanged."""

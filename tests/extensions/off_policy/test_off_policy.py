@@ -438,6 +438,17 @@ def test_critics_have_their_own_gradient_clipping(make):
     assert norms[1] > 1.0
 
 
+def test_actor_loss_adds_no_gradient_to_the_critics(make):
+    found = []
+    for acting in (False, True):
+        _, actor = make()
+        actor._replay.add(four_chunks())
+        torch.manual_seed(0)
+        actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0, acting=acting)
+        found.append([p.grad for p in actor._critics.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_each_training_step_ends_with_a_policy_update(make):
     """Also with a long policy interval; before learning starts, nothing changes."""
     _, actor = make("algorithm.learning_starts=5", "algorithm.policy_interval=100")
