@@ -45,6 +45,9 @@ class PolicyRequest:
     fresh_heads: bool = False
     """True if heads and projectors that the checkpoint lacks are initialised randomly; False: a missing part is an
     error."""
+    action_log_std: tuple[float, ...] = ()
+    """Log standard deviation of each dimension of the demonstrations' actions, relative to half the action range; empty
+    without demonstrations."""
     backend: str = "hf"
     """Backend of text generation: hf (the policy's module), vllm, or a server."""
     url: str | None = None

@@ -48,3 +48,16 @@ def test_imitation_loss_is_independent_of_the_rollout_temperature(name: str) -> 
         for warm in (1.0, 0.5)
     ]
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("squashed", [False, pytest.param(True, marks=pytest.mark.needs("soft_actor"))])
+def test_initial_deviation_follows_the_demonstrations_unless_set(squashed: bool) -> None:
+    obs = Observation(
+        images=np.zeros((1, 0, 0, 0, 3), np.uint8), state=np.zeros((1, 3), np.float32), instructions=("",)
+    )
+    request = PolicyRequest(env=ENV, device="cpu", seed=0, action_log_std=(-3.0, -0.5))
+    for typed, expected in (({}, [-3.0, -0.5]), ({"log_std_init": -1.0}, [-1.0, -1.0])):
+        cfg = model_of("mlp", num_action_chunks=1, squashed=squashed, **typed)
+        policy = POLICIES.get("mlp").build(cfg, request)
+        _, log_std = policy.module.head.spread(policy.module.outputs(policy.features(obs)))
+        assert log_std.flatten().tolist() == pytest.approx(expected, abs=0.05)

@@ -24,7 +24,7 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
-from embodyrl.extensions.demonstrations.sft_setup import augments, load_material, sft_facts
+from embodyrl.extensions.demonstrations.sft_setup import action_log_std, augments, load_material, sft_facts
 from embodyrl.plan.saved import ENVIRONMENT_FILE, read_saved, write_word
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
@@ -108,6 +108,7 @@ class _Sft:
             gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
             fresh_heads=True,
             value_dim=int(self.cfg.objective.rates),
+            action_log_std=action_log_std(self.material.train, self.material.env),
         )
         start_all = partial(
             start_supervised,

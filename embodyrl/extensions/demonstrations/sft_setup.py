@@ -44,6 +44,8 @@ from embodyrl.specs import picture_names
 from embodyrl.types import ActionKind, ByteArray, CameraSpec, CommittedSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
 _SMALL = 16 * 2**20
+_CONSTANT = 1e-5
+"""Standard deviation of an action dimension, relative to half its range, that counts as constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,19 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
         committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
         env = replace(env, state_dim=env.state_dim + committed.width(env.action.dim), committed=committed)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts)
+
+
+def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
+    """Return the log standard deviation of each action dimension, relative to half its range; empty if discrete.
+
+    Without a range of an action dimension, half the range is 1. A constant dimension has 0.
+    """
+    if env.action.kind is not ActionKind.box or not len(train):
+        return ()
+    low, high = np.array(env.action.bounds)
+    half = np.where(np.isfinite(high - low) & (high > low), (high - low) / 2, 1.0)
+    std = train.actions[:, train.history - 1].std(0, dtype=np.float64) / half
+    return tuple(np.log(np.where(std > _CONSTANT, std, 1.0)).tolist())
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:

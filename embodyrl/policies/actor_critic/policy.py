@@ -24,6 +24,8 @@ from embodyrl.policies.tensors import categorical_scores, on_device, sample_inve
 from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
+LogStd = float | tuple[float, ...]
+"""Log standard deviation of all dimensions, or of each dimension."""
 _NEVER = -1e9
 """Logit of padded categories. Their probability is exactly 0, and 0 * -1e9 is finite in the entropy."""
 
@@ -96,11 +98,11 @@ class GaussianHead(nn.Module):
     """
 
     def __init__(
-        self, low: tuple[float | None, ...], high: tuple[float | None, ...], log_std: float, correlation: float = 0.0
+        self, low: tuple[float | None, ...], high: tuple[float | None, ...], log_std: LogStd, correlation: float = 0.0
     ) -> None:
         super().__init__()
         self._correlation, self._fresh = correlation, math.sqrt(1.0 - correlation**2)
-        self.log_std = nn.Parameter(torch.full((len(low),), log_std))
+        self.log_std = nn.Parameter(torch.zeros(len(low)) + torch.as_tensor(log_std))
         self._centre, self._half = np.asarray([*map(_span, low, high)], np.float32).T
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +178,7 @@ class ActorCritic(nn.Module):
     """Policy and value networks with shared convolutions."""
 
     def __init__(
-        self, shape: NetShape, seed: int, log_std: float = 0.0, correlation: float = 0.0, orthogonal: bool = True
+        self, shape: NetShape, seed: int, log_std: LogStd = 0.0, correlation: float = 0.0, orthogonal: bool = True
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -192,7 +194,7 @@ class ActorCritic(nn.Module):
             _dense((*widths, shape.value_dim), shape.activation, init, gain=1.0) if shape.value_dim else None
         )
 
-    def build_head(self, shape: NetShape, log_std: float, correlation: float) -> CategoricalHead | GaussianHead:
+    def build_head(self, shape: NetShape, log_std: LogStd, correlation: float) -> CategoricalHead | GaussianHead:
         """Build the action distribution; the initial `log_std` and `correlation` apply to continuous actions."""
         if shape.sizes:
             return CategoricalHead(shape.sizes)
@@ -260,7 +262,8 @@ class ActorCriticPolicy:
         self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
-        self._net = self.network(shape, request.seed, cfg.log_std_init, cfg.noise_correlation, cfg.ortho_init)
+        log_std = request.action_log_std or 0.0 if cfg.log_std_init is None else cfg.log_std_init
+        self._net = self.network(shape, request.seed, log_std, cfg.noise_correlation, cfg.ortho_init)
         if cfg.path is not None:
             self.load_weights(resolve_asset(cfg.path))
         self._net.to(self._device).requires_grad_(request.trainable)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.actor_critic.policy import ActorCritic, ActorCriticPolicy
+from embodyrl.policies.actor_critic.policy import ActorCritic, ActorCriticPolicy, LogStd
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import PolicyRequest
@@ -16,11 +16,11 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 class SquashedActorCritic(ActorCritic):
     """Actor-critic networks whose policy outputs are means and log standard deviations."""
 
-    def build_head(self, shape: NetShape, log_std: float, correlation: float) -> SquashedHead:
+    def build_head(self, shape: NetShape, log_std: LogStd, correlation: float) -> SquashedHead:
         """Build the action distribution; `log_std`: initial bias of the log standard deviations."""
         last = self.policy[-1]
         assert isinstance(last, nn.Linear)
-        last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
+        last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = torch.as_tensor(log_std)
         return SquashedHead(shape.low, shape.high)
 
 

@@ -28,7 +28,7 @@ from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_data import _samples, load_samples
-from embodyrl.extensions.demonstrations.sft_setup import data_statistics, load_material, sft_facts
+from embodyrl.extensions.demonstrations.sft_setup import action_log_std, data_statistics, load_material, sft_facts
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
@@ -339,6 +339,22 @@ def test_mismatched_resume_does_not_change_the_run(demos: Path, tmp_path: Path) 
         sft(load_saved_config(run, ["model.hidden_sizes=[8]", "runner.max_steps=2"]), resume=run)
     assert (run / "config.yaml").read_text() == saved
     assert sft(load_saved_config(run, ["runner.max_steps=2"]), resume=run).step == 2
+
+
+@pytest.mark.integration
+def test_sft_from_random_weights_begins_with_the_deviation_of_the_actions(demos: Path, tmp_path: Path) -> None:
+    words = [f"data.path={demos}", f"runner.output_dir={tmp_path}", "launcher=inline", "model=mlp", *SMALL]
+    cfg = load_config("sft", [*words, "runner.max_steps=1", "actor.optim.lr=0.0"])
+    material = load_material(cfg, tmp_path / "start")
+    std = material.train.actions[:, 0].std(0)
+    found = load_file(sft(cfg).run / "checkpoints/step_000001/policy/model.safetensors")["head.log_std"]
+    assert std[0] > 0.1
+    np.testing.assert_allclose(found.exp().numpy(), np.where(std > 0, std, 1.0), rtol=1e-4)
+    low, high = material.env.action.bounds
+    for bounds, half in (((-9.0, 9.0), 9.0), ((-9.0, np.inf), 1.0)):
+        action = replace(material.env.action, low=(bounds[0], *low[1:]), high=(bounds[1], *high[1:]))
+        found = action_log_std(material.train, replace(material.env, action=action))
+        assert found[0] == pytest.approx(np.log(std[0] / half), rel=1e-4)
 
 
 @pytest.mark.integration
