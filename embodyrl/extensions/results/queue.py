@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from embodyrl.cli.commands import COMMANDS
 from embodyrl.errors import PARENT_EXITED, EmbodyError
 from embodyrl.extensions.reporting.card import CARD_JSON, write_card
 from embodyrl.extensions.results.table import Recipe, read_card
@@ -24,6 +25,8 @@ from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
 
 QUEUE_FILE = "queue.jsonl"
 """Log with one row per executed command: run, arguments, exit code, wall-clock seconds."""
+_RUNNERS = frozenset(name for name, one in COMMANDS.items() if one.target == COMMANDS["train"].target)
+"""Commands with the keys of runs."""
 OUTDATED = "has a card of another command than the recipe's"
 _AGAIN = "remove the folder to run the recipe again"
 _POLL_S, _STOP_S = 1.0, 120.0
@@ -60,12 +63,16 @@ class Job:
     def steps(self) -> list[tuple[Path, list[str]]]:
         """Return the log path (without suffix) and the arguments of each command, first preparation, then training.
 
-        The arguments start a run, or resume an interrupted run from its newest checkpoint.
+        The arguments start a run, or resume an interrupted run from its newest checkpoint. `data filter` has no run
+        folder, and `recap` resumes by itself.
         """
         place = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
         steps = self.recipe.preparations(self.seed, self.out)
         steps.append((self.run.name, [*self.recipe.words(self.seed, self.out), *place]))
-        return [(self.out / name, [*words, "runner.on_existing=resume"]) for name, words in steps]
+        return [
+            (self.out / name, [*words, "runner.on_existing=resume"] if words[0] in _RUNNERS else words)
+            for name, words in steps
+        ]
 
 
 def jobs_of(recipes: Sequence[Recipe], out: Path) -> list[Job]:

@@ -201,6 +201,18 @@ def test_preparation_runs_once_for_all_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_preparation_without_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "recipes.toml").write_text(
+        '[own]\ntitle = "Own"\nprepare = ["list envs"]\ncommand = "train env=no_such_env"\n'
+    )
+    out = tmp_path / "out"
+    main(["results", "run", "own", "--table", str(tmp_path), "--out", str(out)])
+    rows = [json.loads(line) for line in (out / "queue.jsonl").read_text().splitlines()]
+    assert (rows[0]["arguments"], rows[0]["exit"]) == ("list envs", 0)
+    assert rows[1]["arguments"].endswith("runner.on_existing=resume")
+
+
+@pytest.mark.integration
 def test_changed_preparation_runs_again(tmp_path: Path) -> None:
     """Results must not be of the data of an earlier command."""
     out = tmp_path / "out"
