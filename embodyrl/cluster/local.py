@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from embodyrl.workers.lifecycle import WorkerSpec
 
 _DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
-_JOIN_S = 5.0
+_JOIN_S = 60.0  # on a busy machine, a killed process needs many seconds to free gigabytes
 _GUARD = re.compile(rb"^\s*if\s+__name__\s*==", re.MULTILINE)
 
 
