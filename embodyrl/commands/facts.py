@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
@@ -36,7 +36,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
     lines |= dict(precision_facts(cfg))
-    doubts = (*env.doubts, *policy.doubts)
+    doubts = (*env.doubts, *policy.doubts, *_cut_doubts(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         doubts += (
             f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
@@ -148,10 +148,35 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
 
 
 def _limit(env: EnvSpec, split: EnvSplit) -> str:
-    """Describe the time limit of an episode: the smaller of the environment's own limit and the configured limit."""
-    if env.simulator.may_truncate and env.max_episode_steps < split.max_episode_steps:
-        return f"{env.max_episode_steps} steps/episode (the environment's own limit)"
-    return f"{split.max_episode_steps} steps/episode"
+    """Describe the time limit of an episode."""
+    limit = _longest(env, split)
+    own = "" if limit == split.max_episode_steps else " (the environment's own limit)"
+    return f"{limit} steps/episode{own}"
+
+
+def _longest(env: EnvSpec, split: EnvSplit) -> int:
+    """Return the time limit: the smaller of the environment's own limit and the configured limit, in env steps."""
+    return min(split.max_episode_steps, env.max_episode_steps if env.simulator.may_truncate else 10**9)
+
+
+def _cut_doubts(run_plan: RunPlan) -> Iterator[str]:
+    """Warn if training episodes can never reach their time limit, because rollouts or validations end them earlier."""
+    cfg, algorithm = run_plan.cfg, run_plan.algorithm
+    if algorithm is None or not algorithm.estimator.counts_chunk_steps:
+        return
+    split, limit = cfg.env.train, _longest(run_plan.env, cfg.env.train)
+    steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
+    interval, per_step = cfg.runner.val_check_interval, steps * cfg.algorithm.rollout_epoch
+    if not split.continue_episodes and steps < limit:
+        yield (
+            f"training episodes have at most {steps} of {limit} steps, because each rollout starts new episodes; fix: "
+            f"env.train.continue_episodes=true or env.train.max_steps_per_rollout_epoch={limit}"
+        )
+    elif split.continue_episodes and interval * per_step < limit and interval != -1:
+        yield (
+            f"training episodes have at most {interval * per_step} of {limit} steps, because each validation ends "
+            f"them; fix: runner.val_check_interval={-(-limit // per_step)} or larger"
+        )
 
 
 def _sight(env: EnvSpec) -> str:

@@ -354,9 +354,7 @@ class StepRollouts:
             if step not in self._rollouts:
                 counts = algorithm.estimator.counts_chunk_steps
                 plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
-                # A batched simulator steps the waiting slots, too.
-                goes_on = cfg.env.train.continue_episodes and algorithm.estimator.counts_chunk_steps
-                goes_on &= not self._run_plan.env.simulator.lockstep
+                goes_on = cfg.env.train.continue_episodes and counts
                 rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
                 self._rollouts[step] = self._scheduler.open(rollout)
 

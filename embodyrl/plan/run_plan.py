@@ -201,11 +201,8 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Use another model, or `embodyrl eval`."
         )
     estimator = algorithm.estimator
-    if "env.train.continue_episodes" in cfg.changed and (env.simulator.lockstep or not estimator.counts_chunk_steps):
-        reason = (
-            f"env '{env.name}' steps all slots at once" if env.simulator.lockstep else "steps end with their episodes"
-        )
-        log.warning("warning: env.train.continue_episodes has no effect: %s.", reason)
+    if "env.train.continue_episodes" in cfg.changed and not estimator.counts_chunk_steps:
+        log.warning("warning: env.train.continue_episodes has no effect: steps end with their episodes.")
     if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not estimator.counts_chunk_steps:
         log.warning(
             "warning: env.train.max_steps_per_rollout_epoch has no effect: adv_type '%s' counts episodes, not steps.",

@@ -165,6 +165,8 @@ class RolloutScheduler(EventLoop):
             ready = 1 in may_act[rows.start : rows.stop]
             acts = Phase.ACTED in found and not (ready or Phase.INFERRING in found)
             acted = self._slots.in_phase(Phase.ACTED, rows) if acts else _NO_ROWS
+            if self._lockstep and acts:
+                self._arena.free(self._slots.interrupt(np.setdiff1d(rows, acted)))
             resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in found else ()
             if len(acted) or resets:
                 orders.append((key, acted, resets))

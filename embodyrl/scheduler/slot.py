@@ -275,6 +275,19 @@ class Slots:
         self._become_idle(slot)
         return tickets
 
+    def interrupt(self, rows: IntArray) -> list[int]:
+        """End the continuation of cut episodes whose simulators a lockstep step advances without an action.
+
+        An episode that already waits for its first action is requeued; returns the tickets to free.
+        """
+        tickets = []
+        for row in rows.tolist():
+            slot = self.each[row]
+            slot.open = None
+            if slot.earlier is not None and self.phase[row] == Phase.READY and not self.chunks[row]:
+                tickets += self.drop(row)
+        return tickets
+
     def _become_idle(self, slot: Slot) -> None:
         rollout = slot.rollout
         assert rollout is not None

@@ -217,16 +217,27 @@ def test_a_continued_episode_keeps_its_task(tmp_path):
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_lockstep_episodes_do_not_continue_in_the_next_step(tmp_path, lockstep):
+def test_cut_episodes_end_if_a_lockstep_simulator_steps_without_them(tmp_path, lockstep):
+    """Between training steps, other episodes run in some slots; the others wait, one of them already continued."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=4", "rollout.pipeline_stage_num=1")
-    cfg = toy_config(tmp_path, *words, "env.kwargs.goal=99", f"env.kwargs.lockstep={lockstep}".lower())
+    long = ("env.kwargs.goal=99", "env.train.max_episode_steps=32")
+    cfg = toy_config(tmp_path, *words, *long, f"env.kwargs.lockstep={lockstep}".lower())
     with running_crew(tmp_path, cfg=cfg.updated({"env.train.continue_episodes": True})) as stage:
-        sampler = sampler_of(stage)
+        sampler, scheduler = sampler_of(stage), stage.workers.scheduler
+        plans = [train_episodes(stage.run_plan.cfg, stage.run_plan.env, n, counts_chunk_steps=True) for n in range(4)]
         for step in range(2):
             rollout = collect(stage, sampler, step)
-            assert rollout.continues == (not lockstep)
-            assert [e.earlier is not None for e in rollout.episodes] == [step == 1 and not lockstep] * 4
-            stage.workers.scheduler.release(rollout)
+            assert [e.earlier is not None for e in rollout.episodes] == [step == 1] * 4
+            scheduler.release(rollout)
+        early = scheduler.open(Rollout(replace(plans[2], num_slots=1), not_before=2, continues=True))
+        other = replace(greedy_episodes(stage.run_plan.cfg, plans[3]), num_slots=2)
+        other = other.without({e.episode_id for e in list(other.episodes)[1:]})
+        scheduler.collect(Rollout(other, keep=False))
+        scheduler.publish(2)
+        scheduler.release(scheduler.finish(early))
+        assert [e.earlier is not None for e in early.out.episodes] == [not lockstep]
+        last = scheduler.collect(Rollout(plans[3], continues=True))
+        assert [e.earlier is not None for e in last.episodes] == [True, False, not lockstep, not lockstep]
 
 
 def test_restarted_worker_replaces_unfinished_episodes(tmp_path):

@@ -196,14 +196,18 @@ def rows(folder, *words):
 
 
 @pytest.mark.integration
-def test_training_on_vector_and_single_environments_agrees(tmp_path):
-    words = ("runner.deterministic=true", "env.train.max_steps_per_rollout_epoch=64", "rollout.pipeline_stage_num=1")
+@pytest.mark.parametrize("vector", ["CartPoles", "NextStep", "SameStep"])
+def test_training_on_vector_and_single_environments_agrees(tmp_path, vector):
+    """Episodes are longer than a rollout of 8 steps, and continue in the next training step."""
+    rollouts = ("env.train.max_steps_per_rollout_epoch=8", "env.train.continue_episodes=true", "runner.max_steps=6")
+    words = (*rollouts, "runner.deterministic=true", "rollout.pipeline_stage_num=1", "runner.val_check_interval=6")
     one, other = (
         rows(tmp_path / name, *words, f"env.id={env_id}")
-        for name, env_id in (("single", "CartPole-v1"), ("batch", "test_gym_vector:CartPoles"))
+        for name, env_id in (("single", "CartPole-v1"), ("batch", f"test_gym_vector:{vector}"))
     )
     assert one == other
     assert one[-1]["eval/episodes"] == 12
+    assert max(row.get("train/episode_len") or 0 for row in one) > 8
 
 
 def test_vector_environment_refuses_pipeline_stages():
