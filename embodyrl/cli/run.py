@@ -14,13 +14,13 @@ from typing import Any
 from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
-from embodyrl.config.compose import parse_word
+from embodyrl.config.compose import parse_word, write_word
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckpointError, ConfigError, masked
 from embodyrl.files import json_text
 from embodyrl.plan.config import is_on_hub, load_config, load_saved_config
-from embodyrl.plan.saved import config_of_ckpt, dump_config, write_word
+from embodyrl.plan.saved import config_of_ckpt, dump_config
 from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, closest, takes
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from embodyrl.config.compose import flat, read_plain_yaml
+from embodyrl.config.compose import flat
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 

@@ -20,12 +20,12 @@ from embodyrl.commands.kept import EpisodeWriter, keeps_episodes, open_writer
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, weight_facts
 from embodyrl.commands.session import OnStep, Session
+from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.episodes import greedy_episodes, group_sampler, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
-from embodyrl.plan.saved import write_word
 from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.event_loop import Actors

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections import deque
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 
 from embodyrl.config.paths import PACKAGE
+from embodyrl.config.plain_yaml import is_yaml_only, read_plain_yaml
+from embodyrl.config.settings import plain, spell
 from embodyrl.errors import ConfigError, short
 from embodyrl.registry import closest
 
@@ -101,7 +103,10 @@ def split_words(
             else:
                 groups[name] = "null" if value is None else str(value)
         else:
-            settings += [Setting(key, leaf, COMMAND_LINE, text) for key, leaf in flat({name: value}).items()]
+            try:
+                settings += [Setting(key, leaf, COMMAND_LINE, text) for key, leaf in flat({name: value}).items()]
+            except ConfigError as error:
+                problems += [f"{short(text)}: {problem}" for problem in error.problems]
     return groups, settings
 
 
@@ -118,7 +123,7 @@ def parse_word(text: str) -> tuple[str, Any]:
     from hydra.errors import HydraException
 
     try:
-        if len(text) > _LONGEST_WORD:
+        if len(text.encode()) > 4 * _LONGEST_WORD or len(text) > _LONGEST_WORD:
             raise ValueError
         override = OverridesParser.create().parse_override(text)
         value = None if override.is_sweep_override() or override.is_delete() else override.value()
@@ -136,7 +141,35 @@ def parse_word(text: str) -> tuple[str, Any]:
         )
     if override.package is not None:
         raise ConfigError(f"{short(text)}: '@' is not supported; write {name}=...")
+    if isinstance(value, str) and value and is_yaml_only(written := text.partition("=")[2].strip()):
+        number = written.replace(".", "")
+        raise ConfigError(f"{short(text)}: {written} is YAML. Write {name}={number}, or quotes for text.")
     return name, value
+
+
+def write_word(name: str, value: object) -> str:
+    """Return the argument `name=value`, from which `parse_word` reads an equal value; text is quoted if necessary.
+
+    >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)"), write_word("env.kwargs.x", ["1e5", 2, None])
+    ('ckpt=runs/a', 'ckpt="runs/a (1)"', 'env.kwargs.x=["1e5",2,null]')
+    """
+    return f"{name}={_written(plain(value))}"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if not isinstance(value, str):
+        return spell(value)
+    try:
+        if value and parse_word(f"a=[{value}]") == ("a", [value]) and parse_word(f"a={value}") == ("a", value):
+            return value
+    except ConfigError:
+        pass  # brackets, commas, an equals sign, ...
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), value)
+    return f'"{escaped}"'
 
 
 def _refuse_option(command: str, group: str, option: object, text: str, config_dirs: Sequence[Path]) -> str | None:
@@ -153,9 +186,15 @@ def _refuse_option(command: str, group: str, option: object, text: str, config_d
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
+    """Return the leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf.
+
+    Raises:
+        ConfigError: an inner name is empty, contains a dot, or is not text or an integer.
+    """
     found: dict[str, Any] = {}
     for key, value in tree.items():
+        if prefix and (type(key) not in (str, int) or not str(key) or "." in str(key)):
+            raise ConfigError(f"{key!r} is not a name in {prefix[:-1]}. Use text without dots.")
         nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return found
@@ -334,67 +373,3 @@ def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     package = group.replace("/", ".") if match is None else match[1].removeprefix("_global_")
     source = f"{folder.name}/{name}.yaml" if folder == folders[0] else str(file)
     yield from ((key, source) for key in flat(body, f"{package}." if package else ""))
-
-
-_YAML_LIMIT = 1 << 20
-"""Maximum size of a saved config, in bytes."""
-_YAML_DEPTH = 100
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_Base):
-    """YAML loader for settings: 1e-4 is a number, a date is a string, and duplicate keys are errors."""
-
-    yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"key '{twice}' occurs twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+([eE][-+]?\d+)?|\.(inf|Inf|INF))$"
-        r"|\.(nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
-
-
-def read_plain_yaml(file: Path) -> dict[Any, Any]:
-    """Read YAML that contains only mappings, lists and scalars.
-
-    Raises:
-        ConfigError: the file is malformed or too large, is not a mapping, or contains a tag such as
-            `!!python/object` or an alias (which can expand to gigabytes).
-    """
-    try:
-        if (size := file.stat().st_size) > _YAML_LIMIT:
-            raise ConfigError(f"{file} has {size} bytes; a config has at most {_YAML_LIMIT} bytes.")
-        text = file.read_text(encoding="utf-8")
-        depth = 0
-        # Check parser events before objects are built, so that deep nesting and aliases use no memory.
-        for event in yaml.parse(text, Loader=_Loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _YAML_DEPTH:
-                raise ConfigError(f"{file} has more than {_YAML_DEPTH} nested levels. Use another file.")
-            if isinstance(event, yaml.AliasEvent):
-                raise ConfigError(
-                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (unbounded size); remove them."
-                )
-            tag = getattr(event, "tag", None)
-            if tag is not None:
-                line = event.start_mark.line + 1
-                raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
-        raw = _Loader(text).get_single_data() or {}
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file} is not a config; write `key: value` lines.")
-    return raw

@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import conf_dir
+from embodyrl.config.compose import conf_dir, write_word
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.settings import Settings, leaves, spell
+from embodyrl.config.settings import Settings, leaves
 from embodyrl.manifests import declared
 from embodyrl.registry import Registry, installed
 
 TRUST = "trust=true"
+_ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
+"""Pattern of `\\${`, which is the text `${`."""
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
@@ -40,7 +42,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
     plain, started = (*_PLAIN, *declared("embodyrl.plain_keys")), STARTED.names()
     return [
         f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
-        f"author of this run, add {TRUST}; to allow only this value, add {key}={spell(value)}."
+        f"author of this run, add {TRUST}; to allow only this value, add {write_word(key, value)}."
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in plain)
         for text in (key, *_texts(value))
@@ -69,7 +71,7 @@ def _names_program(key: str, text: str) -> bool:
 
 def _may_execute_code_or_connect(text: str) -> bool:
     # This user sets the environment variables; other interpolations could hide a path.
-    plain = _ENV_VALUE.sub("x", text)
+    plain = _ENV_VALUE.sub("x", _ESCAPED.sub("$(", text))
     return "${" in plain or _DOOR.fullmatch(plain) is not None
 
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from embodyrl.config.compose import Setting, flat, parse_word, read_plain_yaml
+from embodyrl.config.compose import Setting, flat, parse_word
 from embodyrl.config.paths import resolve_run
+from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
 from embodyrl.config.settings import plain, spell
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
@@ -21,6 +20,7 @@ from embodyrl.plan.schema import Config
 
 _REMOVED = ("rollout.dump",)
 """Removed keys of version 0.1, which are ignored in configs of old runs."""
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
 """Name of the file of an SFT run that contains the settings of the demonstrations' environment."""
@@ -49,21 +49,6 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
     return None
 
 
-def write_word(name: str, text: str) -> str:
-    """Return the argument `name=text`, with quotes if Hydra's grammar requires quotes.
-
-    >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
-    ('ckpt=runs/a', 'ckpt="runs/a (1)"')
-    """
-    try:
-        if parse_word(word := f"{name}={text}") == (name, text):
-            return word
-    except ConfigError:
-        pass  # brackets, commas, an equals sign, ...
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
-    return f'{name}="{escaped}"'
-
-
 def save_config(cfg: Config, path: Path) -> None:
     """Write all keys and values of a config as YAML, from which `load_saved_config` loads an equal config."""
     write_atomically(path, dump_config(cfg))
@@ -75,16 +60,16 @@ def dump_config(cfg: Config, only: str | None = None) -> str:
     Values of environment variables are written as `${oc.env:NAME}`.
     """
     values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
-    return yaml.safe_dump(_masked(values), sort_keys=False, allow_unicode=True)
+    return dump_plain_yaml(_masked(values))
 
 
 def _masked(node: Any) -> Any:
-    """Return the tree with hidden values masked. Masking precedes YAML quoting, which may change the values."""
+    """Return the tree with hidden values masked and `${` in other text escaped, before YAML quotes the values."""
     if isinstance(node, dict):
         return {_masked(key): _masked(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_masked(item) for item in node]
-    return masked(node) if isinstance(node, str) else node
+    return masked(_INTERPOLATION.sub(r"\1\1\\${", node)) if isinstance(node, str) else node
 
 
 def read_saved(file: Path) -> list[Setting]:

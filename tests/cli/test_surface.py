@@ -20,10 +20,11 @@ import embodyrl
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config import compose
+from embodyrl.config.compose import write_word
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
-from embodyrl.plan.saved import save_config, write_word
+from embodyrl.plan.saved import save_config
 
 RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
 SURFACE = {

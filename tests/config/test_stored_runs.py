@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from embodyrl.config.compose import read_plain_yaml
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_saved_config

@@ -1,4 +1,4 @@
-"""YAML of settings, and suites derived from names."""
+"""Suites derived from names."""
 
 from pathlib import Path
 
@@ -6,26 +6,8 @@ import pytest
 
 from embodyrl.cli.output import about
 from embodyrl.config import compose
-from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import save_config
-
-
-def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("a: 1e-4\nb: 2026-08-23\nc: .5\nd: 1_000\ne: [true, ~, 'no', -inf, .nan]\n1: x\n")
-    found = compose.read_plain_yaml(file)
-    assert repr(found) == (
-        "{'a': 0.0001, 'b': '2026-08-23', 'c': 0.5, 'd': 1000, 'e': [True, None, 'no', '-inf', nan], 1: 'x'}"
-    )
-    for text, fragment in (
-        ("a: 1\na: 2\n", "key 'a' occurs twice"),
-        ("a: " + "[" * 5000, "levels"),
-        ("- " * 5000, "levels"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=fragment):
-            compose.read_plain_yaml(file)
 
 
 @pytest.mark.needs("libero")

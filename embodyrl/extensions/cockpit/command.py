@@ -52,12 +52,13 @@ def play(args: argparse.Namespace) -> int:
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.run_folder import locked
+    from embodyrl.config.compose import write_word
     from embodyrl.extensions.cockpit.desk import Desk
     from embodyrl.extensions.cockpit.recording import Recording
     from embodyrl.extensions.cockpit.scene import Scene
     from embodyrl.extensions.pages.loopback import Loopback
     from embodyrl.plan.config import load_config
-    from embodyrl.plan.saved import run_config, write_word
+    from embodyrl.plan.saved import run_config
 
     own = next((found for offer in PAGES.every() if (found := offer(run, trust)) is not None), None)
     if own is not None and args.record is not None:

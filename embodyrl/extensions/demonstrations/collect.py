@@ -15,6 +15,7 @@ from embodyrl.commands.evaluate import step_of
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
@@ -29,7 +30,7 @@ from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.plan.episodes import selected_tasks
 from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots
-from embodyrl.plan.saved import dump_config, write_word
+from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers

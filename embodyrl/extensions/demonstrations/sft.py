@@ -16,6 +16,7 @@ import numpy as np
 from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
@@ -25,7 +26,7 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.sft_setup import action_log_std, augments, load_material, sft_facts
-from embodyrl.plan.saved import ENVIRONMENT_FILE, read_saved, write_word
+from embodyrl.plan.saved import ENVIRONMENT_FILE, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest

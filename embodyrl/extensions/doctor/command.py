@@ -9,7 +9,7 @@ from pathlib import Path
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
-from embodyrl.config.compose import read_plain_yaml
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes

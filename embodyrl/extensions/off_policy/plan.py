@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
-from embodyrl.config.compose import flat, read_plain_yaml
+from embodyrl.config.compose import flat, write_word
 from embodyrl.config.paths import resolve_asset
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import plain
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
@@ -17,7 +18,6 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is
 from embodyrl.extensions.demonstrations.rewarded import changed_reward
 from embodyrl.extensions.demonstrations.settings import Labels
 from embodyrl.extensions.off_policy.estimator import ReplaySettings
-from embodyrl.plan.saved import write_word
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 

@@ -14,6 +14,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.output import show_result
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import locked
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
@@ -25,7 +26,7 @@ from embodyrl.extensions.recap.labelling import Stage, label_in_process
 from embodyrl.extensions.recap.report import REPORT_TEXT, Round, read_score, write_report
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt, write_word
+from embodyrl.plan.saved import config_of_ckpt
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings

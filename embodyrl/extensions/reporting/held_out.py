@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
-from embodyrl.config.compose import flat, read_plain_yaml
+from embodyrl.config.compose import flat
 from embodyrl.config.paths import resolve_asset, resolve_run
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import leaves, plain, spell
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError

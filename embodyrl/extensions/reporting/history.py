@@ -11,7 +11,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from embodyrl.config.compose import flat, read_plain_yaml
+from embodyrl.config.compose import flat
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import plain, spell
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.paired import Paired, pair_suites

@@ -19,6 +19,7 @@ from pathlib import Path
 from embodyrl.cli.run import compose_with_ckpt
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.config.compose import write_word
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.history import JUDGED, other_worlds
@@ -29,7 +30,6 @@ from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.plan.saved import write_word
 from embodyrl.plan.schema import Config
 
 _OWN = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")

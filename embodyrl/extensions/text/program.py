@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodyrl.plan.saved import write_word
+from embodyrl.config.compose import write_word
 from embodyrl.program.commands import compose, train
 
 if TYPE_CHECKING:

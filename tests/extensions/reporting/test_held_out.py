@@ -12,8 +12,9 @@ from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.commands.facts import evaluation_facts
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
-from embodyrl.config.compose import flat, read_plain_yaml
+from embodyrl.config.compose import flat
 from embodyrl.config.paths import assets_dir
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import plain
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.layout import Card
