@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,9 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.policies import POLICIES
+from embodyrl.policies.openvla_oft.lora import read_adapter
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.vla.adapter import read_adapter_spec
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
 pytestmark = pytest.mark.needs("openvla_oft", "own_loop", "tabletop")
@@ -88,6 +92,87 @@ def test_weights_trained_together_with_an_adapter_are_kept(base: Path, tmp_path:
     assert factory.validate(given) == []
     (tmp_path / "saved" / "beside.safetensors").touch()
     assert "also contains beside.safetensors" in factory.validate(given)[0]
+
+
+@pytest.mark.parametrize("place", ["lora_adapter", "more/lora_adapter", "."])
+@pytest.mark.parametrize("named", ["lora_adapter", "."])
+def test_adapter_inside_merged_weights_is_rejected(place: str, named: str, base: Path, tmp_path: Path) -> None:
+    merged = shutil.copytree(base, tmp_path / "merged")
+    shutil.copytree(write_adapter(tmp_path / "adapter"), merged / place, dirs_exist_ok=True)
+    path = merged / place if named == "lora_adapter" else (merged / place).parent if place != "." else merged
+    cfg = load_config("eval", [*WORDS, f"model.path={base}"]).model.updated({"lora.path": str(path)})
+    found = POLICIES.get(cfg.model_type).validate(cfg)
+    assert f"{merged} contains full weights, into which its adapter is already merged" in found[0]
+
+
+STRANGE = {
+    "init_lora_weights": ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "new"),
+    "alora_invocation_tokens": ([1, 2],),
+    "layer_replication": ([[0, 4], [2, 5]],),
+    "trainable_token_indices": ([0, 1],),
+    "target_parameters": (["mlp.experts.down_proj"],),
+    "rank_pattern": ({"q_proj": 8},),
+    "alpha_pattern": ({"q_proj": 8},),
+    "modules_to_save": (["lm_head"],),
+    "loftq_config": ({"loftq_bits": 4},),
+    "use_dora": (True,),
+    "use_qalora": (True,),
+    "lora_bias": (True,),
+    "bias": ("all", "lora_only"),
+    "fan_in_fan_out": (True,),
+    "peft_type": ("LOHA", "ADALORA"),
+    "a_key_of_a_later_version": ("on", True, 2),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in STRANGE.items() for value in values])
+def test_adapter_of_another_kind_is_rejected_by_name(key: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}=.* is not supported"):
+        read_adapter_spec(write_adapter(tmp_path / "a", **{key: value}))
+
+
+def test_fields_of_plain_adapters_are_accepted(tmp_path: Path) -> None:
+    """All fields that peft writes for a plain adapter, and one that is off in a later version."""
+    written = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict()
+    written |= {"target_modules": ["q_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.1, "later": False}
+    written |= {"layers_to_transform": [0], "layers_pattern": "layers", "base_model_name_or_path": "openvla/openvla-7b"}
+    assert read_adapter_spec(write_adapter(tmp_path / "a", **written)).scale == 2.0
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(0.5, 0.125), (1.5, 0.375), (16, 4.0)])
+def test_adapter_scale_may_be_a_fraction(alpha: float, scale: float, base: Path, tmp_path: Path) -> None:
+    spec = read_adapter_spec(write_adapter(tmp_path / "a", lora_alpha=alpha))
+    assert spec.scale == scale
+    adapter = read_adapter(tmp_path / "a")
+    name, (low, high) = next(iter(adapter.factors.items()))
+    weight = torch.zeros(high.shape[0], low.shape[1])
+    torch.testing.assert_close(adapter.merged(f"{name}.weight", weight), high @ low * scale)
+
+
+@pytest.mark.parametrize("fields", [{"r": 4.5}, {"r": 0}, {"lora_alpha": "8"}, {"lora_alpha": True}, {"use_rslora": "no"}])
+def test_malformed_adapter_numbers_are_rejected(fields: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="missing or malformed"):
+        read_adapter_spec(write_adapter(tmp_path / "a", **fields))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_replaced_weights_of_an_adapter_are_used(trained: bool, base: Path, tmp_path: Path) -> None:
+    """An adapter folder may contain the full weights of an adapted module, as peft stores a resized output matrix."""
+    folder = write_adapter(tmp_path / "a")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(iter(read_adapter(folder).factors))
+    full = torch.randn_like(load_file(base / "model.safetensors")[f"{name}.weight"].float())
+    save_file(tensors | {f"base_model.model.{name}.base_layer.weight": full}, folder / "adapter_model.safetensors")
+    words = [*WORDS, f"model.path={base}", f"model.lora.path={folder}", "model.precision=fp32"]
+    if trained:
+        cfg = load_config("train", [*words, "model.is_lora=true"])
+        request = PolicyRequest(env=env_spec(cfg), device="cpu", seed=0, trainable=True)
+        state = POLICIES.get(cfg.model.model_type).build(cfg.model, request).module.state_dict()
+        torch.testing.assert_close(state[f"{name}.base_layer.weight"].float(), full)
+    else:
+        state = load_policy(base, *words).policy.module.state_dict()
+        low, high = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+        torch.testing.assert_close(state[f"{name}.weight"].float(), full + 2.0 * high @ low)
 
 
 def test_adapter_for_another_model_size_is_rejected(base: Path, tmp_path: Path) -> None:

@@ -3,28 +3,33 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import plain
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
+from embodyrl.policies.vla.folder import check_keys, holds_weights
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 ALL_LINEAR = "all-linear"
 
+_IGNORED = (
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
+    *("layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "r"),
+    *("revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
+)
+"""Fields that are read, or that do not change the meaning of the factors in the file."""
 _ONLY = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Other initialisations, such as PiSSA and OLoRA, also change the base weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Supported values of the fields that change the meaning of an adapter."""
+"""Supported values of fields that change the meaning of an adapter; other fields must be off (see `check_keys`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,7 @@ class AdapterSpec:
     """Size and targets of low-rank adapters."""
 
     r: int
-    lora_alpha: int
+    lora_alpha: float
     target_modules: tuple[str, ...]
     """Last parts of the names of adapted modules; `("all-linear",)` for all linear layers."""
     use_rslora: bool = False
@@ -64,22 +69,25 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
         raw = read_json(where)
         targets = raw["target_modules"]
         spec = AdapterSpec(
-            r=int(raw["r"]),
-            lora_alpha=int(raw["lora_alpha"]),
+            r=_number(raw["r"], int),
+            lora_alpha=_number(raw["lora_alpha"], int | float),
             target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(map(str, targets))),
-            use_rslora=bool(raw.get("use_rslora", False)),
+            use_rslora={True: True, False: False, None: False}[raw.get("use_rslora", False)],
         )
-        strange = {name: raw[name] for name, only in _ONLY.items() if raw.get(name, only) not in (only, None)}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where} is missing or malformed ({reason_of(error)}). model.lora.path must be a folder with "
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
-    if strange:
-        raise CheckpointError(
-            f"{where}: {strange} is not supported. Use a plain LoRA adapter with the same rank in all modules."
-        )
+    fix = "Use a plain LoRA adapter with the same rank in all modules, for example one that peft converted to LoRA."
+    check_keys(raw, where, ignored=_IGNORED, only=_ONLY, fix=fix)
     return spec
+
+
+def _number(value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r} is not a valid rank or scale")
+    return value
 
 
 def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
@@ -118,10 +126,16 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 read_adapter_spec(adapter)
             except CheckpointError as error:
                 problems.append(f"model.lora.path: {error}")
+            if whole := next((place for place in (adapter, *adapter.parents[:2]) if holds_weights(place)), None):
+                problems.append(
+                    f"model.lora.path: {whole} contains full weights, into which its adapter is already merged. Remove "
+                    "model.lora.path to use these weights, or copy the adapter to another folder to merge it into other "
+                    "weights."
+                )
             # Written by a run that trained these modules in full in addition to its adapters; a value head is not
             # needed to act.
             beside = [p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"]
-            if beside:
+            if beside and not whole:
                 problems.append(
                     f"model.lora.path: {folder} also contains {', '.join(sorted(beside))}, trained together with its "
                     "adapter; load both with ckpt= of that run, or name its folder lora_adapter."
