@@ -149,7 +149,9 @@ def test_adapter_scale_may_be_a_fraction(alpha: float, scale: float, base: Path,
     torch.testing.assert_close(adapter.merged(f"{name}.weight", weight), high @ low * scale)
 
 
-@pytest.mark.parametrize("fields", [{"r": 4.5}, {"r": 0}, {"lora_alpha": "8"}, {"lora_alpha": True}, {"use_rslora": "no"}])
+@pytest.mark.parametrize(
+    "fields", [{"r": 4.5}, {"r": 0}, {"lora_alpha": "8"}, {"lora_alpha": True}, {"use_rslora": "no"}]
+)
 def test_malformed_adapter_numbers_are_rejected(fields: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing or malformed"):
         read_adapter_spec(write_adapter(tmp_path / "a", **fields))

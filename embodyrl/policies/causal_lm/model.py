@@ -23,11 +23,16 @@ from transformers.utils import logging as bars
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
+from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
+from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, merged_problem
 from embodyrl.policies.weights import check_weights
 
 _ADAPTER_CONFIG = "adapter_config.json"
+_FIELDS = ("alpha_pattern", "bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "use_dora", "use_qalora")
+_ONLY = {"peft_type": ("LORA",), "init_lora_weights": (*PLAIN_INITS, "pissa", "olora")}
+"""Further fields of adapters, and values of fields, that peft merges correctly; others are rejected."""
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -124,6 +129,10 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, pa
                 raise CheckpointError(
                     f"{folder}: {name} is missing; the adapter folder is incomplete. Download the folder again."
                 )
+        if path == lora.path and (problem := merged_problem(folder)):
+            raise CheckpointError(f"model.lora.path: {problem}")
+        file = folder / _ADAPTER_CONFIG
+        check_keys(read_json(file), file, ignored=(*ADAPTER_FIELDS, *_FIELDS), only=_ONLY, fix="Use a LoRA adapter.")
         with _without_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
             return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]

@@ -136,7 +136,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
         )
     config = LoraConfig(
         r=spec.r,
-        lora_alpha=spec.lora_alpha,
+        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  (peft also scales by fractions)
         use_rslora=spec.use_rslora,
         target_modules=names,
         lora_dropout=0.0,
@@ -205,5 +205,10 @@ def save_adapter(module: nn.Module, spec: AdapterSpec, folder: Path) -> None:
     }
     save_file(state, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     targets = ALL_LINEAR if spec.target_modules == (ALL_LINEAR,) else list(spec.target_modules)
-    config = LoraConfig(r=spec.r, lora_alpha=spec.lora_alpha, use_rslora=spec.use_rslora, target_modules=targets)
+    config = LoraConfig(
+        r=spec.r,
+        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]
+        use_rslora=spec.use_rslora,
+        target_modules=targets,
+    )
     config.save_pretrained(str(target))

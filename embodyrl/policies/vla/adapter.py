@@ -9,26 +9,15 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import plain
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
+from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, merged_problem
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
-from embodyrl.policies.vla.folder import check_keys, holds_weights
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 ALL_LINEAR = "all-linear"
 
-_IGNORED = (
-    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
-    *("layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "r"),
-    *("revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
-)
-"""Fields that are read, or that do not change the meaning of the factors in the file."""
-_ONLY = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    # Other initialisations, such as PiSSA and OLoRA, also change the base weights.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
+_ONLY = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": PLAIN_INITS}
 """Supported values of fields that change the meaning of an adapter; other fields must be off (see `check_keys`)."""
 
 
@@ -80,7 +69,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     fix = "Use a plain LoRA adapter with the same rank in all modules, for example one that peft converted to LoRA."
-    check_keys(raw, where, ignored=_IGNORED, only=_ONLY, fix=fix)
+    check_keys(raw, where, ignored=ADAPTER_FIELDS, only=_ONLY, fix=fix)
     return spec
 
 
@@ -126,16 +115,12 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 read_adapter_spec(adapter)
             except CheckpointError as error:
                 problems.append(f"model.lora.path: {error}")
-            if whole := next((place for place in (adapter, *adapter.parents[:2]) if holds_weights(place)), None):
-                problems.append(
-                    f"model.lora.path: {whole} contains full weights, into which its adapter is already merged. Remove "
-                    "model.lora.path to use these weights, or copy the adapter to another folder to merge it into other "
-                    "weights."
-                )
+            if merged := merged_problem(adapter):
+                problems.append(f"model.lora.path: {merged}")
             # Written by a run that trained these modules in full in addition to its adapters; a value head is not
             # needed to act.
             beside = [p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"]
-            if beside and not whole:
+            if beside and not merged:
                 problems.append(
                     f"model.lora.path: {folder} also contains {', '.join(sorted(beside))}, trained together with its "
                     "adapter; load both with ckpt= of that run, or name its folder lora_adapter."

@@ -20,40 +20,6 @@ RANDOM_INIT_KEY = "embodyrl_init"
 """Key of config.json in a folder without weights: {"embodyrl_init": "random"}."""
 
 
-def check_keys(
-    raw: Mapping[str, Any],
-    where: object,
-    *,
-    ignored: Collection[str] = (),
-    only: Mapping[str, Collection[Any]] | None = None,
-    fix: str = "Use another checkpoint.",
-) -> None:
-    """Check that all keys of a file from another program are understood.
-
-    Unknown keys must be off: null, false, 0 or empty.
-
-    Args:
-        raw: keys and values in the file.
-        where: file, for the message.
-        ignored: keys that are read elsewhere or have no effect on actions.
-        only: supported values of further keys.
-        fix: last sentence of the message.
-
-    Raises:
-        CheckpointError: a key is unknown, or has an unsupported value; the message names all of them.
-    """
-    supported = only or {}
-    wrong = {k: v for k, v in raw.items() if k not in ignored and (v not in supported[k] if k in supported else v)}
-    if wrong:
-        shown = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in wrong.items())
-        raise CheckpointError(f"{where}: {shown} is not supported. {fix}")
-
-
-def holds_weights(folder: Path) -> bool:
-    """Return True if a folder contains the weights of a whole model."""
-    return any(path for kind in ("model*.safetensors*", "pytorch_model*.bin*") for path in folder.glob(kind))
-
-
 def read_side_file(path: Path) -> bytes:
     """Read a small file next to the weights, such as a tokenizer or a configuration.
 

@@ -50,6 +50,25 @@ def policy() -> CausalLMPolicy:
     return build()
 
 
+@pytest.mark.parametrize(
+    ("fields", "place", "match"),
+    [
+        ({"alora_invocation_tokens": [3]}, ".", "alora_invocation_tokens=.* is not supported"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, ".", "layer_replication=.* is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, ".", "init_lora_weights=.* is not supported"),
+        ({}, "adapter", "contains full weights, into which its adapter is already merged"),
+    ],
+)
+def test_adapter_that_cannot_be_merged_is_rejected(fields: dict, place: str, match: str, tmp_path: Path):
+    (folder := tmp_path / place).mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | fields))
+    (folder / "adapter_model.safetensors").touch()
+    if place != ".":
+        (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=match):
+        build(TINY.updated({"lora.path": str(folder)}))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_causal_lm_sampled_and_recomputed_log_probs_agree(temperature: float):
     policy = build(temperature=temperature, value_dim=6)
