@@ -28,6 +28,16 @@ def by_number(name: Path | str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", str(name))]
 
 
+def visible_files(folder: Path, *suffixes: str) -> list[Path]:
+    """Return the files with one of the suffixes in a folder and its subfolders, sorted by `by_number`.
+
+    Hidden files and folders contain copies and metadata of editors and operating systems, and are skipped.
+    """
+    paths = [path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file()]
+    shown = (p for p in paths if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    return sorted(shown, key=by_number)
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `target` at the end of the block.

@@ -60,7 +60,7 @@ def open_source(path: Path, data: ConversionSettings) -> Source:
     if path.is_dir() and (folder := find_rlds(path)):
         return RldsSource(folder, data)
     if files := find_hdf5(path):
-        return Hdf5Source(path, files)
+        return Hdf5Source(path, files, data)
     raise ConfigError(
         f"{path} contains no demonstrations of a known format: expected meta/info.json (LeRobot v2), features.json "
         f"(RLDS), or .hdf5 files (LIBERO, robomimic)."
@@ -158,14 +158,25 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
                 f"{raw.where}: {name} of step {bad[0]} is {values[bad[0]].tolist()}, expected finite numbers. Correct "
                 "the data, or set data.skip_nonfinite=true to skip such episodes."
             )
+    success, instruction, images = (
+        _success(raw, plan, reward),
+        _instruction(raw, plan, data),
+        _images(raw, plan, length),
+    )
+    if not raw.acts_last:
+        images, state, action = images[:-1], state[:-1], action[:-1]
+        reward, success = _without_last(reward), None if success is None else _without_last(success)
+        if not len(action):
+            raise EmbodyError(
+                f"{raw.where} has no action, because its only step is marked as is_last. Correct the file."
+            )
     check_gripper(raw.where, env.action.gripper, action)
-    success, instruction = _success(raw, plan, reward), _instruction(raw, plan, data)
     if instruction not in tasks:
         tasks.append(instruction)
     # `trial` is the index in the source, from which an interrupted conversion resumes.
     origin = Origin(task_id=tasks.index(instruction), reset_id=-1, trial=raw.number, seed=0)
     return Demonstration(
-        images=_images(raw, plan, length),
+        images=images,
         state=state,
         action=action,
         reward=reward,
@@ -173,6 +184,13 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
         instruction=instruction,
         source=origin,
     )
+
+
+def _without_last(outcomes: np.ndarray) -> np.ndarray:
+    """Remove the last step from rewards or success flags [T]; a step before it with 0 gets its value."""
+    kept = outcomes[:-1].copy()
+    kept[-1:] = np.where(kept[-1:] == 0, outcomes[-1:], kept[-1:])
+    return kept
 
 
 def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
@@ -225,11 +243,15 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | No
 
 def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
     texts = {text for name in plan.columns_of(Target.task) for text in raw.texts[name]}
-    found = data.instruction or (texts.pop() if len(texts) == 1 else None if texts else raw.instruction)
-    if texts or not found:
-        what = f"{len(texts) + 1} instructions" if texts else "no instruction"
+    if len(texts) > 1 and data.instruction is None:
         raise EmbodyError(
-            f"{raw.where} has {what}, expected one instruction per episode. Set data.instruction=TEXT, or select a "
-            "column: data.keys={COLUMN: task, ...}."
+            f"{raw.where} has {len(texts)} instructions, expected one per episode. Set data.instruction=TEXT, or "
+            "select another column: data.keys={COLUMN: task, ...}."
+        )
+    found = data.instruction or next(iter(texts), raw.instruction)
+    if not found:
+        raise EmbodyError(
+            f"{raw.where} has no instruction, expected one instruction per episode. Select a column with "
+            "data.keys={COLUMN: task, ...}, or convert the episodes of each task separately with data.instruction=TEXT."
         )
     return found

@@ -1,6 +1,6 @@
 """Source of demonstrations: HDF5 files in the layout of robomimic and LIBERO.
 
-Layout: `data/demo_<i>/{actions, rewards, obs/...}`.
+Layout: `data/<episode>/{actions, rewards, obs/...}`. Attributes of an episode override those of `data` and of the file.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodyrl.errors import EmbodyError, MissingDependencyError, one_line
+from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, one_line
+from embodyrl.extensions.conversion.settings import ConversionSettings
 from embodyrl.extensions.conversion.source import (
     Column,
     Conventions,
@@ -25,59 +28,105 @@ from embodyrl.extensions.conversion.source import (
     libero_keys,
     plain_shape,
 )
-from embodyrl.files import by_number
+from embodyrl.files import by_number, visible_files
 
 SUFFIXES = (".hdf5", ".h5")
 _LIBERO = libero_keys(
     "obs/agentview_rgb", "obs/eye_in_hand_rgb", ["obs/ee_states", "obs/gripper_states"], "actions", reward="rewards"
 )
 _COMMON = {"actions": "action", "rewards": "next.reward"}
+_TEXTS = ("problem_info", "env_args", "ep_meta")
+"""Attributes with JSON objects that may contain the instruction: LIBERO, robomimic and RoboCasa."""
+_INSTRUCTIONS = ("language_instruction", "lang", "env_lang", "instruction")
+_SCENE = re.compile(r"[A-Z]\w*?_?SCENE\d+_")
+"""Prefix of LIBERO's file names that is no part of the instruction."""
+_FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_HELD_OUT = ("valid", "val", "validation", "test")
+"""Names of robomimic's masks (`mask/<name>`) with episodes that are not used in training."""
 
 
 def find_hdf5(source: Path) -> list[Path]:
     """Return the HDF5 files of a source: the source itself, or all files in the folder and its subfolders."""
     if source.is_file():
-        return [source] if source.suffix in SUFFIXES else []
-    return sorted((path for path in source.rglob("*") if path.suffix in SUFFIXES), key=by_number)
+        return [source] if source.suffix.lower() in SUFFIXES else []
+    return visible_files(source, *SUFFIXES)
 
 
 class Hdf5Source:
     """Demonstrations in one or several HDF5 files."""
 
-    def __init__(self, source: Path, files: Sequence[Path]) -> None:
+    def __init__(self, source: Path, files: Sequence[Path], data: ConversionSettings) -> None:
         """Read the layout and the metadata of the files.
 
         Raises:
             MissingDependencyError: h5py is not installed.
             EmbodyError: a file is damaged or has another layout.
+            ConfigError: the split does not exist, or episodes have different conventions.
         """
         if importlib.util.find_spec("h5py") is None:
             raise MissingDependencyError(
                 "HDF5 files need h5py, which is not installed: pip install 'embodyrl[convert]'."
             )
-        self._episodes: list[tuple[Path, str]] = []
-        self._instructions: dict[Path, str | None] = {}
+        self._episodes: list[tuple[Path, str, str | None]] = []
+        self._known: dict[str, tuple[str, str]] = {}
+        left_out: Counter[str] = Counter()
         columns: dict[str, Column] = {}
-        attributes: dict[str, Any] = {}
         for path in files:
             with _opened(path) as file:
                 group = _group(file, "data")
-                demos = sorted((name for name in group if name.startswith("demo")), key=by_number)
-                attributes = attributes or dict(group.attrs)
-                columns = columns or (dict(_columns(_group(group, demos[0]))) if demos else {})
-                self._episodes += [(path, name) for name in demos]
-                self._instructions[path] = _instruction(dict(group.attrs))
+                names = sorted(group, key=by_number)
+                demos = {name: _group(group, name) for name in names}
+                columns = columns or (dict(_columns(demos[names[0]])) if names else {})
+                masked = _masked(path, file, names, data.split)
+                for name, demo in demos.items():
+                    where = f"{path}, data/{name}"
+                    if "actions" not in demo:
+                        raise EmbodyError(f"{where} has no dataset 'actions'. Download the file again.")
+                    attributes = [dict(each.attrs) for each in (demo, group, file)]
+                    if name in masked:
+                        left_out[masked[name]] += 1
+                    elif not _succeeded(where, attributes):
+                        left_out["success=False"] += 1
+                    else:
+                        self._check_conventions(where, attributes)
+                        self._episodes.append((path, name, _instruction(attributes)))
+        if left_out and not self._episodes:
+            raise EmbodyError(f"{source}: no demonstration is left; skipped: {_listed(left_out)}. Convert other files.")
         is_libero = _LIBERO.keys() <= columns.keys()
-        flipped = is_libero and attributes.get("macros_image_convention", "opengl") == "opengl"
-        libero = Conventions(keys=_LIBERO, gripper=(-1, 1), image_rotation_deg=180 if flipped else 0)
+        if is_libero:
+            self._episodes = [(path, name, text or _instruction_of(path)) for path, name, text in self._episodes]
+        texts = {text for *_, text in self._episodes if text}
+        if data.instruction and len(texts) > 1:
+            raise ConfigError(
+                f"data.instruction: {source} has {len(texts)} instructions ({', '.join(sorted(texts)):.200}). Remove "
+                "data.instruction."
+            )
+        known = {key: json.loads(value) for key, (value, _) in self._known.items()}
         self._description = Description(
             kind=f"HDF5, {len(files)} files",
             name=source.stem.removesuffix("_demo"),
             episodes=len(self._episodes),
             columns=columns,
-            fps=_control_frequency(attributes),
-            conventions=libero if is_libero else Conventions(keys=_COMMON),
+            fps=known.get("control_freq"),
+            conventions=_libero(source, known) if is_libero else Conventions(keys=_COMMON),
+            left_out=_listed(left_out),
+            doubts=(_ABSOLUTE,) if _is_absolute(known.get("controller_configs")) else (),
         )
+
+    def _check_conventions(self, where: str, attributes: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the conventions of an episode equal those of all earlier episodes that declare them.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        for key, value in _conventions(attributes).items():
+            shown = json.dumps(value, sort_keys=True)
+            other, place = self._known.setdefault(key, (shown, where))
+            if other != shown:
+                raise ConfigError(
+                    f"{where} has {key} {shown:.200}, but {place} has {other:.200}. Convert files with different "
+                    "conventions to separate data sets."
+                )
 
     @property
     def description(self) -> Description:
@@ -87,7 +136,7 @@ class Hdf5Source:
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on (see `Source.episodes`)."""
         for number in range(first, len(self._episodes)):
-            path, name = self._episodes[number]
+            path, name, instruction = self._episodes[number]
             where = f"{path}, data/{name}"
             with _opened(path, name) as file:
                 demo, arrays = _group(_group(file, "data"), name), {}
@@ -100,7 +149,7 @@ class Hdf5Source:
                             "again."
                         )
                     arrays[column] = demo[column][()]
-            yield RawEpisode(number=number, where=where, columns=arrays, instruction=self._instructions[path])
+            yield RawEpisode(number=number, where=where, columns=arrays, instruction=instruction)
 
 
 @contextmanager
@@ -162,23 +211,117 @@ def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
             yield name, Column(Kind.image if image else Kind.numbers, shape)
 
 
-def _instruction(attributes: dict[str, Any]) -> str | None:
-    """Return the instruction in `problem_info`, where LIBERO stores it, or in `env_args`."""
-    for name in ("problem_info", "env_args"):
-        try:
-            found = json.loads(str(attributes.get(name, "{}")))
-        except ValueError:
-            continue
-        text = found.get("language_instruction") if isinstance(found, dict) else None
-        if text:
-            return str(" ".join(text) if isinstance(text, list) else text).strip().strip('"')
+def _masked(path: Path, file: Any, names: Sequence[str], split: str) -> dict[str, str]:
+    """Return the episodes outside the split `split` with the reason, by name (see robomimic's `mask/<split>`).
+
+    Without a mask `train`, the split contains all episodes that no mask holds out.
+
+    Raises:
+        ConfigError: the file has no such split.
+        EmbodyError: a mask names an episode that the file does not contain.
+    """
+    group = _group(file, "mask") if "mask" in file else {}
+    masks = {key: {_text(name) for name in _member(group, key)[()].ravel()} for key in group}
+    if split not in masks and split != "train":
+        raise ConfigError(f"data.split={split}: {path} has no mask '{split}'. Masks: {', '.join(masks) or 'none'}.")
+    for key, members in masks.items():
+        if unknown := sorted(members - set(names)):
+            raise EmbodyError(f"{path}: mask/{key} names {unknown[0]}, which data does not contain. Correct the mask.")
+    if split in masks:
+        return dict.fromkeys((name for name in names if name not in masks[split]), f"not in mask/{split}")
+    return {name: f"in mask/{key}" for key in _HELD_OUT for name in masks.get(key, ())}
+
+
+def _listed(left_out: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} demonstrations ({reason})" for reason, count in left_out.items())
+
+
+def _text(value: Any) -> str:
+    """Return an attribute as text; attributes of fixed length are bytes, and values may be arrays of one element."""
+    value = np.asarray(value).ravel()[0] if np.size(value) == 1 else value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _json(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the JSON object in an attribute; empty if there is none."""
+    try:
+        found = json.loads(_text(attributes.get(name, "{}")))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _succeeded(where: str, attributes: Sequence[Mapping[str, Any]]) -> bool:
+    """Return False if the attribute `success` marks a failed attempt.
+
+    Raises:
+        EmbodyError: the attribute is neither true nor false.
+    """
+    value = next((each["success"] for each in attributes if "success" in each), True)
+    if (flag := _FLAGS.get(_text(value).lower())) is None:
+        raise EmbodyError(f"{where}: the attribute success is {_text(value)!r}, expected true or false. Correct it.")
+    return flag
+
+
+def _instruction(attributes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the instruction in the attributes of the episode, of `data` or of the file, in this order."""
+    for each in attributes:
+        for found in (each, *(_json(each, name) for name in _TEXTS)):
+            text = next((found[name] for name in _INSTRUCTIONS if name in found), None)
+            text = " ".join(map(_text, text)) if isinstance(text, list) else "" if text is None else _text(text)
+            if text := text.strip().strip('"'):
+                return text
     return None
 
 
-def _control_frequency(attributes: dict[str, Any]) -> float | None:
-    try:
-        arguments = json.loads(str(attributes.get("env_args", "{}")))
-        found = arguments.get("env_kwargs", {}).get("control_freq")
-        return float(found) if found and 0 < float(found) < math.inf else None
-    except (ValueError, TypeError, AttributeError):
+def _instruction_of(path: Path) -> str | None:
+    """Return the instruction in the name of a file of LIBERO, `<scene>_<instruction>_demo.hdf5`."""
+    if not path.stem.endswith("_demo"):
         return None
+    return _SCENE.sub("", path.stem.removesuffix("_demo"), count=1).replace("_", " ").strip() or None
+
+
+def _conventions(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the declared image convention, control frequency and controller of an episode."""
+    found: dict[str, Any] = {}
+    for each in reversed(attributes):
+        if "macros_image_convention" in each:
+            found["macros_image_convention"] = _text(each["macros_image_convention"])
+        arguments = _json(each, "env_args").get("env_kwargs")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        frequency = arguments.get("control_freq")
+        if isinstance(frequency, int | float) and 0 < frequency < math.inf:
+            found["control_freq"] = float(frequency)
+        if "controller_configs" in arguments:
+            found["controller_configs"] = arguments["controller_configs"]
+    return found
+
+
+_ABSOLUTE = "the actions are absolute (control_delta=false); most environments expect differences"
+
+
+def _is_absolute(controller: Any) -> bool:
+    """Return whether a controller of robosuite takes absolute poses."""
+    if isinstance(controller, dict):
+        absolute = controller.get("control_delta") is False or controller.get("input_type") == "absolute"
+        return absolute or any(map(_is_absolute, controller.values()))
+    return isinstance(controller, list) and any(map(_is_absolute, controller))
+
+
+def _libero(source: Path, known: Mapping[str, Any]) -> Conventions:
+    """Return the conventions of LIBERO's files.
+
+    Raises:
+        ConfigError: the files have actions or images that differ from those of LIBERO.
+    """
+    if _is_absolute(known.get("controller_configs")):
+        raise ConfigError(
+            f"{source} has the columns of LIBERO, but {_ABSOLUTE}, as env=libero does. Record the demonstrations with "
+            "control_delta=true."
+        )
+    rotations, convention = {"opengl": 180, "opencv": 0}, known.get("macros_image_convention", "opengl")
+    if convention not in rotations:
+        raise ConfigError(
+            f"{source}: macros_image_convention is {convention!r}, expected {' or '.join(rotations)}. Correct it."
+        )
+    return Conventions(keys=_LIBERO, gripper=(-1, 1), image_rotation_deg=rotations[convention])

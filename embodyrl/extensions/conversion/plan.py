@@ -29,6 +29,8 @@ class Plan:
     kind: str
     assumes_fps: bool
     """True if the frame rate is a guess, because neither the settings nor the source contain it."""
+    left_out: str
+    doubts: tuple[str, ...]
 
     def columns_of(self, target: str) -> list[str]:
         """Return the source columns that are converted to the column `target`, in order."""
@@ -48,6 +50,8 @@ class Plan:
             ("action", f"{named[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz{rate}"),
             ("outcomes", f"reward: {named[Target.reward]} · success: {named[Target.success]}"),
             ("as stored", f"{gripper_text(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
+            *((("left out", self.left_out),) if self.left_out else ()),
+            *(("warning", doubt) for doubt in self.doubts),
             ("output", str(out)),
         ]
 
@@ -89,6 +93,8 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         episodes=described.episodes,
         kind=described.kind,
         assumes_fps=not (data.fps or described.fps),
+        left_out=described.left_out,
+        doubts=described.doubts,
     )
 
 
@@ -111,6 +117,8 @@ def _columns(described: Description, data: ConversionSettings) -> dict[str, str]
         found = described.columns.get(name)
         if found is None or found.kind is not wanted:
             what = f"{name} contains {found.kind}, expected {wanted}" if found else f"the source has no column {name}"
+            if reason := described.unread.get(name):
+                what = f"{name} cannot be converted: {reason}"
             raise ConfigError(f"data.keys={{{name}: {target}}}: {what}. Columns: {_listed(described)}.")
     targets = Counter(keys.values())
     if repeated := [t for t, n in targets.items() if n > 1 and t not in (Target.action, Target.state)]:

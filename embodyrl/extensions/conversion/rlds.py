@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,12 @@ from embodyrl.extensions.conversion.source import (
     plain_shape,
 )
 from embodyrl.extensions.conversion.tfrecord import Feature, parse_example, read_records
-from embodyrl.extensions.demonstrations.frames import decode_png
+from embodyrl.extensions.demonstrations.frames import decode_png, image_size
 from embodyrl.files import read_json
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 _STEPS = "steps"
-_INSTRUCTION = "language_instruction"
+_INSTRUCTION, _LAST = "language_instruction", "is_last"
 _LIBERO = libero_keys(
     "observation/image",
     "observation/wrist_image",
@@ -63,7 +64,8 @@ class RldsSource:
         """
         info, features = (_read_json(folder / name) for name in (INFO, FEATURES))
         try:
-            self._columns = dict(_columns(features["featuresDict"]["features"][_STEPS]["sequence"]["feature"], ""))
+            step = features["featuresDict"]["features"][_STEPS]["sequence"]["feature"]
+            described = dict(_columns(step, ""))
             split = _find_split(folder, info, data.split)
             self._lengths = [int(length) for length in split["shardLengths"]]
             self._shards = [folder / name for name in _shard_names(info, split, len(self._lengths))]
@@ -75,7 +77,11 @@ class RldsSource:
             ) from error
         if missing := [path for path in self._shards if not path.is_file()]:
             raise EmbodyError(f"{missing[0]} is missing. Download the data set again.")
+        self._columns = {name: column for name, column in described.items() if isinstance(column, Column)}
+        self._measure_images()
         is_libero = _LIBERO_NAME.match(name) is not None and _LIBERO.keys() <= self._columns.keys()
+        # By the format's rules, the last step has no action; OpenVLA's copies of LIBERO store an action there.
+        self._drops_last = not is_libero and _LAST in self._columns
         self._description = Description(
             kind="RLDS",
             name=name,
@@ -83,7 +89,20 @@ class RldsSource:
             columns=self._columns,
             # OpenVLA's copies of LIBERO contain upright frames; the gripper is robosuite's.
             conventions=Conventions(keys=_LIBERO, gripper=(-1, 1)) if is_libero else Conventions(keys=_COMMON),
+            left_out="the last step of each episode, which has no action (is_last)" if self._drops_last else "",
+            unread={name: reason for name, reason in described.items() if isinstance(reason, str)},
         )
+
+    def _measure_images(self) -> None:
+        """Set the size of image columns without a declared size to the size of the first image."""
+        if not (unknown := [name for name, c in self._columns.items() if c.kind is Kind.image and 0 in c.shape]):
+            return
+        path = next((p for p, length in zip(self._shards, self._lengths, strict=True) if length), self._shards[0])
+        for content in itertools.islice(read_records(path), 1):
+            features = _parse(f"{path}, record 0", content)
+            for name in unknown:
+                if stored := features.get(f"{_STEPS}/{name}"):
+                    self._columns[name] = Column(Kind.image, (*image_size(_as_bytes(stored)[0]), 3))
 
     @property
     def description(self) -> Description:
@@ -108,10 +127,7 @@ class RldsSource:
             number += length
 
     def _episode(self, number: int, where: str, content: bytes, columns: Sequence[str]) -> RawEpisode:
-        try:
-            features = parse_example(content)
-        except ValueError as error:
-            raise EmbodyError(f"{where} is not a tf.train.Example ({error}). Download this file again.") from error
+        features = _parse(where, content)
         arrays: dict[str, np.ndarray] = {}
         texts: dict[str, list[str]] = {}
         for name in columns:
@@ -125,8 +141,25 @@ class RldsSource:
                     arrays[name] = _images(stored, column) if column.kind is Kind.image else _numbers(stored, column)
             except (ValueError, EmbodyError) as error:
                 cause = str(error).partition(". ")[0]
-                raise EmbodyError(f"{where}: {_STEPS}/{name}: {cause}. Download this file again.") from error
-        return RawEpisode(number=number, where=where, columns=arrays, texts=texts)
+                raise EmbodyError(
+                    f"{where}: {_STEPS}/{name}: {cause}. Download this file again, or write images of one size."
+                    if column.kind is Kind.image
+                    else f"{where}: {_STEPS}/{name}: {cause}. Download this file again."
+                ) from error
+        last = np.asarray(features.get(f"{_STEPS}/{_LAST}", ())).astype(np.bool_) if self._drops_last else np.zeros(0)
+        if last[:-1].any():
+            raise EmbodyError(
+                f"{where}: {_LAST} marks step {last.argmax()} of {len(last)}. Store one episode in each record."
+            )
+        acts_last = not last[-1:].any()
+        return RawEpisode(number=number, where=where, columns=arrays, texts=texts, acts_last=acts_last)
+
+
+def _parse(where: str, content: bytes) -> dict[str, Feature]:
+    try:
+        return parse_example(content)
+    except ValueError as error:
+        raise EmbodyError(f"{where} is not a tf.train.Example ({error}). Download this file again.") from error
 
 
 def _as_bytes(stored: Feature) -> list[bytes]:
@@ -153,21 +186,34 @@ def _numbers(stored: Feature, column: Column) -> np.ndarray:
     return stored.reshape(-1, *column.shape)
 
 
-def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Column]]:
-    """Yield the path and the description of each column of a step; columns of unknown size are skipped."""
+def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Column | str]]:
+    """Yield the path and the description of each column of a step, or the reason why the column is not supported.
+
+    Images without a declared size have height and width 0.
+    """
     if "featuresDict" in feature:
         for name, part in feature["featuresDict"]["features"].items():
             yield from _columns(part, f"{prefix}/{name}" if prefix else name)
         return
-    for name, kind in _LEAVES.items():
-        if name in feature:
-            leaf = feature[name]
-            shape = plain_shape((leaf.get("shape") or {}).get("dimensions", ()))
-            known = all(size > 0 for size in shape) and leaf.get("encoding", "none") == "none"
-            if name == "tensor" and leaf.get("dtype") in ("string", "object"):
-                kind = Kind.text
-            if known and not (kind is Kind.image and (len(shape) != 3 or leaf.get("dtype", "uint8") != "uint8")):
-                yield prefix, Column(kind, shape)
+    name = next((name for name in _LEAVES if name in feature), None)
+    if name is None:
+        yield prefix, f"its type is {feature.get('pythonClassName', 'unknown')}, expected a tensor, an image or a text"
+        return
+    leaf, kind = feature[name], _LEAVES[name]
+    sizes = (leaf.get("shape") or {}).get("dimensions", ())
+    shape, dtype = plain_shape([-1 if size is None else size for size in sizes]), leaf.get("dtype")
+    if name == "tensor" and dtype in ("string", "object"):
+        kind = Kind.text
+    if kind is Kind.image and any(size < 1 for size in shape[:2] or (0,)):
+        shape = (0, 0, 3)
+    if leaf.get("encoding", "none") != "none":
+        yield prefix, f"its encoding is {leaf['encoding']}, expected none"
+    elif kind is Kind.image and (len(shape) != 3 or (dtype or "uint8") != "uint8"):
+        yield prefix, f"its images have the type {dtype} and the shape {list(shape)}, expected uint8 and 3 dimensions"
+    elif kind is not Kind.image and any(size < 1 for size in shape):
+        yield prefix, f"its shape {list(shape)} is not fixed"
+    else:
+        yield prefix, Column(kind, shape)
 
 
 def _find_split(folder: Path, info: Mapping[str, Any], name: str) -> Mapping[str, Any]:

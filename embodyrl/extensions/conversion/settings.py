@@ -46,9 +46,10 @@ class ConversionSettings(Settings):
     fps: Positive | None = None
     """Number of steps per second. Default: the control frequency of the source, or 20."""
     split: str = "train"
-    """RLDS: name of the split to convert."""
+    """Split to convert: of RLDS, or the episodes of a mask (mask/<split>) in robomimic's HDF5 files."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """Instruction of every episode, for sources without instructions."""
+    """Instruction of every episode, for sources without instructions.
+    Default: the instruction of the source; for LIBERO's HDF5 files without attributes, the file name."""
     skip_nonfinite: bool = False
     """If true, skip episodes with NaN or infinite numbers; if false, report an error."""
     images: FrameFormat = FrameFormat.png

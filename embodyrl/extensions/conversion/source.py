@@ -59,6 +59,12 @@ class Description:
     columns: Mapping[str, Column]
     fps: float | None = None
     conventions: Conventions = Conventions()
+    left_out: str = ""
+    """Episodes or steps of the source that are not converted, for the start banner."""
+    doubts: tuple[str, ...] = ()
+    """Warnings about the source, one line each."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Reason why a column of the source cannot be converted, by column name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,8 @@ class RawEpisode:
     """Texts [T] by column name."""
     instruction: str | None = None
     """Instruction of the episode, if the source stores the instruction outside its columns."""
+    acts_last: bool = True
+    """False if the last step has only an observation; its action is a placeholder."""
 
 
 class Source(Protocol):

@@ -29,6 +29,26 @@ def encode_png(frame: ByteArray) -> bytes:
     return buffer.getvalue()
 
 
+def image_size(content: bytes) -> tuple[int, int]:
+    """Return the height and width of an image file, turned upright.
+
+    Raises:
+        EmbodyError: the file is not an image.
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            return _upright(image)[1]
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise EmbodyError(f"The frame cannot be decoded: {error}. Download the data set again.") from error
+
+
+def _upright(image: Image.Image) -> tuple[int, tuple[int, int]]:
+    """Return the EXIF orientation of an image, and its height and width when turned upright."""
+    # Cameras and phones store images sideways, with the orientation in the metadata.
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return turned, (image.width, image.height) if turned in _SIDEWAYS else (image.height, image.width)
+
+
 def decode_png(content: bytes, out: ByteArray) -> None:
     """Decode an image file into `out` [H, W, 3].
 
@@ -37,12 +57,10 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            # Cameras and phones store images sideways, with the orientation in the metadata.
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1)
-            found, declared = (image.height, image.width)[:: -1 if turned in _SIDEWAYS else 1], out.shape[:2]
+            (turned, found), declared = _upright(image), out.shape[:2]
             if found != declared:
                 raise EmbodyError(
-                    f"The frame is {found[0]}x{found[1]} (height x width), but the data set declares "
+                    f"The frame is {found[0]}x{found[1]} (height x width), expected "
                     f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
                 )
             if image.mode.startswith(("I", "F")):

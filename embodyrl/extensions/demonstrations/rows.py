@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.layout import SUCCESS, is_ours
 from embodyrl.extensions.demonstrations.tables import DATA_FILE, data_file, video_file
-from embodyrl.files import by_number
+from embodyrl.files import visible_files
 from embodyrl.types import FloatArray, IntArray
 
 _RESOLUTION = 1e-3
@@ -53,7 +53,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     apart = any(DATA_FILE in row for row in episodes)
     named = [row[DATA_FILE] for row in episodes] if apart else map(data_file, episodes) if is_ours(root) else ()
     paths = tuple(root / name for name in dict.fromkeys(named))
-    files = paths or tuple(sorted((root / "data").rglob("*.parquet"), key=by_number))
+    files = paths or tuple(visible_files(root / "data", ".parquet"))
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]

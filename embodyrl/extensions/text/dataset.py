@@ -25,7 +25,7 @@ from embodyrl.extensions.text.chat import (
 from embodyrl.extensions.text.conversation import TextRow, place_pictures
 from embodyrl.extensions.text.pictures import Picture, pictures_of
 from embodyrl.extensions.text.settings import PairSettings, RowSettings, is_function
-from embodyrl.files import LONGEST_LINE, available_bytes, by_number, read_lines
+from embodyrl.files import LONGEST_LINE, available_bytes, read_lines, visible_files
 from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
 
@@ -189,7 +189,7 @@ def holds_text(path: str) -> bool:
     """Return True if data.path refers to text rows, False for demonstrations."""
     found = resolve_asset(path)
     if found.is_dir():
-        return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
+        return not (found / "meta").exists() and bool(visible_files(found, *SUFFIXES))
     return is_function(path) or found.suffix in SUFFIXES
 
 
@@ -202,7 +202,7 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
                 f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
             ) from error
     found = resolve_asset(path) / (cfg.subset or "")
-    files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
+    files = visible_files(found, *SUFFIXES) if found.is_dir() else [found]
     if not files or not files[0].is_file():
         raise ConfigError(
             f"data.path={path}: {found} does not exist, or contains no {' or '.join(SUFFIXES)} files. Correct the path."

@@ -104,16 +104,17 @@ def test_rlds_dataset_is_converted_to_a_lerobot_dataset(tmp_path: Path, capsys: 
     assert check_layout(out) == []
     card, demos = read_card(out), load_demonstrations(out)
     assert (card.env.name, card.env.tasks, card.fps) == ("tiny_arm", TEXTS, 5)
-    assert (demos.stop - demos.start).tolist() == [3, 5, 4]
-    table = np.random.default_rng(0).normal(size=(12, 9)).astype(np.float32)
+    # The last steps (is_last) have no action.
+    assert (demos.stop - demos.start).tolist() == [2, 4, 3]
+    table = np.delete(np.random.default_rng(0).normal(size=(12, 9)).astype(np.float32), [2, 7, 11], axis=0)
     np.testing.assert_array_equal(demos.state, table[:, :6])
     np.testing.assert_array_equal(demos.action, table[:, 6:])
-    steps = [(e, t) for e, n in enumerate((3, 5, 4)) for t in range(n)]
-    shown = np.zeros((12, 16, 24, 3), np.uint8)
+    steps = [(e, t) for e, n in enumerate((2, 4, 3)) for t in range(n)]
+    shown = np.zeros((9, 16, 24, 3), np.uint8)
     shown[...] = np.array([(40 * e + 10, 12 * t + 5, 80) for e, t in steps])[:, None, None]
     np.testing.assert_array_equal(demos.images[:, 0], shown)
     assert np.abs(demos.images[:, 1].astype(int) - (255 - shown)).max() <= 3  # JPEG
-    assert demos.success.nonzero()[0].tolist() == [2, 7, 11]
+    assert demos.success.nonzero()[0].tolist() == [1, 5, 8]
 
 
 @pytest.mark.parametrize("video", [False, True])
