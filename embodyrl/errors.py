@@ -78,10 +78,14 @@ class WorkerError(EmbodyError):
     """A worker died, hung, or exceeded its restart limit."""
 
     exit_code = 4
+    actors_reply = False
+    """True if the processes with the training state may still reply, so that state is saved before exit."""
 
 
 class ClusterLost(WorkerError):
-    """No further worker can be started. Running workers may still reply, so state is saved before exit."""
+    """No further worker can be started."""
+
+    actors_reply = True
 
 
 class ChannelClosed(EmbodyError):

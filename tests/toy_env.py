@@ -4,7 +4,8 @@ Each step adds the first action dimension to a position; the goal is at +2 (task
 `env.kwargs`: `tasks`, `task_limit`, `lockstep`, `goal`, `echo` (the reward is the first action dimension, nothing
 ends), `reward` (given in every step instead of 1 at success), and one fault: {"fault":
 "raise|differ|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": the first
-call with the fault, "once": path of a marker file that limits the fault to one process, "state": the initial state}.
+call with the fault, or a list of calls, "once": path of a marker file that limits the fault (at each of these calls) to
+one process, "after": path of a file that must exist, "state": the initial state}.
 "differ" raises an error with another message each time.
 A "gate" creates its marker and waits until the file "<marker>.open" exists.
 """
@@ -87,8 +88,11 @@ class ToySims(PerSlot):
         """Return the due fault if it is not executed here."""
         self._calls[where] += 1
         fault = self._kwargs.get("fault")
-        late_enough = self._calls[where] >= int(self._kwargs.get("at", 1))
-        if fault is None or where != self._kwargs.get("where", "step") or not late_enough or not self._take_turn():
+        at = self._kwargs.get("at", 1)
+        late = [call for call in (at if isinstance(at, list) else [at]) if self._calls[where] >= int(call)]
+        if "after" in self._kwargs and not Path(self._kwargs["after"]).exists():
+            return None
+        if fault is None or where != self._kwargs.get("where", "step") or not any(map(self._take_turn, late)):
             return None
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -119,11 +123,12 @@ class ToySims(PerSlot):
         action[0] = 0.5 if self._task[slot] == 0 else -0.5
         return action
 
-    def _take_turn(self) -> bool:
+    def _take_turn(self, call: int) -> bool:
         if self._once is None:
             return True
+        several = isinstance(self._kwargs.get("at"), list)
         try:
-            self._once.touch(exist_ok=False)
+            (self._once.with_name(f"{self._once.name}.{call}") if several else self._once).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True

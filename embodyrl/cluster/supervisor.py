@@ -1,9 +1,10 @@
 """Supervision of all workers: delivery of replies to callbacks, and restarts after worker deaths."""
 
+import re
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
@@ -139,10 +140,14 @@ class Supervisor:
         """Names of workers that are starting, or dead and waiting for a restart."""
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
-        self._failures: dict[str, str] = {}
-        """Last error of each worker."""
+        self.at_work: Callable[[str], Set[Hashable]] = lambda worker: frozenset()
+        """Function that returns the running episodes of an env worker with their steps; set by the scheduler."""
+        self._failures: dict[str, set[Hashable]] = defaultdict(set)
+        """Exceptions of each env worker with the running episodes and their steps."""
         self._stop = StopRequest()
         self._shielded = False
+        self._deferred: WorkerError | None = None
+        """Error of an env worker during an update or checkpoint, raised afterwards."""
         if launcher.where:
             say(launcher.where)
 
@@ -214,10 +219,23 @@ class Supervisor:
             self._stop.check()
             if self._launcher.lost:
                 raise ClusterLost(self._launcher.lost)
+            if self._deferred is not None:
+                deferred, self._deferred = self._deferred, None
+                raise deferred
 
     def _on_worker_death(self, name: str, died: WorkerDied) -> None:
-        """Schedule a restart, or raise the error that ends the run."""
+        """Schedule a restart, or raise the error that ends the run; during an update, after the update."""
         spec = self._specs[name]
+        try:
+            self._restart(name, spec, died)
+        except WorkerError as error:
+            error.actors_reply = spec.simulates or (spec.component == "rollout" and not self._shielded)
+            if not (spec.simulates and self._shielded):
+                raise
+            self._deferred = error
+            self.starting.add(name)  # so that the worker gets no requests
+
+    def _restart(self, name: str, spec: WorkerSpec, died: WorkerDied) -> None:
         where, reason = f" Log: {died.log}" if died.log else "", died.reason.removesuffix(".")
         # A worker that never worked will fail again: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
@@ -231,12 +249,17 @@ class Supervisor:
                 f"worker {name} {reason}; it was restarted {count} times already "
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
-        if spec.simulates and died.traceback and self._failures.get(name) == died.reason:
-            raise WorkerError(
-                f"worker {name} {reason}; after its last restart it failed in the same step again, so it is not "
-                f"restarted. Check the environment with `embodyrl check-env`.{where}\n{died.traceback}"
-            )
-        self._failures[name] = died.reason
+        if spec.simulates and died.raised:
+            # After a restart, an episode may run in another slot.
+            what = re.sub(r"\bslot \d+", "", died.reason)
+            failures = {(what, place) for place in self.at_work(name)}
+            if self._failures[name] & failures:
+                raise WorkerError(
+                    f"worker {name} {reason}; after its last restart it failed in the same step of the same episode "
+                    f"again, so it is not restarted. Check the environment with `embodyrl check-env`.{where}\n"
+                    f"{died.traceback}"
+                )
+            self._failures[name] |= failures
         # Restart immediately the first time, as most deaths are accidents; then after 0.5, 1, 2 ... s, at most 8 s.
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1

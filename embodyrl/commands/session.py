@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from embodyrl.clock import RunClock
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import RunFolder
 from embodyrl.config.trust import trust_words
-from embodyrl.errors import CheckpointError, ClusterLost, Interrupted, WorkerError, masked
+from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
@@ -183,17 +183,20 @@ class Session:
 
     @contextmanager
     def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save a checkpoint if the block ends by a signal, a lost cluster or an exception of a callback."""
+        """Save a checkpoint if the block ends by a signal, lost workers without training state, or a callback."""
         try:
             yield
         except Interrupted as interruption:
             raise self.stop_message(interruption, save()) from None
         except WorkerError as error:
             saved = None
-            if isinstance(error, ClusterLost):
-                with suppress(WorkerError):  # a rank is lost, too
-                    saved = save()
+            if error.actors_reply and self.step:
+                try:
+                    path = save()
                     self.wait_for_save()
+                    saved = path
+                except (WorkerError, CheckpointError, OSError) as failed:  # for example, a rank is lost, too
+                    self.monitor.text(f"warning: step {self.step} could not be saved: {failed}")
             found = saved or self._store.latest()
             kept = f"{'saved' if saved else 'the newest checkpoint is'} {found}" if found else "there is no checkpoint"
             error.args = (f"{error}\n{kept}; {self._resume_line()}",)

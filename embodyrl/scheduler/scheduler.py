@@ -66,6 +66,7 @@ class RolloutScheduler(EventLoop):
         self._tally_since: float | None = None
         """Time at which open rollouts began to progress outside of `finish`; None: no rollout is open."""
         self._ready_since = 0.0
+        supervisor.at_work = self._at_work
 
     def publish(self, version: int) -> None:
         """Transfer the weights of a version to the policy's processes, which use them from the next chunk on."""
@@ -363,6 +364,10 @@ class RolloutScheduler(EventLoop):
                 self._slots.stale[row] = True
             else:
                 self._lose(row, slot.rollout)
+
+    def _at_work(self, worker: str) -> set[tuple[EpisodeSpec, int]]:
+        self._process_reports()
+        return self._slots.at_work(self._stages.slots_of(worker))
 
     def _lose(self, row: int, rollout: Rollout) -> None:
         """Requeue the slot's episode, or drop it after repeated worker crashes."""

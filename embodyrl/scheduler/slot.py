@@ -108,6 +108,11 @@ class Slots:
             return np.array([row for row in rows if self._phases[row] == phase], np.int64)
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
+    def at_work(self, rows: Sequence[int]) -> set[tuple[EpisodeSpec, int]]:
+        """Return the episodes that a simulator is resetting or stepping, with the number of their chunks so far."""
+        busy = [row for row in rows if self.phase[row] in (Phase.RESETTING, Phase.STEPPING)]
+        return {(spec, int(self.chunks[row])) for row in busy if (spec := self.each[row].episode) is not None}
+
     def may_act(self, version: int) -> BoolArray:
         """Return the mask [N] of slots whose observation a policy with this weight version may process."""
         return (self.phase == Phase.READY) & (self.not_before <= version)

@@ -43,17 +43,60 @@ def test_restart_delay_increases_with_each_restart(monkeypatch: pytest.MonkeyPat
     launcher.stop()
 
 
-def test_repeated_error_after_restart_ends_the_run():
+RAISED = WorkerDied(reason="raised x", log="", traceback="Traceback", raised=True)
+SEGV = WorkerDied(reason="died with SIGSEGV", log="env_0.log", traceback="Fatal Python error: Segmentation fault")
+HUNG = WorkerDied(reason="did not respond for 9 s", log="env_0.log", traceback="File sims.py, line 3 in step")
+
+
+@pytest.mark.parametrize(
+    ("deaths", "ends"),
+    [
+        ([(RAISED, "a", 3), (RAISED, "a", 3)], True),
+        ([(RAISED, "a", 3), (SEGV, "b", 1), (RAISED, "a", 3)], True),
+        ([(RAISED, "a", 3), (RAISED, "a", 4)], False),
+        ([(RAISED, "a", 3), (RAISED, "b", 3)], False),
+        ([(RAISED, "a", 3), (WorkerDied(reason="raised y", log="", raised=True), "a", 3)], False),
+        ([(SEGV, "a", 3), (SEGV, "b", 9)], False),
+        ([(SEGV, "a", 3), (SEGV, "a", 3)], False),
+        ([(HUNG, "a", 3), (HUNG, "a", 3)], False),
+    ],
+)
+def test_only_an_exception_in_the_same_step_of_the_same_episode_ends_the_run_early(
+    deaths: list[tuple[WorkerDied, str, int]], ends: bool
+):
+    """Episodes of killed or hanging workers are dropped after several attempts instead."""
     unused: Any = None
-    said: list[str] = []
-    launcher = InlineLauncher(Path())
-    one = supervisor.Supervisor(launcher, FaultSettings(max_restarts_per_worker=7), said.append)
+    one = supervisor.Supervisor(InlineLauncher(Path()), FaultSettings(max_restarts_per_worker=7), lambda line: None)
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
-    for step in (3, 4):
-        one._on_worker_death("env_0", WorkerDied(reason=f"raised x, step {step}", log="", traceback="Traceback"))
-    with pytest.raises(WorkerError, match="after its last restart it failed in the same step again"):
-        one._on_worker_death("env_0", WorkerDied(reason="raised x, step 4", log="", traceback="Traceback"))
-    assert len(said) == 2
+    *earlier, (last, *place) = deaths
+    for died, *at in earlier:
+        one.at_work = lambda worker, at=at: {tuple(at), ("another", 7)} if at != place else {tuple(at)}
+        one._on_worker_death("env_0", died)
+    one.at_work = lambda worker: {tuple(place)}
+    if not ends:
+        one._on_worker_death("env_0", last)
+        assert one.restarts == len(deaths)
+        return
+    with pytest.raises(
+        WorkerError, match="worker env_0 raised x; after its last restart it failed in the same step of"
+    ):
+        one._on_worker_death("env_0", last)
+
+
+def test_error_of_an_env_worker_is_raised_after_the_update():
+    """Weights in the middle of an update belong to no step."""
+    unused: Any = None
+    launcher = InlineLauncher(Path())
+    one = supervisor.Supervisor(launcher, FaultSettings(max_restarts_per_worker=0), lambda line: None)
+    one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
+    with one.shield():
+        one._on_worker_death("env_0", SEGV)
+        one.pump(0.0)
+        assert one.starting == {"env_0"}, "the worker gets no requests"
+    with pytest.raises(WorkerError, match="worker env_0 died with SIGSEGV; it was restarted 0 times already") as error:
+        one.pump(0.0)
+    assert error.value.actors_reply
+    one.pump(0.0)
     launcher.stop()
 
 

@@ -7,9 +7,11 @@ import re
 
 import pytest
 from processes import run_cli
-from toy_runs import rows, toy_words
+from toy_runs import resume_toy, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.train import train
+from embodyrl.errors import WorkerError
 
 pytestmark = pytest.mark.integration
 
@@ -21,16 +23,16 @@ def run_with_fault(tmp_path, *fault, workers=2):
     return done, tmp_path / "run"
 
 
-def test_worker_crash_is_reported_restarted_and_counted(tmp_path):
-    done, run = run_with_fault(tmp_path, "fault=kill", "at=3", f"once={tmp_path}/marker")
+def test_crashes_for_the_same_reason_in_different_steps_are_restarted_and_counted(tmp_path):
+    done, run = run_with_fault(tmp_path, "fault=segv", "at=[3,60]", f"once={tmp_path}/marker", workers=1)
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
-    line = next(line for line in printed.splitlines() if "restarting" in line)
-    assert "worker env_" in line
-    assert "died with SIGKILL" in line
+    lines = [line for line in printed.splitlines() if "restarting" in line]
+    assert [line.partition("worker env_0 ")[2][:31] for line in lines] == ["died with SIGSEGV; restarting it"[:31]] * 2
     assert "Traceback" not in printed
-    assert "its running episodes start again" in line
-    assert [(r["env/restarts"], r["train/episodes"], r["env/dropped_episodes"]) for r in rows(run)] == [(1, 8, 0)] * 2
+    assert all("its running episodes start again" in line for line in lines)
+    counts = [(r["env/restarts"], r["train/episodes"], r["env/dropped_episodes"]) for r in rows(run)]
+    assert counts == [(1, 8, 0), (2, 8, 0)]
     CheckpointStore(run / "checkpoints").verify(run / "checkpoints" / "step_000002")
 
 
@@ -43,6 +45,23 @@ def test_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
     assert "faults.max_restarts_per_worker" in done.stderr
     assert "env_0.log" in done.stderr
     assert not (tmp_path / "run" / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "said"), [(0, "it was restarted 0 times already"), (3, "failed in the same step of the same episode")]
+)
+def test_weights_are_saved_before_env_workers_end_the_run(tmp_path, restarts, said):
+    """The environment raises in each first step, from the second training step on."""
+    fault = ("env.kwargs.fault=raise", f"env.kwargs.after={tmp_path}/begun", "runner.max_steps=3")
+    cfg = toy_config(tmp_path, *fault, f"faults.max_restarts_per_worker={restarts}", "runner.save_interval=-1")
+    with pytest.raises(
+        WorkerError, match=f"worker env_0 raised RuntimeError: the toy broke .env 'toy'(.|\n)*{said}"
+    ) as error:
+        train(cfg, on_step=lambda step, row: (tmp_path / "begun").touch())
+    assert f"saved {tmp_path}/run/checkpoints/step_000001; resume with: embodyrl train" in str(error.value)
+    (tmp_path / "begun").unlink()
+    whole = weights(resume_toy(tmp_path / "run"), 3)
+    assert whole == weights(train_toy(tmp_path, "runner.max_steps=3", name="undisturbed"), 3)
 
 
 def test_hanging_inline_simulator_is_reported_and_restarted(tmp_path):
