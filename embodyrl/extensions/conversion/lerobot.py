@@ -53,8 +53,11 @@ class LerobotSource:
         keys = {name: target for name, target in given.items() if target not in _OUTCOMES}
         self._reader = EpisodeReader(root, _settings(root, keys, columns, data.skip_nonfinite))
         self._outcomes = _read_outcomes(root, [name for name in given if name not in keys], columns)
+        cameras = [name for name in keys if columns[name].kind is Kind.image]
+        for name in cameras if self._reader.card.video else ():
+            self._reader.videos.check(name)
         size = self._reader.card.env.cameras.size
-        shown = {name: Column(Kind.image, (*size, 3)) for name in keys if columns[name].kind is Kind.image}
+        shown = {name: Column(Kind.image, (*size, 3)) for name in cameras}
         self._keys = keys
         self._description = Description(
             kind=f"LeRobot {info['codebase_version']}",
@@ -63,6 +66,7 @@ class LerobotSource:
             columns=columns | shown,
             fps=self._reader.card.fps,
             conventions=Conventions(keys=same),
+            doubts=self._reader.doubts,
         )
 
     @property

@@ -1,15 +1,18 @@
 """Encoding and decoding of frames: lossless PNG, or MP4."""
 
 import io
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import imageio.v3 as iio
 import numpy as np
+import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations.layout import pixel_format
 from embodyrl.types import ByteArray, IntArray
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
@@ -77,19 +80,21 @@ def decode_png(content: bytes, out: ByteArray) -> None:
 
 
 def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
-    """Concatenate the parts [T, H, W, 3] of a video, and write it as H.264; height and width must be even.
+    """Concatenate the parts [T, H, W, 3] of a video, and write it as H.264.
 
     Raises:
         EmbodyError: the encoder failed.
     """
+    joined = np.concatenate(frames)
     try:
         iio.imwrite(
             path,
-            np.concatenate(frames),
+            joined,
             plugin="FFMPEG",
             fps=fps,
             codec="libx264",
-            macro_block_size=2,
+            macro_block_size=1,  # do not resize
+            pixelformat=pixel_format(joined.shape[1:3]),
             # Every second frame is a key frame, like in lerobot: loaders read single frames in any order.
             output_params=["-crf", "18", "-g", "2"],
         )
@@ -97,12 +102,12 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
         raise EmbodyError(f"The video {path} cannot be encoded: {error}. Set collect.images=png.") from error
 
 
-def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
-    """Return the frame rate of a video in Hz, or `expected` if the stored rate differs only by rounding.
+def frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    """Return the time [n] of each frame of a video after the first frame, in seconds; frames are not decoded.
 
     Raises:
         EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or its frame rate
-            is lower than `expected` or variable.
+            is variable.
     """
     import imageio_ffmpeg  # imported here, because commands without videos also import this module
 
@@ -112,30 +117,19 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
         # The first item describes the file; no frame is decoded for it.
         meta = next(frames := imageio_ffmpeg.read_frames(str(path)))
         frames.close()
-        found, (width, height) = float(meta["fps"]), meta["size"]
+        width, height = meta["size"]
     except (OSError, RuntimeError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
-    if found < 0.9 * expected:
-        raise EmbodyError(
-            f"{path} has {found:g} frames per second, but the data set has {expected:g}: several steps would show the "
-            "same frame. Encode the video with the frame rate of meta/info.json."
-        )
     if (height, width) != size:
         raise EmbodyError(
             f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}. "
             "Correct the shape in meta/info.json, or encode the video again."
         )
-    _require_constant_rate(path, imageio_ffmpeg.get_ffmpeg_exe())
-    return expected if abs(found - expected) < 0.01 else found
+    return _listed_times(path, imageio_ffmpeg.get_ffmpeg_exe())
 
 
-def _require_constant_rate(path: Path, program: str) -> None:
-    """Check that the frames of a video are equally spaced in time, without decoding the frames.
-
-    Raises:
-        EmbodyError: the frame rate is variable, so that times of steps do not give indices of frames.
-    """
+def _listed_times(path: Path, program: str) -> npt.NDArray[np.float64]:
     command = [program, "-v", "error", "-i", str(path), "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
     try:
         listed = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False)
@@ -143,10 +137,15 @@ def _require_constant_rate(path: Path, program: str) -> None:
         raise EmbodyError(
             f"The frame times of {path} cannot be read: {error}. Download or collect the data set again."
         ) from error
-    lines = [line.split(",") for line in listed.stdout.decode(errors="replace").splitlines() if line[:1] != "#"]
+    text = listed.stdout.decode(errors="replace")
+    base = re.search(r"^#tb 0: (\d+)/(\d+)$", text, re.MULTILINE)
+    lines = [line.split(",") for line in text.splitlines() if line[:1] != "#"]
     times = np.sort(np.array([line[2] for line in lines if len(line) > 2]).astype(np.float64))
+    if base is None or not len(times):
+        raise EmbodyError(f"{path} cannot be read: it has no frames. Download or collect the data set again.")
+    times = (times - times[0]) * int(base[1]) / int(base[2])
     if len(times) < 3:
-        return
+        return times
     even = np.linspace(times[0], times[-1], len(times))
     step = even[1] - even[0]
     wrong = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
@@ -155,23 +154,24 @@ def _require_constant_rate(path: Path, program: str) -> None:
             f"{path} has a variable frame rate: frame {wrong[0]} is displaced by "
             f"{(times - even)[wrong[0]] / step:+.1f} frames. Encode the video with the frame rate of meta/info.json."
         )
+    return times
 
 
-def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exact: bool) -> None:
+def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None:
     """Decode selected frames of a video.
 
     Args:
         path: the file.
         numbers: [n] indices of the frames to decode, ascending, from 0.
         outs: [n] output arrays [H, W, 3].
-        exact: require that the last frame in `numbers` is the last frame of the file.
 
     Raises:
-        EmbodyError: the file is unreadable, too short or too long, or has frames of another size.
+        EmbodyError: the file is unreadable or too short, or has frames of another size.
     """
     count = done = 0
     try:
-        for frame in iio.imiter(path, plugin="FFMPEG"):
+        # Without this option, frames are repeated or dropped to reach the rate in the header.
+        for frame in iio.imiter(path, plugin="FFMPEG", output_params=["-fps_mode", "passthrough"]):
             while done < len(outs) and numbers[done] == count:
                 if frame.shape != outs[done].shape:
                     raise EmbodyError(
@@ -181,13 +181,12 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
                 outs[done][...] = frame
                 done += 1
             count += 1
-            if done == len(outs) and (not exact or count > numbers[-1] + 1):
+            if done == len(outs):
                 break
     except (OSError, RuntimeError) as error:
         raise EmbodyError(f"{path} cannot be decoded: {error}. Download or collect the data set again.") from error
-    if done < len(outs) or (exact and count != numbers[-1] + 1):
-        many = f"more than {count - 1}" if done == len(outs) else str(count)
+    if done < len(outs):
         raise EmbodyError(
-            f"{path} contains {many} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect the "
-            "data set again."
+            f"{path} contains {count} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect "
+            "the data set again."
         )

@@ -170,13 +170,23 @@ def image_key(camera: str) -> str:
     return f"observation.images.{camera}"
 
 
+def pixel_format(size: tuple[int, int]) -> str:
+    """Return the pixel format of H.264 videos; halved color planes need an even height and width."""
+    return "yuv444p" if any(edge % 2 for edge in size) else "yuv420p"
+
+
 def features_of(card: Card) -> dict[str, dict[str, Any]]:
     """Return the `features` of `meta/info.json`: dtype, shape and names of every column."""
     env = card.env
     height, width = env.cameras.size
     image: dict[str, Any] = {"dtype": "image", "shape": [height, width, 3], "names": ["height", "width", "channels"]}
     if card.video:
-        codec = {"video.codec": "h264", "video.pix_fmt": "yuv420p", "video.is_depth_map": False, "has_audio": False}
+        codec = {
+            "video.codec": "h264",
+            "video.pix_fmt": pixel_format(env.cameras.size),
+            "video.is_depth_map": False,
+            "has_audio": False,
+        }
         size = {"video.height": height, "video.width": width, "video.channels": 3, "video.fps": card.fps}
         image |= {"dtype": "video", "info": {**size, **codec}}
     features: dict[str, dict[str, Any]] = {image_key(camera): dict(image) for camera in env.cameras.names}

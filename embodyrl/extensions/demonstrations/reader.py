@@ -14,12 +14,11 @@ from embodyrl.extensions.demonstrations import layout
 from embodyrl.extensions.demonstrations.cards import PLAIN, camera_column, stored_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.executed import executed_actions
-from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
+from embodyrl.extensions.demonstrations.frames import decode_png
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import (
     Rows,
     find_rows,
-    frame_times,
     non_finite,
     read_columns,
     read_success,
@@ -27,6 +26,7 @@ from embodyrl.extensions.demonstrations.rows import (
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_episodes, read_info, read_tasks
+from embodyrl.extensions.demonstrations.videos import VideoReader
 from embodyrl.files import available_bytes, available_cores, read_small
 from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
@@ -163,6 +163,7 @@ class EpisodeReader:
             check_gripper(str(root), env.action.gripper, action)
         self.episodes: _Episodes = [e for e in episodes if e["episode_index"] not in skipped]
         """Rows of meta/episodes, without skipped episodes."""
+        self.videos = VideoReader(root, card, rows, episodes)
         self._numbered = {int(e["episode_index"]): e for e in self.episodes}
         self._root, self._data, self._rows, self._action, self._state = root, data, rows, action, state
         self._reward = numbers.get(layout.REWARD)
@@ -172,6 +173,11 @@ class EpisodeReader:
         self._actor = read_vectors(rows, layout.ACTOR, 1)[:, 0].astype(np.int64) if card.actors else actor
         self._names = read_tasks(root)
         self._left_out = np.array(sorted(skipped), np.int64)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Warnings about probable mistakes in the data; warnings about videos follow when their files are opened."""
+        return (*self._doubts, *self.videos.doubts)
 
     def read(self, only: Collection[int] | None = None) -> Demonstrations:
         """Return all episodes, or only the episodes with an index in `only`.
@@ -184,9 +190,8 @@ class EpisodeReader:
         kept = self.episodes if only is None else [numbered[n] for n in sorted(only) if n in numbered]
         if not kept:
             raise EmbodyError(f"{self._root}: every episode contains a non-finite number. Correct the data.")
-        whole = layout.is_ours(self._root) and only is None
         keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
-        images = _read_frames(self._root, self.card, self._data, rows, kept, keep, whole=whole)
+        images = _read_frames(self._root, self.card, self._data, rows, kept, keep, self.videos)
         stop = np.cumsum([e["length"] for e in kept])
         return Demonstrations(
             images=images,
@@ -201,7 +206,7 @@ class EpisodeReader:
             instruction=np.array([self._names[task] for task in rows.counters["task_index"][keep].tolist()], object),
             reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
             skipped=self._left_out,
-            doubts=self._doubts,
+            doubts=self.doubts,
         )
 
 
@@ -274,10 +279,9 @@ def _read_frames(
     rows: Rows,
     episodes: _Episodes,
     keep: IntArray,
-    *,
-    whole: bool,
+    videos: VideoReader,
 ) -> ByteArray:
-    """Decode the frames of the rows in `keep`, in order; `whole`: require that video files have no later frames."""
+    """Decode the frames of the rows in `keep`, in order."""
     shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decode in place: stacking a list of frames would take twice the memory.
@@ -285,7 +289,7 @@ def _read_frames(
     columns = [camera_column(data, camera) for camera in card.env.cameras.names]
     if card.video:
         for camera, column in enumerate(columns):
-            _read_videos(root, card, rows, episodes, column, images[:, camera], exact=whole)
+            videos.read(column, episodes, images[:, camera])
         return images
     position = np.full(len(rows), -1, np.int64)
     position[keep] = np.arange(len(keep))
@@ -323,32 +327,6 @@ def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
         decode_png(content, out)
     except EmbodyError as error:
         raise EmbodyError(f"{place}: {error}") from error
-
-
-def _read_videos(
-    root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray, *, exact: bool
-) -> None:
-    """Decode the video frames of a camera into `images` [N, H, W, 3], at the timestamps of meta/episodes."""
-    wanted: dict[str, list[tuple[IntArray, npt.NDArray[np.float64], IntArray]]] = {}
-    start = 0
-    for episode in episodes:
-        file, times = frame_times(rows, episode, column, card.fps)
-        owner = np.full(len(times), episode["episode_index"])
-        wanted.setdefault(file, []).append((np.arange(start, start + len(times)), times, owner))
-        start += len(times)
-    for file, parts in wanted.items():
-        path = root / file
-        where, times, owner = (np.concatenate([part[i] for part in parts]) for i in (0, 1, 2))
-        numbers = np.rint(times * frame_rate(path, card.fps, card.env.cameras.size)).astype(np.int64)
-        order = np.argsort(numbers, kind="stable")
-        twice = np.flatnonzero((np.diff(numbers[order]) == 0) & (np.diff(owner[order]) != 0))
-        if len(twice):
-            one, other = sorted(owner[order][twice[0] : twice[0] + 2].tolist())
-            raise EmbodyError(
-                f"{path}: episodes {one} and {other} both refer to frame {numbers[order][twice[0]]}. Correct "
-                f"videos/{column}/from_timestamp in meta/episodes, or download the data set again."
-            )
-        decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=exact)
 
 
 def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[bytes]:

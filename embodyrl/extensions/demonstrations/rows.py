@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.layout import SUCCESS, is_ours
-from embodyrl.extensions.demonstrations.tables import DATA_FILE, data_file, video_file
+from embodyrl.extensions.demonstrations.tables import DATA_FILE, data_file
 from embodyrl.files import visible_files
 from embodyrl.types import FloatArray, IntArray
 
@@ -212,31 +212,6 @@ def _lossy(values: npt.NDArray[Any]) -> set[int]:
         return set()
     spread, step = np.ptp(exact, axis=0), np.spacing(_as_float32(np.abs(exact).max(axis=0)))
     return set(np.flatnonzero((spread > 0) & (step > _RESOLUTION * spread)).tolist())
-
-
-def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) -> tuple[str, npt.NDArray[np.float64]]:
-    """Return the video file of an episode (a relative path), and the time [T] of each step in the file, in seconds.
-
-    Raises:
-        EmbodyError: a timestamp is outside the episode's part of the video.
-    """
-    part = slice(episode["dataset_from_index"], episode["dataset_to_index"])
-    names = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
-    values: list[Any] = [episode.get(f"videos/{column}/{name}") for name in names]
-    if None in values:
-        raise EmbodyError(
-            f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Download "
-            "the data set again, or select other cameras with data.cameras."
-        )
-    begin, end = map(float, values[2:])
-    times = begin + rows.counters["timestamp"][part].astype(np.float64)
-    outside = np.flatnonzero((times < begin - 0.5 / fps) | (times > end - 0.5 / fps))
-    if len(outside):
-        raise EmbodyError(
-            f"Episode {episode['episode_index']}, step {outside[0]}: the time {times[outside[0]]:.3f} s of '{column}' "
-            f"is outside the episode's segment {begin:.3f}..{end:.3f} s of the video. Download the data set again."
-        )
-    return video_file(episode, column), times
 
 
 def non_finite(

@@ -79,6 +79,20 @@ def test_videos_round_trip_approximately(tmp_path: Path) -> None:
     np.testing.assert_array_equal(demos.action, np.concatenate([d.action for d in smooth]))
 
 
+def test_videos_of_odd_size_round_trip(tmp_path: Path) -> None:
+    """H.264 with halved color planes has no odd height or width."""
+    spec = replace(card(video=True), env=replace(ENV, cameras=replace(ENV.cameras, size=(15, 23))))
+    writer = DatasetWriter(tmp_path, spec)
+    d = demonstration(0, 5)
+    writer.append(replace(d, images=np.full((5, 2, 15, 23, 3), 100, np.uint8)))
+    writer.flush()
+    writer.close()
+    assert check_layout(tmp_path) == []
+    assert np.abs(load_demonstrations(tmp_path).images.astype(int) - 100).max() <= 3
+    info = json.loads((tmp_path / "meta/info.json").read_text())["features"]["observation.images.front"]["info"]
+    assert (info["video.height"], info["video.width"], info["video.pix_fmt"]) == (15, 23, "yuv444p")
+
+
 def test_one_dimensional_and_missing_states_round_trip(tmp_path: Path) -> None:
     for width in (0, 1):
         root = tmp_path / str(width)
