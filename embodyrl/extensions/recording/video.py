@@ -12,11 +12,12 @@ from embodyrl.envs.video import remove_videos
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray
 
-MIN_WIDTH = 512
-"""Minimum width of a video in pixels; smaller frames are enlarged, so that the text is readable."""
+MIN_WIDTH = 160
+"""Minimum width of a video in pixels; the pixels of smaller frames are repeated, so that the text is readable."""
 
 FONT_SIZE = 22
-_LINE = FONT_SIZE + 8
+"""Font size for frames of at least `_WIDTH_OF_FONT` pixels; smaller in proportion for smaller frames."""
+_WIDTH_OF_FONT, _SMALLEST_FONT = 512, 10
 _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _PERSON = (242, 163, 60)
@@ -37,7 +38,7 @@ class VideoRecorder:
 
     With `info`, the instruction is above the image, and the step and a success mark are below the image. The video ends
     with a still frame and the coloured outcome. If episodes of at most `horizon` steps would be too short to watch,
-    each frame is repeated.
+    the frame rate is lower.
     """
 
     def __init__(
@@ -47,16 +48,14 @@ class VideoRecorder:
         remove_videos(path_stem)
         self._stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
-        self._fps = fps
         self._instruction = instruction
         self._info = info
         self._judged = judged
-        self._repeats = max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1
+        # A lower rate instead of repeated frames, which would have to be encoded.
+        self._fps = fps / (max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1)
         self._writer: Any = None
         self._shape: tuple[int, ...] = ()
-        from PIL import ImageFont
-
-        self._font = ImageFont.load_default(FONT_SIZE)
+        self._canvas: ByteArray | None = None
         self._frames = self._written = 0
         self._last: ByteArray | None = None
         self._actor, self._highlighted = "", False
@@ -76,13 +75,13 @@ class VideoRecorder:
             self._fail(f"frame {self._frames} is {frame.dtype} {frame.shape}, but must be uint8 (H, W, 3)")
         if self._shape and frame.shape != self._shape:
             self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
-        self._shape = frame.shape
+        self._shape, self._scale = frame.shape, max(1, -(-MIN_WIDTH // frame.shape[1]))
         self.success |= success
         # Simulators may render the next frame into the same memory.
         self._last = frame.copy()
         self._frames += 1
         self._actor, self._highlighted = actor, highlighted
-        self._write(self._compose(frame), self._repeats)
+        self._write(self._compose(frame), 1)
 
     def finish(self) -> Path:
         """Complete the file and return its path `<stem>_<success or fail>_<n>steps.mp4`.
@@ -158,41 +157,57 @@ class VideoRecorder:
         ) from cause
 
     def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
+        # Pixels are repeated: interpolation takes longer than the simulation of many environments.
+        frame = frame.repeat(self._scale, 0).repeat(self._scale, 1)
+        if self._canvas is None:
+            self._canvas = self._draw_caption(*frame.shape[:2])
+        canvas, (height, width) = self._canvas.copy(), frame.shape[:2]
+        band = canvas[self._top + height :]
+        canvas[self._top : self._top + height, :width] = frame
+        if self._info:
+            band[:] = self._draw_band(band.shape[0], band.shape[1], at_end=at_end)
+        return canvas
+
+    def _draw_caption(self, height: int, width: int) -> ByteArray:
+        """Return a picture with the instruction above an empty area of this size."""
+        from PIL import Image, ImageDraw, ImageFont
+
+        size = min(FONT_SIZE, max(_SMALLEST_FONT, FONT_SIZE * width // _WIDTH_OF_FONT))
+        self._font, line, self._margin = ImageFont.load_default(size), size + 8, min(_MARGIN, size // 2)
+        lines = self._wrap(width) if self._info else []
+        self._top, bottom = (len(lines) * line + self._margin, line + self._margin) if self._info else (0, 0)
+        # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
+        total = (width + width % 2, (self._top + height + bottom + 1) // 2 * 2)
+        canvas = Image.new("RGB", total, _BAND)
+        for row, text in enumerate(lines):
+            place = (self._margin, row * line + self._margin // 2)
+            ImageDraw.Draw(canvas).text(place, text, fill=_TEXT, font=self._font)
+        return np.asarray(canvas)
+
+    def _draw_band(self, height: int, width: int, *, at_end: bool) -> ByteArray:
+        """Return the band below the image, with the step or the outcome."""
         from PIL import Image, ImageDraw
 
-        # Integer factors keep small images even.
-        scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
-        width, height = frame.shape[1] * scale, frame.shape[0] * scale
-        picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
-        lines = self._wrap(width) if self._info else []
-        top, bottom = (len(lines) * _LINE + _MARGIN, _LINE + _MARGIN) if self._info else (0, 0)
-        # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
-        canvas = Image.new("RGB", (width + width % 2, (top + height + bottom + 1) // 2 * 2), _BAND)
-        canvas.paste(picture, (0, top))
-        if self._info:
-            draw = ImageDraw.Draw(canvas)
-            for row, line in enumerate(lines):
-                draw.text((_MARGIN, row * _LINE + _MARGIN // 2), line, fill=_TEXT, font=self._font)
-            y = top + height + _MARGIN // 2
-            ink, text = _TEXT, f"step {self._frames}" + f" · {self._actor}" * bool(self._actor)
-            if self._highlighted:
-                draw.rectangle((0, top + height, canvas.width, canvas.height), fill=_PERSON)
-                ink = _BAND
-            if at_end and (self._judged or self.success):
-                color = _GOOD if self.success else _BAD
-                draw.rectangle((0, top + height, canvas.width, canvas.height), fill=color)
-                ink, text = _BAND, f"{'success' if self.success else 'failure'} after {self._frames} steps"
-            elif self.success:
-                draw.text((width - _MARGIN, y), "success", fill=_GOOD, font=self._font, anchor="ra")
-            draw.text((_MARGIN, y), text, fill=ink, font=self._font)
-        return np.asarray(canvas)
+        ground, ink, text = _BAND, _TEXT, f"step {self._frames}" + f" · {self._actor}" * bool(self._actor)
+        if self._highlighted:
+            ground, ink = _PERSON, _BAND
+        ends = at_end and (self._judged or self.success)
+        if ends:
+            ground, ink = _GOOD if self.success else _BAD, _BAND
+            text = f"{'success' if self.success else 'failure'} after {self._frames} steps"
+        band = Image.new("RGB", (width, height), ground)
+        draw, y = ImageDraw.Draw(band), self._margin // 2
+        if self.success and not ends:
+            draw.text((width - self._margin, y), "success", fill=_GOOD, font=self._font, anchor="ra")
+        draw.text((self._margin, y), text, fill=ink, font=self._font)
+        return np.asarray(band)
 
     def _wrap(self, width: int) -> list[str]:
         """Split the instruction into lines that fit; a word longer than a line is not split."""
         lines = [""]
         for word in self._instruction.split():
             longer = f"{lines[-1]} {word}".strip()
-            if lines[-1] and self._font.getlength(longer) > width - 2 * _MARGIN:
+            if lines[-1] and self._font.getlength(longer) > width - 2 * self._margin:
                 lines.append(word)
             else:
                 lines[-1] = longer

@@ -25,23 +25,22 @@ def test_video_file_name_contains_outcome_and_steps(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     frames = iio.imread(path)
     assert frames.shape[0] == 5 + 20, "a second of still image follows"
-    assert frames.shape[2] >= 512
+    assert frames.shape[2] == 160, "the frames are not enlarged"
     assert frames.shape[1] > frames.shape[2] * 128 / 160, "text bands enlarge the image"
     meta = iio.immeta(path)
     assert (meta["codec"], meta["fps"]) == ("h264", 20.0)
     assert meta["pix_fmt"].startswith("yuv420p")
-    middle = frames[:, frames.shape[1] // 2, 256].mean(axis=1)
+    middle = frames[:, frames.shape[1] // 2, 80].mean(axis=1)
     np.testing.assert_allclose(middle, [40, 120, 200, 120, 40] + [40] * 20, atol=6)
 
 
 def test_video_text_is_outside_the_image(tmp_path):
     frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
-    width = 160 * 4
-    bands = frames[:, -40:]
-    assert (frames[0, :40].max(axis=2) > 180).any(), "the instruction is drawn above"
+    bands = frames[:, -20:]
+    assert (frames[0, :20].max(axis=2) > 180).any(), "the instruction is drawn above"
     assert (bands[0].max(axis=2) > 180).any(), "the step is drawn below"
-    right = bands[:, :, width // 2 :].astype(int)
-    green = (right[..., 1] - right[..., 0] > 60).any(axis=(1, 2))
+    right = bands[:, :, 80:].astype(int)
+    green = (right[..., 1] - right[..., 0] > 40).any(axis=(1, 2))
     assert green.tolist() == [False] + [True] * 21
 
 
@@ -50,7 +49,7 @@ def test_video_ends_with_a_coloured_outcome_frame(tmp_path, judged, success_from
     video = VideoRecorder(tmp_path / "end", 20, "do it", True, judged=judged)
     for step in (1, 2):
         video.add(gray(90), success_from == step)
-    band = iio.imread(video.finish())[-1][-20:].mean(axis=(0, 1))
+    band = iio.imread(video.finish())[-1][-18:].mean(axis=(0, 1))
     strongest = int(band.argmax()) if band.max() - band.min() > 60 else None
     assert strongest == color
 
@@ -64,18 +63,20 @@ def test_band_below_the_image_shows_the_actor(tmp_path):
 
 
 def test_short_episodes_play_at_a_constant_slower_rate(tmp_path):
-    """The longest video has four steps and lasts four seconds, so each step lasts one second."""
+    """The longest video has four steps and lasts four seconds, so each step lasts one second; no frame is repeated."""
     for name, steps in (("short", 2), ("long", 4)):
         video = VideoRecorder(tmp_path / name, 20, "do it", True, horizon=4)
         for _ in range(steps):
             video.add(gray(90), False)
-        assert len(iio.imread(video.finish())) == 20 * steps + 20
+        path = video.finish()
+        assert len(iio.imread(path)) == steps + 1
+        assert iio.immeta(path)["duration"] == pytest.approx(steps + 1)
 
 
 def test_video_has_no_overlay_on_the_image(tmp_path):
     frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
-    top, height = frames.shape[1] - 128 * 4, 128 * 4
-    picture = frames[0, top // 2 + 40 : top // 2 + height - 60, 20:-20]
+    top = frames.shape[1] - 128 - 23
+    picture = frames[0, top + 2 : top + 126, 2:-2]
     assert np.abs(picture.astype(int) - 90).max() < 20, "nothing is drawn over the image"
 
 
@@ -84,7 +85,18 @@ def test_long_instructions_wrap_in_the_video_caption(tmp_path):
     long = iio.imread(record(tmp_path / "l", [1], info=True, instruction=LONG).finish())
     plain = iio.imread(record(tmp_path / "p", [1], info=False, instruction=LONG).finish())
     assert long.shape[1] > short.shape[1] > plain.shape[1]
-    assert plain.shape[1:3] == (128 * 4, 160 * 4)
+    assert plain.shape[1:3] == (128, 160)
+
+
+def test_pixels_of_small_frames_are_repeated(tmp_path):
+    """For 64 x 48 pixels, threefold, so that the text fits; edges stay sharp."""
+    frame = gray(40, (48, 64))
+    frame[:, 32:] = 200
+    video = VideoRecorder(tmp_path / "small", 20, "do it", False)
+    video.add(frame, False)
+    row = iio.imread(video.finish())[0][70, :, 0].astype(int)
+    assert len(row) == 192
+    np.testing.assert_allclose(row, np.repeat([40, 200], 96), atol=8)
 
 
 def test_odd_frame_sizes_are_padded_to_even(tmp_path):
