@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import Interrupted
@@ -103,9 +103,12 @@ def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path])
     return overridden(cfg, _continued(cfg, before) | learned)
 
 
-def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
+def _continued(cfg: Config, before: Path | None) -> dict[str, Any]:
     """Return the config overrides that select the initial weights: the previous round's weights, or the config's."""
-    ckpt, resumed = cfg.ckpt if before is None else str(before), {"runner.on_existing": OnExisting.resume}
+    ckpt = cfg.ckpt if before is None else str(before)
+    resumed: dict[str, Any] = {"runner.on_existing": OnExisting.resume}
+    if before is not None and "unnorm_key" in type(cfg.model).model_fields:
+        resumed["model.unnorm_key"] = None  # the previous round saved statistics of its data
     return resumed | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
 
 

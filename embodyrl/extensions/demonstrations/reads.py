@@ -49,6 +49,7 @@ SFT = Reads(
     needs={
         "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
         "faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
+        "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
     },
     problems=_data_problems,

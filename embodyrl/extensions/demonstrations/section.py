@@ -1,10 +1,13 @@
 """The config section `data`; its class depends on the command and on the content of `data.path`."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.config.sections import Chosen, Section
 from embodyrl.config.settings import Settings
+from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.text.dataset import holds_text
 from embodyrl.extensions.text.settings import PairSettings, RowSettings
@@ -33,8 +36,24 @@ def _problems(cfg: Any) -> Iterator[str]:
 
 
 def _derive(cfg: Any) -> Mapping[str, Any]:
-    """Return the derived config keys: SFT on text uses one action per chunk, because a reply is one action."""
-    return {"model.num_action_chunks": 1} if isinstance(cfg.data, RowSettings) and not cfg.reads_rows else {}
+    """Return the derived config keys.
+
+    SFT on text uses one action per chunk, because a reply is one action. SFT on demonstrations saves the statistics
+    under the name of the data, which commands with `ckpt=` then use.
+    """
+    if isinstance(cfg.data, RowSettings) and not cfg.reads_rows:
+        return {"model.num_action_chunks": 1}
+    named = "unnorm_key" in type(cfg.model).model_fields and getattr(cfg.objective, "name", None) != "dpo"
+    if cfg.command != "sft" or not isinstance(cfg.data, DemonstrationSettings) or not named:
+        return {}
+    # Imported only if needed: pyarrow takes long.
+    from embodyrl.extensions.demonstrations.cards import read_card
+
+    key = None  # found by the environment's name of its statistics
+    with suppress(EmbodyError):  # `sft` reports missing and damaged data
+        env = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
+        key = None if env.benchmark.unnorm_key else env.name
+    return {"model.unnorm_key": key}
 
 
 SECTION = Section(

@@ -100,8 +100,9 @@ class _Sft:
         held_out = len(self.material.validation or ())
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
         where = [("output", str(folder.root)), folder.following]
+        scaled = [("scaling", self.material.scaled)] if self.material.scaled else []
         warnings = [("warning", doubt) for doubt in self.material.doubts]
-        session.announce([*self.facts, samples, *warnings, *where], self._total_steps())
+        session.announce([*self.facts, samples, *scaled, *warnings, *where], self._total_steps())
         request = PolicyRequest(
             env=self.material.env,
             device="auto",

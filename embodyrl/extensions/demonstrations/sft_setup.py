@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
-from embodyrl.commands.run_folder import weight_problems
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import join_messages
@@ -26,7 +26,7 @@ from embodyrl.extensions.demonstrations.reader import (
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Labels, Objective
 from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples, simulated_delay
-from embodyrl.extensions.demonstrations.statistics import vector_stats
+from embodyrl.extensions.demonstrations.statistics import scaling_stats, scaling_text
 from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.text.conversation import TextRow, join_pair
 from embodyrl.extensions.text.dataset import TextRows
@@ -36,7 +36,7 @@ from embodyrl.files import available_bytes, read_json
 from embodyrl.plan.run_plan import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import gripper_text
+from embodyrl.policies.inputs import gripper_text, input_problems
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.vla.conditioning import tagged
 from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
@@ -59,6 +59,8 @@ class Material:
     validation: Samples | None
     doubts: tuple[str, ...] = ()
     """Warnings about the data, one line each."""
+    scaled: str = ""
+    """Text for the start banner about dimensions that are constant or rarely differ; empty if there are none."""
 
     @property
     def left_out(self) -> str:
@@ -115,16 +117,8 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     assert isinstance(cfg.data, DemonstrationSettings)
     env, model = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
-    # Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
     measured = model.weights is not None and not ranked
-    source = resolve_asset(model.weights or "")
-    key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
-    if measured:
-        # The source may have no entry for these data, and their statistics depend on the policy's gripper: the spec
-        # is built with placeholder statistics.
-        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
-        model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
-    spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
+    spec, scaled = _spec(cfg, env, folder), ""
     if model.weights is None and spec.untrainable:
         raise ConfigError(
             f"model_type '{model.model_type}' needs a trainable checkpoint folder (model.path) for SFT. Use, for "
@@ -145,15 +139,33 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     if measured:
         demos, steps = train.demos, train.steps
         episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
-        entry = data_statistics(train.actions[:, train.history - 1], demos.state[steps], env, episodes)
-        model = with_statistics(cfg.model, source, folder, key, entry)
+        actions, states = train.actions[:, train.history - 1], demos.state[steps]
+        model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
+        scaled = scaling_text(actions, states)
     # An environment of this package may have a gripper that a task does not need.
     foreign = not is_ours(resolve_asset(str(cfg.data.path)))
     doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
     if train.executed is not None:
         committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
         env = replace(env, state_dim=env.state_dim + committed.width(env.action.dim), committed=committed)
-    return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts)
+    return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled)
+
+
+def _spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
+    """Return the policy spec for the data. Statistics of the initial weights, for other robots, are not read.
+
+    Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
+
+    Args:
+        cfg: config of the run.
+        env: environment of the data.
+        folder: new folder for a copy of the checkpoint with placeholder statistics.
+    """
+    model = cfg.model
+    if model.weights is not None and cfg.objective.name is not Objective.dpo:
+        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
+        model = with_statistics(model, folder, env, data_statistics(action, state, env, 0))
+    return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
 
 
 def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
@@ -170,7 +182,7 @@ def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
-    """Return the entry of `dataset_statistics.json` for a data set.
+    """Return the entry of `dataset_statistics.json` for a data set (see `scaling_stats`).
 
     Args:
         actions: [N, A] in the policy's gripper convention.
@@ -182,25 +194,32 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     if env.action.gripper is not None:
         # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
         mask[env.action.gripper.index] = False
-    entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
+    # Constant actions keep their value, and constant states may change later.
+    entry: dict[str, Any] = {"action": {**_describe(actions, unit=False), "mask": mask.tolist()}}
     if states.shape[-1]:
-        entry["proprio"] = _describe(states)
+        entry["proprio"] = _describe(states, unit=True)
     for part in entry:
         numbers = {name: row for name, row in entry[part].items() if name != "mask"}
         check_statistics(numbers, f"the {part} of the data", varies=part == "action")
     return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
 
 
-def _describe(values: FloatArray) -> dict[str, list[float]]:
-    stats = vector_stats(values)
+def _describe(values: FloatArray, *, unit: bool) -> dict[str, list[float]]:
+    stats = scaling_stats(values, unit=unit)[0]
     return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
 
 
-def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:
-    """Create the checkpoint folder `target` from `source` with the statistics of the data; return its config.
+def statistics_key(env: EnvSpec) -> str:
+    """Return the name under which the statistics of a data set are saved."""
+    return env.benchmark.unnorm_key or env.name
+
+
+def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dict[str, Any]) -> ModelSettings:
+    """Create a copy `target` of the model's checkpoint folder with the statistics of the data; return its config.
 
     Small files are copied, weights are linked: no large file is written before the first checkpoint.
     """
+    source, key = resolve_asset(str(model.weights)), statistics_key(env)
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         copy = target / path.name
@@ -250,7 +269,9 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     folders = (root, *more, *(() if val_path is None else (val_path,)))
     if problems := [line for folder in folders for line in check_layout(folder, cfg.data)]:
         raise ConfigError(problems)
-    count = POLICIES.get(cfg.model.model_type).spec(cfg.model, card.env, 0).inputs.num_images
+    with TemporaryDirectory() as scratch:
+        spec = _spec(cfg, card.env, Path(scratch))
+    count = spec.inputs.num_images
     (height, width), names = card.env.cameras.size, card.env.cameras.names
     unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
     cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unread}"
@@ -260,7 +281,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
-        *(("warning", doubt) for doubt in (*_input_doubts(cfg.model, card.env), *_prefix_doubts(cfg, folders))),
+        *(("warning", doubt) for doubt in (*_input_doubts(cfg.model, spec, card.env), *_prefix_doubts(cfg, folders))),
         training,
     ]
 
@@ -279,9 +300,11 @@ def _prefix_doubts(cfg: Config, folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
+def _input_doubts(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> list[str]:
     """Return warnings about differences between the inputs in the data and the inputs of the initial weights."""
-    found = [] if model.weights is None else weight_problems(model, env, resolve_asset(model.weights))
+    if model.weights is None:
+        return []
+    found = input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
     return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
 
 

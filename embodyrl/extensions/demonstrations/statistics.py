@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.types import IntArray
+from embodyrl.types import BoolArray, IntArray
 
 Stats = dict[str, npt.NDArray[np.float64]]
 """Statistics of one feature by name: min, max, mean, std, q01, q10, q50, q90, q99 and count."""
@@ -22,6 +22,46 @@ def vector_stats(values: np.ndarray) -> Stats:
         "count": np.array([len(array)], np.float64),
     }
     return stats | {name: np.quantile(array, q, axis=0) for name, q in QUANTILES.items()}
+
+
+_RARE = 10.0
+"""Range from min to max, relative to that from q01 to q99, from which on quantiles do not describe a dimension."""
+_CONSTANT = 1e-6
+"""Half of the range, relative to the value or to 1, up to which a dimension is constant."""
+
+
+def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, BoolArray]:
+    """Return statistics [D] with which every dimension of [T, D] can be normalised, and two masks [D].
+
+    Dimensions that rarely differ from one value get min and max as q01 and q99, their middle as mean, and half of the
+    range as std. The masks are True for constant dimensions and for dimensions that rarely differ.
+
+    Args:
+        values: states or actions.
+        unit: constant dimensions get a range of 1 on both sides, and std 1; False: their statistics are unchanged.
+    """
+    stats = vector_stats(values)
+    low, high = stats["min"], stats["max"]
+    middle, half = (low + high) / 2, (high - low) / 2
+    constant = half <= _CONSTANT * np.maximum(1.0, np.abs(middle))
+    rare = ~constant & (2 * half > _RARE * (stats["q99"] - stats["q01"]))
+    ends = {"q01": low, "q99": high, "mean": middle, "std": half}
+    stats |= {name: np.where(rare, row, stats[name]) for name, row in ends.items()}
+    if unit:
+        ends = dict.fromkeys(("min", "q01"), middle - 1) | dict.fromkeys(("max", "q99"), middle + 1)
+        ends |= {"mean": middle, "std": np.ones_like(half)}
+        stats |= {name: np.where(constant, row, stats[name]) for name, row in ends.items()}
+    return stats, constant, rare
+
+
+def scaling_text(actions: np.ndarray, states: np.ndarray) -> str:
+    """Name the dimensions that are constant, and those that rarely differ from one value; empty if there are none."""
+    found: dict[str, list[str]] = {"constant": [], "rarely different, scaled by min and max": []}
+    for part, values in (("action", actions), ("state", states)):
+        masks = scaling_stats(values, unit=False)[1:]
+        for names, mask in zip(found.values(), masks, strict=True):
+            names += [f"{part}[{index}]" for index in np.flatnonzero(mask)]
+    return " · ".join(f"{name}: {', '.join(names)}" for name, names in found.items() if names)
 
 
 def pixel_counts(frames: np.ndarray) -> IntArray:

@@ -216,10 +216,8 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
 
 def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: Path) -> ModelSettings:
     """Return the settings of the initial policy with the normalisation statistics of the data, as in SFT."""
-    model = stage.model
-    key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
     entry = data_statistics(demos.action, demos.state, env, demos.num_episodes)
-    return with_statistics(model, resolve_asset(str(model.weights)), folder, key, entry)
+    return with_statistics(stage.model, folder, env, entry)
 
 
 def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:

@@ -21,13 +21,14 @@ from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
 from embodyrl.policies.lerobot.settings import LeRobotSettings
-from embodyrl.policies.lerobot.units import STATISTICS, Statistics
+from embodyrl.policies.lerobot.units import CLIP, STATISTICS, Statistics
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     RANDOM_INIT_KEY,
     STATISTICS_FILE,
     WEIGHTS_FILE,
     check_statistics,
+    data_range,
     find_data_set,
     read_side_file,
 )
@@ -222,6 +223,7 @@ def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str,
         raise CheckpointError(f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again.") from error
     for part, numbers in rows.items():
         check_statistics(numbers, f"{path}: {part}", varies=part == "action")
+        rows[part] = numbers | dict(zip(CLIP, data_range(numbers), strict=True))
     found: dict[str, Mapping[str, Tensor]] = {ACTION: _tensors(rows["action"], slice(-config.action_dim, None))}
     if "proprio" in rows:
         state, both = config.state_dim, config.state_dim + config.environment_dim

@@ -17,6 +17,8 @@ PAIRS = {
 }
 """Names of the two statistics that each kind of normalization uses."""
 STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
+CLIP = ("low", "high")
+"""Range to which values are clipped before normalization, which only statistics of `embodyrl sft` have."""
 
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
@@ -52,7 +54,9 @@ class Units(nn.Module):
             self._modes[name] = mode
             shape = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
             low = 0.0 if mode is Normalization.MEAN_STD else -1.0
-            for place, value in zip(("first", "second"), (low, 1.0), strict=True):
+            unclipped = torch.finfo(torch.float32).max
+            values = {"first": low, "second": 1.0, "low": -unclipped, "high": unclipped}
+            for place, value in values.items():
                 self.register_buffer(_buffer(name, place), torch.full(shape, value))
 
     def fill(self, statistics: Statistics, where: object) -> None:
@@ -69,8 +73,9 @@ class Units(nn.Module):
                     f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization needs. Train the "
                     "policy on a data set with these statistics, or download its processor files again."
                 )
-            pair = [found[key].float() for key in PAIRS[mode]]
-            for mine, theirs in zip(self._pair(name), pair, strict=True):
+            used = {"first": PAIRS[mode][0], "second": PAIRS[mode][1]} | {key: key for key in CLIP if key in found}
+            for place, key in used.items():
+                mine, theirs = self.get_buffer(_buffer(name, place)), found[key].float()
                 if theirs.numel() != mine.numel() or not theirs.isfinite().all():
                     raise CheckpointError(
                         f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Download "
@@ -83,6 +88,7 @@ class Units(nn.Module):
         if (mode := self._modes.get(name)) is None:
             return x
         first, second = self._pair(name)
+        x = x.clamp(*(self.get_buffer(_buffer(name, place)) for place in CLIP))
         if mode is Normalization.MEAN_STD:
             return (x - first) / (second + self._eps)
         return 2 * (x - first) / self._span(first, second) - 1

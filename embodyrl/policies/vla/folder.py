@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json, read_small
@@ -119,3 +120,16 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
             raise CheckpointError(f"{where}: dimension {place} has a negative range or deviation ({name}). {cure}")
         if varies and len(spread) and not spread.any():
             raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {cure}")
+
+
+Clip = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+"""Lowest and highest values by dimension."""
+
+
+def data_range(numbers: Mapping[str, npt.ArrayLike]) -> Clip:
+    """Return the range to which values are clipped before normalization with statistics of the user's data.
+
+    The range is twice as wide as that from min to max.
+    """
+    low, high = (np.asarray(numbers[name], np.float64) for name in ("min", "max"))
+    return low - (high - low) / 2, high + (high - low) / 2

@@ -1,16 +1,17 @@
 """Model sizes from config.json of openpi, lerobot, transformers and embodyrl."""
 
 import json
-import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from golden_flow import NAMES, spec_of
 from tiny_vla import own_config, write_checkpoint
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
+from embodyrl.policies.flow.vla.folder import read_units, side_files
 
 OPENPI = {
     "action_dim": 32,
@@ -116,7 +117,27 @@ def test_lerobot_units_must_match_the_settings(form, told, keys, match, tmp_path
     (folder / "config.json").write_text(json.dumps(config | told))
     factory = POLICIES.get(form)
     cfg = factory.settings.model_validate({"model_type": form, "path": str(folder), "num_action_chunks": 3} | keys)
-    found = factory.validate(cfg)
-    assert (found == []) if match is None else re.search(match, found[0])
-    (folder / "dataset_statistics.json").write_text("{}")
-    assert factory.validate(cfg) == [], "what sft trained has units of its own"
+    with nullcontext() if match is None else pytest.raises(ConfigError, match=match):
+        read_units(folder, cfg, 8, 7)
+    if "normalization_mapping" in told:
+        numbers = {name: [float(i)] * 8 for i, name in enumerate(("q01", "min", "mean", "std", "max", "q99"))}
+        entry = {"action": {name: row[:7] for name, row in numbers.items()}, "proprio": numbers}
+        (folder / "dataset_statistics.json").write_text(json.dumps({"data": entry}))
+        read_units(folder, cfg, 8, 7)
+        config = json.loads(side_files(folder, cfg)["config.json"])
+        read = {"ACTION": str(cfg.normalization).upper(), "STATE": str(cfg.normalization).upper()}
+        assert config["normalization_mapping"] == told["normalization_mapping"] | read
+
+
+def test_sft_rejects_relative_actions(tmp_path):
+    folder = write_checkpoint(tmp_path / "pi0", "pi0", state_dim=8, action_dim=7)
+    cfg = POLICIES.get("pi0").settings.model_validate({"model_type": "pi0", "path": str(folder)})
+    (folder / "dataset_statistics.json").write_text(
+        json.dumps({"data": {"action": dict.fromkeys(("mean", "std", "min", "max", "q01", "q99"), [1.0] * 7)}})
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_relative_actions": True}))
+    with pytest.raises(ConfigError, match=r"use_relative_actions=true in config\.json: `embodyrl sft` trains absolute"):
+        read_units(folder, cfg, 8, 7)
+    with pytest.raises(ConfigError, match=r"model\.delta_dims=6: `embodyrl sft` trains absolute"):
+        read_units(folder, cfg.updated({"delta_dims": 6}), 8, 7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.numpy import load_file
+from test_vla_policy import settings
 from tiny_vla import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -243,9 +244,19 @@ def test_sft_statistics_are_written_in_lerobot_format(tmp_path):
     }
     (folder / "dataset_statistics.json").write_text(json.dumps({"table": entry}))
     (name,) = (path.name for path in folder.glob("policy_*"))
-    written = side_files(folder)
+    written = side_files(folder, settings("smolvla", folder))
     (tmp_path / name).write_bytes(written[name])
     found = read_lerobot(load_file(tmp_path / name), tmp_path)
     assert found["actions"].numbers["mean"] == (3.0,) * 7
     assert found["state"].numbers["q99"] == (6.0,) * 8
     assert json.loads(written["config.json"])["output_features"]["action"]["shape"] == [7]
+
+
+def test_published_quantiles_of_a_constant_column_are_kept():
+    """openpi: (x - q01) / (q99 - q01 + 1e-6) * 2 - 1, also where q01 = q99; and the inverse."""
+    units = FlowStatistics(numbers={"q01": (0.3, -1.0), "q99": (0.3, 1.0)}, where="file").quantiles()
+    assert units.scale == pytest.approx((5e-7, 1.0000005), rel=1e-9)
+    values = np.array([[0.3, -1.0], [0.3 + 1e-6, 0.0], [0.3 + 5e-7, 1.0]])
+    wanted = (values - [0.3, -1.0]) / np.array([1e-6, 2 + 1e-6]) * 2 - 1
+    np.testing.assert_allclose(units.normalise(values), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(units.unnormalise(wanted), values, rtol=1e-6, atol=1e-7)

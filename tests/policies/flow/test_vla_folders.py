@@ -66,7 +66,8 @@ def test_unnorm_key_selects_an_asset_folder(tmp_path: Path) -> None:
     policy = build("pi0", folder, unnorm_key="lab/other")
     policy.save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved/norm_stats.json").read_text())["norm_stats"]["state"]["mean"] == [0.7] * 5
-    assert side_files(folder, "lab/robot")["norm_stats.json"] != side_files(folder, "lab/other")["norm_stats.json"]
+    found = [side_files(folder, settings("pi0", folder, unnorm_key=f"lab/{name}")) for name in ("robot", "other")]
+    assert found[0]["norm_stats.json"] != found[1]["norm_stats.json"]
 
 
 @pytest.mark.parametrize("known", ["libero_spatial", "libero_spatial_no_noops"])

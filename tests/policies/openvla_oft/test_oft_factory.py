@@ -68,7 +68,6 @@ def test_valid_folder_and_preset_have_no_problems(checkpoint):
         ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
         ({"lora": LoraSettings(path="nowhere")}, "nowhere contains no adapter_config.json"),
         ({"is_lora": True, "use_film": True}, "supports evaluation only"),
-        ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],
 )
 def test_each_invalid_openvla_setting_gives_one_error_line(checkpoint, config, part):
@@ -92,7 +91,14 @@ def test_adapters_need_trained_weights():
 
 
 def test_openvla_config_errors_are_reported_together(checkpoint):
-    assert len(problems(checkpoint, lora=LoraSettings(r=8), unnorm_key="libero_9")) == 2
+    (checkpoint / "tokenizer.json").unlink()
+    assert len(problems(checkpoint, lora=LoraSettings(r=8))) == 2
+
+
+def test_unknown_statistics_are_an_error(checkpoint, env_spec):
+    cfg = model_of(path=str(checkpoint), unnorm_key="libero_9")
+    with pytest.raises(CheckpointError, match=r"No statistics 'libero_9'.*Known: .*libero_10_no_noops"):
+        POLICIES.get(cfg.model_type).spec(cfg, env_spec, 0)
 
 
 def test_incomplete_checkpoint_folders_are_refused(checkpoint):

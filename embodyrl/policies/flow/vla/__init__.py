@@ -9,7 +9,6 @@ from embodyrl.policies.flow.settings import check_steering, described, described
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
-    contradictions,
     doubts,
     prompt_form,
     read_folder,
@@ -158,10 +157,7 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
         ", which published checkpoints do not contain; copy that of the language model there (pi0, pi0.5: PaliGemma's; "
         "SmolVLA: SmolVLM2's)."
     )
-    return [
-        *contradictions(folder, cfg),
-        *lacking(folder, tokenizer=where, adapted=cfg.uses_adapters),
-    ]
+    return [*lacking(folder, tokenizer=where, adapted=cfg.uses_adapters)]
 
 
 FACTORY = VlaFactory()

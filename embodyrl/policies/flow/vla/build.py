@@ -126,7 +126,7 @@ class VlaFiles:
             adapter: spec of the trained adapters, if any.
         """
         self._base, self._reader, self._adapter = base, network.reader, adapter
-        self._side_files = side_files(base, network.reader.unnorm_key)
+        self._side_files = side_files(base, network.reader.cfg)
         paligemma = isinstance(network.model.spec, Pi0Spec)
         self._source: Source | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
 
@@ -166,7 +166,7 @@ class VlaFiles:
             load_adapter(module, adapter)
             _load_beside(module, folder)
         self._reader.adopt(folder)
-        self._side_files = side_files(folder, self._reader.unnorm_key)
+        self._side_files = side_files(folder, self._reader.cfg)
 
     def load_merged(self, module: nn.Module, adapter: Path) -> None:
         """Read the weights of `model.path` and merge an adapter into them.

@@ -16,7 +16,7 @@ from embodyrl.errors import CheckpointError, ConfigError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
-from embodyrl.policies.flow.vla.processors import check_processors, prompt_limit
+from embodyrl.policies.flow.vla.processors import MODES, check_processors, prompt_limit
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.statistics import (
     LEROBOT_EPS,
@@ -38,7 +38,7 @@ from embodyrl.policies.vla.folder import (
     saved_config,
     starts_random,
 )
-from embodyrl.policies.vla.processors import PREPROCESSOR
+from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
 from embodyrl.types import FloatArray
 
 
@@ -101,27 +101,21 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
     return spec if cfg.horizon is None else replace(spec, horizon=cfg.horizon)
 
 
-def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
+def _contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     """Return contradictions between LeRobot's config.json and the settings."""
-    try:
-        told: dict[str, Any] = read_json(folder / CONFIG_FILE)
-        modes: dict[str, str] = told.get("normalization_mapping") or {}
-        relative = bool(told.get("use_relative_actions"))
-        found = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return []
-    # Models trained by `embodyrl sft` have their own statistics and settings.
-    own = (folder / STATISTICS_FILE).exists()
+    told = _config(folder)
+    modes: dict[str, str] = told.get("normalization_mapping") or {}
+    found = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
     problems = []
     known = {str(mode).upper(): str(mode) for mode in Normalization}
-    if not own and found - {str(cfg.normalization).upper()}:
+    if found - {str(cfg.normalization).upper()}:
         fix = [known[mode] for mode in known if {mode} == found]
         fix = f"set model.normalization={fix[0]}" if fix else f"only {', '.join(known.values())} are supported"
         problems.append(
             f"model.normalization={cfg.normalization}: {folder / CONFIG_FILE} was trained with "
             f"{' and '.join(sorted(found))} (normalization_mapping); {fix}."
         )
-    if not own and relative and not cfg.delta_dims:
+    if told.get("use_relative_actions") and not cfg.delta_dims:
         problems.append(
             f"model.delta_dims=0: {folder / CONFIG_FILE} was trained on actions relative to the state "
             f"(use_relative_actions); set it to the number of relative dimensions (all except the gripper: 6 on "
@@ -179,8 +173,11 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
 
     Raises:
         CheckpointError: the statistics are missing, ambiguous, or have too few dimensions.
-        ConfigError: statistics written by `embodyrl sft` are of absolute actions.
+        ConfigError: the settings contradict config.json, or `embodyrl sft` wrote statistics of absolute actions.
     """
+    own = (folder / STATISTICS_FILE).exists()
+    if not own and (problems := _contradictions(folder, cfg)):
+        raise ConfigError(problems)
     found, eps = _find_statistics(folder, cfg, action_dim)
     if not found:
         if starts_random(folder):
@@ -190,10 +187,11 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
             f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Download them with the weights; without them actions "
             f"cannot be unnormalised."
         )
-    if cfg.delta_dims and (folder / STATISTICS_FILE).exists():
+    if own and (cfg.delta_dims or _config(folder).get("use_relative_actions")):
+        key = f"model.delta_dims={cfg.delta_dims}" if cfg.delta_dims else f"use_relative_actions=true in {CONFIG_FILE}"
         raise ConfigError(
-            f"model.delta_dims={cfg.delta_dims}: the statistics that `embodyrl sft` wrote to {folder} describe "
-            "absolute actions; set model.delta_dims=0."
+            f"{key}: `embodyrl sft` trains absolute actions, which its {STATISTICS_FILE} describes. Set "
+            "model.delta_dims=0, and use a checkpoint without use_relative_actions."
         )
     sizes = {"actions": action_dim} | ({"state": state_dim} if reads_state(cfg) else {})
     units: dict[str, Affine] = {}
@@ -210,18 +208,19 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         if len(affine.shift) < size or not padded:
             raise CheckpointError(
                 f"{statistics.where} has {len(affine.shift)} dimensions, but the environment has {size}. The "
-                f"checkpoint was trained on another robot; use another checkpoint, or train it with `embodyrl sft`."
+                f"checkpoint was trained on another robot. Use another checkpoint, or fine-tune it with `embodyrl sft`."
             )
-        units[part] = Affine(shift=affine.shift[:size], scale=affine.scale[:size])
+        clip = statistics.clip(size) if own else ()
+        units[part] = Affine(shift=affine.shift[:size], scale=affine.scale[:size], clip=clip)
     return Units(state=units.get("state"), actions=units["actions"])
 
 
 def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[Mapping[str, FlowStatistics], float]:
     """Return statistics by part (state, actions), and the epsilon that is added to the denominators."""
     key = cfg.unnorm_key
+    processors = check_processors(folder, cfg, action_dim)
     if (folder / STATISTICS_FILE).exists():
         return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
-    processors = check_processors(folder, cfg, action_dim)
     if (openpi := _openpi_file(folder, key)) is not None:
         return read_openpi(openpi), OPENPI_EPS
     if processors.statistics:
@@ -270,18 +269,21 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
         ) from error
 
 
-def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
-    """Read configuration, tokenizer, processors and the statistics of `key`, to save them with new weights."""
+def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
+    """Read configuration, tokenizer, processors and the statistics of the settings, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     found = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
-    if STATISTICS_FILE not in found and (openpi := _openpi_file(folder, key)) is not None:
-        found[OPENPI_FILE] = read_side_file(openpi)
     found[CONFIG_FILE] = saved_config(found[CONFIG_FILE])
-    return _told_to_lerobot(found) if STATISTICS_FILE in found else found
+    if STATISTICS_FILE in found:
+        found.pop(OPENPI_FILE, None)  # statistics of other data
+        return _told_to_lerobot(found, MODES[cfg.normalization])
+    if (openpi := _openpi_file(folder, cfg.unnorm_key)) is not None:
+        found[OPENPI_FILE] = read_side_file(openpi)
+    return found
 
 
-def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Copy embodyrl's statistics into the LeRobot files among `files`; return all files."""
+def _told_to_lerobot(files: dict[str, bytes], mode: str) -> dict[str, bytes]:
+    """Copy embodyrl's statistics and normalization into the LeRobot files among `files`; return all files."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}
@@ -289,7 +291,18 @@ def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
         kept = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC.fullmatch(k))}
         told = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _TOLD if n in row}
         files[name] = save(kept | {key: np.asarray(row, np.float32) for key, row in told.items()})
-    for part, (_, features) in parts.items():
-        if part in numbers and part in config.get(features, {}):
-            config[features][part]["shape"] = [len(numbers[part]["mean"])]
-    return files | {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode()}
+    modes = dict.fromkeys((part.rpartition(".")[2].upper() for part in numbers), mode)
+    if config.get("normalization_mapping"):
+        config["normalization_mapping"] |= modes
+    names = [name for name in (f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json") if name in files]
+    processors = {name: json.loads(files[name]) for name in names}
+    steps = [step.get("config") or {} for content in processors.values() for step in content["steps"]]
+    for step in steps:
+        if "norm_map" in step:
+            step["norm_map"] |= modes
+    described = [*(config.get(name) for _, name in parts.values()), *(step.get("features") for step in steps)]
+    for features in filter(None, described):
+        for part in numbers.keys() & features.keys():
+            features[part]["shape"] = [len(numbers[part]["mean"])]
+    changed = {CONFIG_FILE: config, **processors}
+    return files | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in changed.items()}

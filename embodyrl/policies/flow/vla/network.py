@@ -199,7 +199,7 @@ class VlaReader:
         Raises:
             CheckpointError: the files are missing, damaged or do not fit the environment.
         """
-        self._cfg, self._spec, self._env = cfg, spec, request.env
+        self.cfg, self._spec, self._env = cfg, spec, request.env
         self._device = torch.device(request.device)
         form = prompt_form(cfg, spec, folder)
         self._prompts = FlowPrompts(
@@ -209,14 +209,9 @@ class VlaReader:
         )
         self.adopt(folder)
 
-    @property
-    def unnorm_key(self) -> str | None:
-        """Key of the normalization statistics: a robot or a data set."""
-        return self._cfg.unnorm_key
-
     def adopt(self, folder: Path) -> None:
         """Read the normalization statistics of a weights folder."""
-        self._units = read_units(folder, self._cfg, self._env.own_state_dim, self._env.action.dim)
+        self._units = read_units(folder, self.cfg, self._env.own_state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
@@ -225,7 +220,7 @@ class VlaReader:
 
         Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalised.
         """
-        count, cameras = len(obs), self._cfg.num_images_in_input
+        count, cameras = len(obs), self.cfg.num_images_in_input
         frames = obs.images[:, :cameras]
         if self._env.cameras.rotation_deg == 180:
             frames = frames[..., ::-1, ::-1, :]
@@ -252,11 +247,11 @@ class VlaReader:
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Convert flow outputs [B, K, D] to environment actions [B, K, A]."""
         actions = self._units.actions.unnormalise(x[..., : self._env.action.dim])
-        return from_deltas(actions, obs.state, self._cfg.delta_dims)
+        return from_deltas(actions, obs.state, self.cfg.delta_dims)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
         """Convert environment actions [B, H, A] to flow targets [B, H, D], padded with zeros."""
-        relative = to_deltas(actions, obs.state, self._cfg.delta_dims)
+        relative = to_deltas(actions, obs.state, self.cfg.delta_dims)
         return pad_dims(self._units.actions.normalise(relative), self._spec.action_dim)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
-from embodyrl.policies.vla.folder import CONFIG_FILE, read_side_file
+from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, read_side_file
 from embodyrl.policies.vla.processors import (
     ABSOLUTE,
     POSTPROCESSOR,
@@ -26,7 +26,7 @@ _STEPS = {
     "pi05": (TOKENIZER, _STATE_PROMPT, *RELATIVE),
 }
 """Additional processor steps of LeRobot 0.4 and 0.5 by model; `vla/processors.py` lists the common steps."""
-_MODES = {Normalization.mean_std: "MEAN_STD", Normalization.quantiles: "QUANTILES"}
+MODES = {Normalization.mean_std: "MEAN_STD", Normalization.quantiles: "QUANTILES"}
 _IN_LEROBOT = "or set model=lerobot to run the policy in LeRobot."
 
 
@@ -39,7 +39,8 @@ def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Process
     names = [f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json"]
     paths = [*(folder / name for name in names), *sorted(folder.glob("policy_*processor*.safetensors"))]
     files = {path.name: read_side_file(path) for path in paths if path.is_file()}
-    mode = _MODES[cfg.normalization]
+    # After SFT, the normalization is that of the settings, which `side_files` writes into the processors.
+    mode = None if (folder / STATISTICS_FILE).exists() else MODES[cfg.normalization]
     mine = Processing(
         before=_STEPS[cfg.model_type],
         after=(ABSOLUTE,),

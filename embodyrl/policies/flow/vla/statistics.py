@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
-from embodyrl.policies.vla.folder import check_statistics, find_data_set
+from embodyrl.policies.vla.folder import Clip, check_statistics, data_range, find_data_set
 from embodyrl.types import FloatArray
 
 OPENPI_FILE = "norm_stats.json"
@@ -30,11 +30,15 @@ class Affine:
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
+    clip: Clip | tuple[()] = ()
+    """Lowest and highest values by dimension, to which `normalise` clips; (): no clipping."""
 
     def normalise(self, x: npt.ArrayLike) -> FloatArray:
         """Normalise the first D elements of the last dimension of x."""
         out = np.array(x, np.float64)
         size = len(self.shift)
+        if self.clip:
+            out[..., :size] = np.clip(out[..., :size], *self.clip)
         out[..., :size] = (out[..., :size] - np.asarray(self.shift)) / np.asarray(self.scale)
         return out.astype(np.float32)
 
@@ -71,6 +75,11 @@ class FlowStatistics:
         low, high = self._pair("q01", "q99")
         half = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
         return Affine(shift=tuple(a + h for a, h in zip(low, half, strict=True)), scale=half)
+
+    def clip(self, size: int) -> Clip:
+        """Return the range of the first `size` dimensions, see `data_range`."""
+        low, high = data_range(self.numbers)
+        return low[:size], high[:size]
 
     def _pair(self, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         found = [self.numbers.get(name, ()) for name in (first, second)]
