@@ -154,6 +154,20 @@ def test_advantage_clip_bounds_advantages():
     assert batch.advantage.max() == 0.5
 
 
+@pytest.mark.parametrize("per_task", [False, True])
+def test_whitening_counts_executed_actions_only(per_task: bool):
+    """Advantages of actions; the first episode ends within its second chunk, whose last reward does not count."""
+    keys = {"gamma": 1.0, "reward_type": RewardLevel.action_level, "normalize_per_task": per_task}
+    cfg = algorithm_of(adv_type="gae", group_size=1, normalize_advantages=True, **keys)
+    ran, zeros = [[True, True], [True, False]], np.zeros((2, 2))
+    first = make_episode([[1.0, 0.0], [2.0, 5.0]], valid=ran, value=zeros, bootstrap=[0.0, 0.0])
+    second = make_episode([[0.0, 1.0]], episode_id=1, value=zeros[:1], bootstrap=[0.0, 0.0], first_record=2)
+    earned = np.array([3.0, 2.0, 2.0, 1.0, 1.0])
+    white = (earned - earned.mean()) / earned.std(ddof=1)
+    found = Algorithm(cfg).prepare([first, second]).advantage
+    np.testing.assert_allclose(found, [white[:2], [white[2], 0.0], white[3:]], atol=1e-6)
+
+
 def test_normalize_per_task_balances_reward_scales():
     """Rewards of one task are a hundred times larger; whitened together, the other task would have almost no weight."""
     episodes = []

@@ -10,7 +10,7 @@ from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import records_of
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.commands.train import StepRollouts
 from embodyrl.envs.reward import RewardStep
@@ -94,6 +94,41 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         assert set(batch.records.tolist()) <= held
         stage.workers.scheduler.release(rollout)
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
+
+
+@pytest.mark.needs("curriculum")
+def test_refills_use_the_outcomes_of_the_curriculum(tmp_path):
+    """One of two tasks is solved always, so most refills are of the other."""
+    words = (
+        "env.kwargs.tasks=2",
+        "env.kwargs.goal=99",
+        "algorithm.filter_rewards=[0.1,0.9]",
+        "env.train.total_num_envs=16",
+    )
+    with running_crew(tmp_path, *words, "algorithm.filter_refills=1", "algorithm.curriculum=1") as stage:
+        assert stage.run_plan.algorithm is not None
+        stage.run_plan.algorithm.seen |= {"0": [500.0, 500.0], "1": [50.0, 100.0]}
+        rollout = collect(stage, sampler_of(stage), 0)
+        assert rollout.refills == 8
+        assert {e.spec.task_id for e in rollout.episodes} == {1}
+        stage.workers.scheduler.release(rollout)
+
+
+@pytest.mark.needs("objectives")
+def test_states_of_steps_are_hashes_of_their_own_observations(tmp_path):
+    """Two copies of one observation are one state of GiGPO; all others differ."""
+    with running_crew(tmp_path, "algorithm=gigpo", "env.kwargs.goal=99", "runner.deterministic=true") as stage:
+        algorithm, arena = stage.run_plan.algorithm, stage.workers.arena
+        assert algorithm is not None
+        rollout = collect(stage, sampler_of(stage), 0)
+        own, other = (episode.records for episode in rollout.episodes[:2])
+        for field in OBSERVATION:
+            arena[field][other[1]] = arena[field][own[1]]
+        states = Actors(stage.workers.scheduler, arena, algorithm, stage.run_plan).score(rollout).states
+        assert [len(one) for one in states] == [len(e.records) for e in rollout.episodes]
+        assert states[0][1] == states[1][1]
+        assert len({*states[0].tolist()}) == len(own) > 1
+        stage.workers.scheduler.release(rollout)
 
 
 def test_episodes_lost_in_refills_are_counted(tmp_path):

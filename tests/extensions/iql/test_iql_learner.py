@@ -21,9 +21,11 @@ from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.iql import values
+from embodyrl.extensions.iql.estimator import IqlSettings
 from embodyrl.extensions.iql.learner import IqlLearner
 from embodyrl.extensions.iql.transitions import ends_of, transitions_of
 from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.settings import OptimSettings
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
@@ -72,6 +74,25 @@ def test_iql_transitions_match_a_hand_computed_table():
     assert found.after.tolist() == [2, 2, 2, 5, 6]
     assert found.reward.tolist() == [10.0, 30.0, 20.0, 10.0, 30.0]
     assert found.discount.tolist() == [0.5, 0.0, 0.0, 0.5, 0.5]
+
+
+def test_values_fit_the_smaller_target_critic():
+    """The loss of V by hand, and of the advantages: expectile of min(Q1, Q2) - V."""
+    rng, rules = torch.Generator().manual_seed(0), IqlSettings(expectile=0.8, critic_width=8)
+    inputs = torch.randn(60, 3, generator=rng), torch.randn(60, 2, generator=rng)
+    found = values.IqlValues(*inputs, rules, OptimSettings(value_lr=0.0), seed=1)
+    for parameter in found.targets.parameters():
+        torch.nn.init.normal_(parameter, generator=rng)
+    normal = [(x - x.mean(0)) / x.std(0, correction=0) for x in inputs]
+    with torch.no_grad():
+        both, guess = found.targets(*normal), found.value(normal[0], normal[0][:, :0])[0]
+    assert {*(both[0] < both[1]).tolist()} == {True, False}
+    gap = torch.minimum(*both) - guess
+    wanted = (torch.where(gap < 0, 0.2, 0.8) * gap**2).mean()
+    rows = torch.arange(60)
+    advantage, numbers = found.update(rows, rows, torch.zeros(60), torch.zeros(60))
+    assert numbers["value_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    torch.testing.assert_close(advantage, gap)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from embodyrl.extensions.reporting.paired import mcnemar, pair, pair_suites
+from embodyrl.extensions.reporting.paired import mcnemar, pair, pair_suites, rate_difference
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.keys import state_keys
@@ -94,6 +94,17 @@ def test_return_gain_is_significant_if_its_interval_excludes_zero() -> None:
     assert mixed.gain.value == pytest.approx(0.25)
     assert not mixed.differ
     assert "no significant difference" in mixed.sentence(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("states", "wins", "n"), [(20, 10, 20), (2, 10, 2)], ids=["20 states", "10 pairs of each of 2 states"]
+)
+def test_difference_interval_counts_repeated_states_once(states: int, wins: int, n: int) -> None:
+    """20 pairs, of which 10 are won: Bonett and Price by hand, with the states as sample size."""
+    changes = [(k * states // 20, int(k < wins)) for k in range(20)]
+    won, lost = (n / 2 + 1) / (n + 2), 1 / (n + 2)
+    half = 1.96 * ((won + lost - (won - lost) ** 2) / (n + 2)) ** 0.5
+    assert rate_difference(changes) == pytest.approx((max(won - lost - half, -1), min(won - lost + half, 1)))
 
 
 def test_discordant_pairs_are_counted_per_side() -> None:

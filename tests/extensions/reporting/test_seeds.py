@@ -67,6 +67,21 @@ def test_bootstrap_resamples_runs_within_each_task() -> None:
     assert low < -0.3 < 0.3 < high, "each task draws runs of its own; of the same ones the mean is always 0"
 
 
+@pytest.mark.parametrize("sizes", [(5,), (4, 6), (10, 3)])
+def test_bootstrap_interval_has_the_degrees_of_freedom_of_its_groups(sizes: tuple[int, ...]) -> None:
+    """One group of n runs: n - 1; two groups: those of both together, as in a t test."""
+    rng, drawn = np.random.default_rng(2), []
+
+    def statistic(*samples: np.ndarray) -> np.ndarray:
+        drawn.append(sum((i + 1) * mean_of_all(one) for i, one in enumerate(samples)))
+        return drawn[0]
+
+    freedom = sum(size - 1 for size in sizes)
+    outside = stats.norm.cdf(-np.sqrt((freedom + 1) / freedom) * stats.t.ppf(0.975, freedom))
+    found = stratified_bootstrap([rng.normal(size=(size, 2)) for size in sizes], statistic)
+    assert found == pytest.approx(tuple(np.quantile(drawn[0], (outside, 1 - outside))), rel=3e-3)
+
+
 def test_mean_interval_matches_students_t() -> None:
     mean, low, high = mean_interval([0.80, 0.90, 0.85])
     wanted = stats.t.interval(0.95, 2, loc=0.85, scale=stats.sem([0.80, 0.90, 0.85]))
@@ -138,15 +153,17 @@ def test_seed_without_success_counts_as_success_rate_zero(tmp_path: Path) -> Non
     group = scored(tmp_path, "a", silent, [True, None, None, True], [None, True, None, None])
     assert "(0.0 %; 50.0 %; 25.0 %)" in group.summary()[0]
     never = SeedGroup(tuple(replace(r, evaluations=(silent_end(r),)) for r in group.runs))
-    assert "mean over seeds 0, 1, 2: -9 " in never.summary()[0], "of no run anything is known"
+    assert "mean over seeds 0, 1, 2: 9 " in never.summary()[0], "of no run anything is known"
     mixed = SeedGroup((never.runs[0], *group.runs[1:]))
     assert "(0.0 %; 50.0 %; 25.0 %)" in mixed.summary()[0]
-    assert "over 2 tasks" in str(improvement(never, mixed))
+    # By success: ((1 + 2 / 2) / 3 + (2 + 1 / 2) / 3) / 2, although the returns of `never` are higher.
+    assert ": 0.75 over 2 tasks" in str(improvement(never, mixed)), "only the second group ever succeeds"
+    assert ": 0.25 over 2 tasks" in str(improvement(mixed, never))
 
 
 def silent_end(run: History) -> Evaluation:
     end = run.evaluations[-1]
-    said = (replace(e, success_once=None, success_at_end=None, episode_return=-9.0) for e in end.episodes)
+    said = (replace(e, success_once=None, success_at_end=None, episode_return=9.0) for e in end.episodes)
     return replace(end, episodes=tuple(said))
 
 

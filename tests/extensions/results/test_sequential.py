@@ -12,7 +12,8 @@ import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.cli.main import main
-from embodyrl.extensions.results.sequential import covering, log_e_value, run_test
+from embodyrl.extensions.results.sequential import _differences, covering, log_e_value, run_test
+from embodyrl.monitor.history import EpisodeRow
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.types import ActionSpec, EnvSpec, PolicySpec
 
@@ -47,6 +48,19 @@ def test_e_value_is_a_martingale_under_the_null_hypothesis() -> None:
 @pytest.mark.parametrize("case", ["0.5, 0.5", "0.9, 0.9"])
 def test_false_positive_rate_over_all_interim_tests_is_at_most_5_percent(case: str) -> None:
     assert 0.005 < simulated(case, 2000)[0] <= 0.05
+
+
+def test_pairs_have_the_same_state_and_seed() -> None:
+    """Two seeds of one state with different outcomes, in any order; a row without partner is left out."""
+
+    def row(state: int, seed: int, won: bool) -> EpisodeRow:
+        common = {"task_id": 0, "task": "t", "steps": 3, "terminated": True, "truncated": False, "seconds": 0.1}
+        own: dict[str, Any] = {"episode": seed, "reset_id": state, "seed": seed, "success_once": won}
+        return EpisodeRow(**common, **own, success_at_end=won, episode_return=float(won), video=None)
+
+    first = [row(0, 1, True), row(0, 2, False), row(1, 1, False), row(2, 1, True)]
+    second = [row(1, 1, True), row(0, 2, False), row(0, 1, True), row(3, 1, True)]
+    assert _differences(first, second) == [1, 0, 0]
 
 
 def test_success_rates_that_vary_by_state_cause_no_false_positives() -> None:

@@ -72,12 +72,21 @@ def folder(tmp_path: Path) -> Path:
     return start
 
 
-def build(folder: Path | None, *, value_dim: int = 0, seed: int = 0, env: EnvSpec = ENV, **keys: Any) -> FlowPolicy:
+def build(
+    folder: Path | None,
+    *,
+    value_dim: int = 0,
+    seed: int = 0,
+    env: EnvSpec = ENV,
+    temperature: float = 1.0,
+    **keys: Any,
+) -> FlowPolicy:
     defaults = {"num_action_chunks": 3, "precision": "fp32", "num_images_in_input": len(env.cameras.names)}
     path = None if folder is None else str(folder)
     cfg = FACTORY.settings.model_validate({"model_type": "flow_small", "path": path} | defaults | keys, strict=False)
     assert FACTORY.validate(cfg) == []
-    policy = FACTORY.build(cfg, PolicyRequest(env=env, value_dim=value_dim, device="cpu", seed=seed))
+    request = PolicyRequest(env=env, value_dim=value_dim, device="cpu", seed=seed, temperature=temperature)
+    policy = FACTORY.build(cfg, request)
     assert isinstance(policy, FlowPolicy)
     policy.costs = FACTORY.costs(cfg, env, value_dim)
     return policy
