@@ -216,6 +216,8 @@ class EnvSpec:
     """Tasks whose episodes also depend on the seed; for other tasks, the reset id determines the episode."""
     cameras: CameraSpec = CameraSpec()
     state_dim: int = 0
+    history: int = 1
+    """Number of observation steps in the images and the state, oldest first."""
     goal: GoalSpec | None = None
     committed: CommittedSpec | None = None
     """Committed actions at the end of the state, if the policy observes them."""
@@ -311,6 +313,8 @@ class PolicySpec:
     value_dim: int = 0
     """V: number of values per chunk: 0 (no value head), 1 (chunk level) or K (action level)."""
     inputs: InputSpec = InputSpec()
+    observed_steps: int = 1
+    """Number of observation steps that the policy reads, see `EnvSpec.history`; 0: any number."""
     gripper: GripperConvention | None = None
 
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
@@ -390,10 +394,7 @@ class PolicyCosts:
         return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
 
     def scoring(self, samples: float) -> tuple[int, int]:
-        """Return the temporary memory in bytes for log-probabilities, without and with gradient checkpointing.
-
-        Both include the gradient of the output matrix, which is added to the gradient of earlier micro-batches.
-        """
+        """Return the bytes for log-probabilities and their output-matrix gradient: (without, with) checkpointing."""
         one, most = self.logit_bytes
         stored, again = (max(min(int(samples * one), most) + matrix, 2 * matrix) for matrix in self.scoring_bytes)
         return stored, again

@@ -260,6 +260,12 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         problems.append(
             f"model '{policy.name}' reads a state vector, but env '{env.name}' has none; try {fitting_models(env)}."
         )
+    if policy.observed_steps not in (0, env.history):
+        problems.append(
+            f"env '{env.name}' shows {env.history} observation steps, but model '{policy.name}' reads "
+            f"{policy.observed_steps}; set env.env_type=NAME_history env.history={policy.observed_steps}, or for "
+            f"`embodyrl sft` data.history={policy.observed_steps}."
+        )
     if policy.scripted and not env.expert.tasks:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
     if not policy.scripted and (env.action.gripper is None) != (policy.gripper is None):

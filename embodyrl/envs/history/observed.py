@@ -16,7 +16,7 @@ def with_history(env: EnvSpec, steps: int) -> EnvSpec:
     if goal is not None:
         goal = GoalSpec(achieved=_later(goal.achieved, offset), desired=_later(goal.desired, offset))
     cameras = replace(env.cameras, names=(*earlier, *shown))
-    return replace(env, cameras=cameras, state_dim=steps * env.state_dim, goal=goal)
+    return replace(env, cameras=cameras, state_dim=steps * env.state_dim, goal=goal, history=steps * env.history)
 
 
 def _later(columns: tuple[int, int], offset: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ frames have the same scale.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,12 +29,24 @@ def draw(count: int, seed: int) -> Tensor:
     return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
 
 
+def draw_samples(seeds: Sequence[int], count: int, size: int, images: int, steps: int) -> Tensor:
+    """Sample the random numbers [6, count, images] of `count` samples, whose images are those of `steps` env steps.
+
+    Images of one camera get equal numbers in all steps, so that only the scene moves between them. Each part of `size`
+    samples has its own seed.
+    """
+    cameras = images // steps
+    sizes = [min(size, count - start) for start in range(0, count, size)]
+    drawn = [draw(n * cameras, seed).unflatten(1, (n, cameras)) for n, seed in zip(sizes, seeds, strict=True)]
+    return torch.cat(drawn, 1).repeat(1, 1, steps)
+
+
 def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray:
-    """Augment each frame independently with the recipe of this module.
+    """Augment each frame with the recipe of this module; frames with equal random numbers are changed equally.
 
     Args:
         images: [B, C, H, W, 3] uint8.
-        draws: [6, B, C] in [0, 1), see `draw`.
+        draws: [6, B, C] in [0, 1), see `draw_samples`.
         device: device of the computation.
 
     Returns:

@@ -13,7 +13,7 @@ from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import Message, join_messages, split_messages
-from embodyrl.extensions.demonstrations.augment import augment, draw
+from embodyrl.extensions.demonstrations.augment import augment, draw_samples
 from embodyrl.extensions.demonstrations.settings import Objective
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal
@@ -51,6 +51,7 @@ class ImitationLearner(Learner):
         self._arena = context.arena
         self._objective = context.objective
         self._reference = context.reference
+        self._history = context.env.history
         labels = self._objective.labels
         if isinstance(self._policy, Conditioned):
             # SFT without suffixes trains the plain prompt, with which the policy then acts.
@@ -196,14 +197,11 @@ class ImitationLearner(Learner):
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Return the random numbers [6, count, C] for augmentation (see `draw`), independent of the number of ranks."""
-        cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
+        """Return the random numbers for augmentation (see `draw_samples`), independent of the number of ranks."""
+        cameras = self._arena[Record.images].shape[1]
         if not seeds or not cameras:
             return None
-        sizes = [min(size, count - start) for start in range(0, count, size)]
-        return torch.cat(
-            [draw(n * cameras, seed).unflatten(1, (n, cameras)) for n, seed in zip(sizes, seeds, strict=True)], 1
-        )
+        return draw_samples(seeds, count, self._trainer.cfg.micro_batch_size, cameras, self._history)
 
 
 def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:

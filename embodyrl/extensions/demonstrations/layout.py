@@ -124,6 +124,7 @@ ENV_FIELDS = {
     "grey": "cameras.grey",
     "image_rotation_deg": "cameras.rotation_deg",
     "state_dim": "state_dim",
+    "history": "history",
     "unnorm_key": "benchmark.unnorm_key",
     "max_episode_steps": "max_episode_steps",
 }
@@ -134,6 +135,8 @@ def _env_to_json(env: EnvSpec) -> dict[str, Any]:
     """Return the fields of an environment spec that describe the data, as JSON values."""
     fields = {name: attrgetter(path)(env) for name, path in ENV_FIELDS.items()}
     space = {name: getattr(env.action, name) for name in ("kind", "sizes", "low", "high")}
+    if env.history == 1:  # as in the files of version 0.1
+        del fields["history"]
     return fields | {"gripper": env.action.gripper and asdict(env.action.gripper), "action_space": space}
 
 
@@ -155,6 +158,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
             rotation_deg=raw["image_rotation_deg"],
         ),
         state_dim=raw["state_dim"],
+        history=raw.get("history", 1),
         benchmark=BenchmarkSpec(unnorm_key=raw.get("unnorm_key")),
         max_episode_steps=raw.get("max_episode_steps", 0),
     )

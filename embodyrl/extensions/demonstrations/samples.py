@@ -54,7 +54,7 @@ class Samples:
             state = demos.state[step]
         else:
             seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
-            arena[Record.images][record] = demos.images[seen].reshape(-1, *demos.images.shape[2:])
+            arena[Record.images][record] = np.concatenate(demos.images[seen])
             state = demos.state[seen].ravel()
         if self.executed is not None:  # the columns of `CommittedSpec`
             rows = self.executed[row]

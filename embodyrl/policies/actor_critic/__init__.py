@@ -50,6 +50,7 @@ class ActorCriticFactory:
                 num_images=max(1, len(env.cameras.names)) if self.reads_images else 0,
                 state=env.state_dim > 0 or not self.reads_images,
             ),
+            observed_steps=0,
             gripper=env.action.gripper,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             differentiable=shape.squashed,

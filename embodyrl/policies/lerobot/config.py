@@ -141,12 +141,12 @@ class LeRobotConfig(BaseModel):
         if env.state_dim != state:
             problems.append(
                 f"env '{env.name}' has a state of {env.state_dim} numbers, but the checkpoint needs "
-                f"{self.state_dim + self.environment_dim}{history}{_cure(steps)}"
+                f"{self.state_dim + self.environment_dim}{history}{_cure(steps, env)}"
             )
         if cameras > len(env.cameras.names):
             problems.append(
                 f"env '{env.name}' has {len(env.cameras.names)} cameras, but the checkpoint needs {len(self.cameras)}"
-                f"{history}{_cure(steps)}"
+                f"{history}{_cure(steps, env)}"
             )
         if self.cameras and env.cameras.size != self.image_size:
             height, width = self.image_size
@@ -171,8 +171,8 @@ class LeRobotConfig(BaseModel):
         return json.dumps({"type": kind} | head | common | kept | mine, indent=4).encode()
 
 
-def _cure(steps: int) -> str:
-    if steps == 1:
+def _cure(steps: int, env: EnvSpec) -> str:
+    if steps == env.history:
         return ". Choose another environment or checkpoint."
     return f". Set env.env_type=NAME_history env.history={steps}, or for `embodyrl sft` data.history={steps}."
 

@@ -122,6 +122,7 @@ class LeRobotFactory(ABC):
                 state=config.state_dim + config.environment_dim > 0,
                 rotates_images=True,
             ),
+            observed_steps=config.n_obs_steps,
             gripper=env.action.gripper,
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts,

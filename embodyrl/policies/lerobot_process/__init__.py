@@ -61,6 +61,7 @@ class LeRobotProcessFactory:
                 instructions=True,
                 rotates_images=True,
             ),
+            observed_steps=saved.n_obs_steps,
             gripper=env.action.gripper,
             takes_noise=False,
             untrainable="its weights are in a process of LeRobot, which returns actions without probabilities "
@@ -143,7 +144,7 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
             f"model.num_action_chunks={cfg.num_action_chunks}: the checkpoint executes {saved.n_action_steps} actions "
             f"per query. Set model.num_action_chunks={saved.n_action_steps}."
         )
-    if steps > 1 and (len(env.cameras.names) % steps or not any(f"_{steps - 1}" in name for name in env.cameras.names)):
+    if steps > 1 and env.history != steps:
         problems.append(
             f"the checkpoint observes {steps} steps. Set env.env_type to the environment with a history, for example "
             f"tabletop_history, and env.history={steps}."

@@ -120,6 +120,7 @@ class UntrainedFactory:
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action.dim,
             tokens_per_chunk=cfg.num_action_chunks * env.action.dim,
+            observed_steps=0,
             gripper=env.action.gripper,
             scripted=self.scripted,
             takes_noise=not self.scripted or (isinstance(cfg, ScriptedSettings) and cfg.expert_noise > 0),

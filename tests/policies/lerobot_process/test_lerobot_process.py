@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from settings import model_of
 
+from embodyrl.envs.history.observed import with_history
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.policies.lerobot_process import FACTORY, views
 from embodyrl.policies.lerobot_process.checkpoint import read_checkpoint
@@ -74,7 +75,7 @@ def test_several_observed_steps_need_a_history(tmp_path):
     cfg = settings(write_config(tmp_path, "front", n_obs_steps=2))
     with pytest.raises(ConfigError, match=r"env.history=2"):
         FACTORY.spec(cfg, table("front", "wrist"), 0)
-    env = table("front_1", "wrist_1", "front", "wrist", state_dim=8)
+    env = with_history(table("front", "wrist"), 2)
     assert FACTORY.spec(cfg, env, 0).inputs.num_images == 4
 
 
@@ -188,7 +189,7 @@ def test_act_in_a_lerobot_process_matches_the_built_in_act(tmp_path):
 @pytest.mark.timeout(600)
 def test_diffusion_reads_two_observed_steps(tmp_path):
     folder = made_by_lerobot(tmp_path / "diffusion", "diffusion", DIFFUSION)
-    env = table("front_1", "front", state_dim=8)
+    env = with_history(table("front"), 2)
     policy = FACTORY.build(
         settings(folder, python=LEROBOT), PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
     )
