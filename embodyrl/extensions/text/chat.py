@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -163,10 +164,77 @@ def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) 
     return f"the chat template rejects the roles {', '.join(roles)} ({why}). Fix: {fix}."
 
 
-def control_tokens(folder: Path) -> dict[str, int]:
+def special_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of the special tokens of a tokenizer folder, by token text."""
     entries = _json(folder / "tokenizer.json").get("added_tokens") or ()
     return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
+
+
+def control_tokens(
+    folder: Path, template: ChatTemplate | None, special: Mapping[str, int] | None = None, *, parts: bool = False
+) -> dict[str, int]:
+    """Return the ids of the special tokens that are not text, by token text.
+
+    These tokens are named in the model's JSON files (bos, eos, pad, images), or the template writes them around
+    messages. Special tokens in pairs that the template writes into replies only, such as <think> and </think>, are
+    text, and so are special tokens that the template does not write.
+
+    Args:
+        folder: model folder.
+        template: chat template; None: messages are concatenated.
+        special: special tokens; default: those in tokenizer.json.
+        parts: the content of a message is a list of parts (text, images).
+    """
+    special = special_tokens(folder) if special is None else special
+    configs = [_json(folder / name) for name in ("config.json", "generation_config.json")]
+    configs += [inner for config in configs for inner in config.values() if isinstance(inner, dict)]
+    values = [v for config in configs for key, v in config.items() if re.search(r"_token_(ids?|index)$", key)]
+    ids = {one for value in values for one in (value if isinstance(value, list) else [value])}
+    named = {*ChatTemplate._tokens(folder).values()}
+    around, inside = ("", "") if template is None else _written(template, parts=parts)
+    return {
+        text: token
+        for text, token in special.items()
+        if token in ids or text in named or text in around or (text in inside and not _has_partner(text, special))
+    }
+
+
+def _has_partner(text: str, special: Mapping[str, int]) -> bool:
+    """Return True if both the opening and the closing form of a tag are special tokens: <x> and </x>, [X] and [/X]."""
+    return (text.replace("/", "", 1) if text[1:2] == "/" else f"{text[:1]}/{text[1:]}") in special
+
+
+def _written(template: ChatTemplate, *, parts: bool) -> tuple[str, str]:
+    """Return the text that the template writes around messages to the model, and around and into replies."""
+
+    def render(*turns: Mapping[str, Any], reply: bool = False) -> str:
+        shown = [{**t, "content": [{"type": "text", "text": t["content"]}] if parts else t["content"]} for t in turns]
+        with suppress(RefusedMessages):
+            return template.render(shown, reply=reply)
+        return ""
+
+    system, user, said = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    called = user, {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "tool", "content": "?", "name": "f", "tool_call_id": call["id"]}
+    tool = render(*called, answer).removeprefix(render(*called))
+    return render(user) + render(system, user) + tool, render(user, said, user, reply=True)
+
+
+def opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
+    """Return the tag that ends the generation prompt and that the reply closes, such as `<think>`; else an empty text.
+
+    A tag that the template itself closes after each reply is not returned.
+    """
+    turns = [{"role": role, "content": "0x0"} for role in ("user", "assistant")]
+    if parts:
+        turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+    try:
+        tag = re.search(r"[<\[](\w+)[>\]]\s*\Z", template.render(turns[:1]))
+        after = template.render(turns, reply=False).rpartition("0x0")[2]
+    except RefusedMessages:
+        return ""
+    return "" if tag is None or f"/{tag[1]}" in after else tag[0]
 
 
 def without_controls(text: str, controls: Iterable[str]) -> str:
@@ -188,7 +256,7 @@ def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> d
         after = template.render(turns, reply=False).rpartition(mark)[2].lstrip()
     except RefusedMessages:
         return {}  # reported by the check of roles
-    return {text: token for text, token in control_tokens(folder).items() if after.startswith(text)}
+    return {text: token for text, token in special_tokens(folder).items() if after.startswith(text)}
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:

@@ -126,7 +126,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
         ) from error
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
-    controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
+    controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
         lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
         keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]

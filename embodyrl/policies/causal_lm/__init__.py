@@ -14,6 +14,7 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.extensions.text.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.plan import sampling_problems
+from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -24,6 +25,10 @@ BYTES_PER_TOKEN = 32
 
 BYTES_OF_PROMPT_TOKEN = 4
 """Average bytes per token of a prompt; English text has four to five."""
+
+RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
+"""Model types of transformers with a state of their own instead of `past_key_values`; `check_cache` checks all models
+that are loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,12 @@ class CausalLMFactory:
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
         """Return an error for each run key that the policy does not support. Optional."""
+        kind = read_json(self._folder(cfg.model) / "config.json").get("model_type")
+        if kind in RECURRENT and cfg.rollout.backend == "hf":
+            return [
+                f"model.path={cfg.model.path}: models of the type '{kind}' keep a state that padded prompts change. "
+                "Use a model with attention or hybrid layers, or rollout.backend=vllm."
+            ]
         return sampling_problems(cfg, spec)
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:

@@ -1,11 +1,15 @@
 """Key-value cache with reserved space, so that appending a token does not copy the keys and values of all tokens."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from embodyrl.errors import CheckpointError, one_line
 
 _MIN_RESERVED = 32
 """Minimum space reserved for further tokens; long caches reserve a quarter of their length."""
@@ -57,6 +61,51 @@ def reserved_cache(config: Any, longest: int) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [ReservedLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+_LARGEST_GAP = {False: 1e-3, True: 0.5}
+"""Largest total variation distance of a model's next token with and without cache, by whether it computes in half
+precision, whose rounding changes the experts of a token."""
+
+
+@torch.no_grad()
+def check_cache(net: Any, tokens: Sequence[int], *, half: bool) -> None:
+    """Check that a language model continues padded prompts of a cache as it continues the same tokens without one.
+
+    Args:
+        net: the `LanguageModel`.
+        tokens: six tokens that are not images.
+        half: True if the model computes in half precision.
+
+    Raises:
+        CheckpointError: the probabilities differ, or the model has another kind of cache, as recurrent models have.
+    """
+    device = next(net.parameters()).device
+    *prompt, last = torch.tensor(tokens, device=device)
+    ids = torch.stack([torch.stack([prompt[0]] * 3 + prompt[:2]), torch.stack(prompt)])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    swapped = torch.tensor([1, 0], device=device)
+    try:
+        positions, cache = net.positions(ids, mask, {}), reserved_cache(net.lm.config, len(tokens))
+        net(ids, mask, positions, 1, cache)
+        cache.reorder_cache(swapped)  # type: ignore[arg-type]
+        longer = torch.cat([mask[swapped], mask.new_ones(2, 1)], 1)
+        cached, _ = net(last.expand(2, 1), longer, positions[swapped, -1:] + 1, 1, cache)
+        whole = [torch.cat([row[real.bool()], last[None]])[None] for row, real in zip(ids, mask, strict=True)]
+        plain = torch.cat([net.lm(input_ids=row, use_cache=False).logits[:, -1].float() for row in whole])
+        gap = float((cached[:, 0].softmax(-1) - plain[swapped].softmax(-1)).abs().sum(-1).max()) / 2
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        gap, reason = None, one_line(error).rstrip(".")
+    else:
+        reason = f"the probabilities of the next token differ by {gap:.2g} from those without a cache"
+    if gap is None or not gap <= _LARGEST_GAP[half]:
+        raise CheckpointError(
+            f"Models of the type '{net.lm.config.model_type}' cannot generate replies with a cache of padded prompts: "
+            f"{reason}. Use a model with attention or hybrid layers, or rollout.backend=vllm."
+        )
 
 
 _M_MMAP_THRESHOLD = -3

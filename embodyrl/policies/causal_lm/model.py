@@ -112,7 +112,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
     return model, processor
 
 
-def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
+def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
     """Add low-rank adapters to a model, or merge a given adapter into its weights.
 
     The adapters are new, or loaded from `path` (default: `model.lora.path`). A given adapter is merged unless
@@ -134,8 +134,12 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, pa
         file = folder / _ADAPTER_CONFIG
         check_keys(read_json(file), file, ignored=(*ADAPTER_FIELDS, *_FIELDS), only=_ONLY, fix="Use a LoRA adapter.")
         with _without_warnings():
-            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
-            return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]
+            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+            if cfg.is_lora:
+                return adapted
+            if any(hasattr(m, "base_layer") for m in (model.get_input_embeddings(), model.get_output_embeddings())):
+                untie(model)  # a merged factor belongs to one of the two matrices only
+            return adapted.merge_and_unload()
     names = lora.target_modules if lora.target_modules == "all-linear" else lora.target_modules.split(",")
     config = LoraConfig(
         r=lora.r,
@@ -148,7 +152,7 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, pa
         task_type="CAUSAL_LM",
     )
     with _without_warnings():
-        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+        adapted = get_peft_model(model, config)
     for name, parameter in adapted.named_parameters() if trainable else ():
         if ".modules_to_save." in name:  # AdamW's steps would be lost in bfloat16
             parameter.data = parameter.data.float()
@@ -217,17 +221,22 @@ class LanguageModel(nn.Module):
 
     def head_is_last(self, precision: torch.autocast) -> bool:
         """Return True if the logits are the output matrix times the last hidden states, without scaling or capping."""
-        given: list[Tensor] = []
+        given: list[tuple[Tensor, Tensor]] = []
 
         def replace(head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            given.append(torch.linspace(-50, 50, out.numel(), device=out.device).to(out.dtype).view_as(out))
-            return given[-1]
+            logits = torch.linspace(-50, 50, out.numel(), device=out.device).to(out.dtype).view_as(out)
+            given.append((args[0], logits))
+            return logits
 
         ids = torch.zeros(1, 1, dtype=torch.int64, device=next(self.parameters()).device)
         handle = self.lm.get_output_embeddings().register_forward_hook(replace)
         with handle, torch.no_grad(), precision:
             out = self.lm(input_ids=ids, use_cache=False)
-        return len(given) == 1 and bool((out.logits == given[0]).all())
+            last = getattr(self._whole.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        if len(given) != 1 or last is None:
+            return False
+        hidden, logits = given[0]
+        return bool((out.logits == logits).all()) and hidden.shape == last.shape and bool((hidden == last).all())
 
     def hidden(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
@@ -328,11 +337,16 @@ def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor,
     return _Scores.apply(logits, said, temperature)
 
 
-def untie(lm: Any, like: Any) -> None:
-    """Untie the output matrix of `lm` from the input embeddings if the two are tied in `lm` but not in `like`."""
-    head = lm.get_output_embeddings()
-    tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (lm, like)]
-    if tied == [True, False]:
+def is_tied(lm: Any) -> bool:
+    """Return True if the output matrix and the input embeddings are one tensor."""
+    return lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+
+
+def untie(lm: Any) -> None:
+    """Replace a tied output matrix with a copy of the input embeddings."""
+    if is_tied(lm):
+        head = lm.get_output_embeddings()
+        head = getattr(head, "base_layer", head)  # of a layer with adapters
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
         for config in (lm.config, lm.config.get_text_config()):
             config.tie_word_embeddings = False
@@ -347,7 +361,8 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
     """
     own = module.state_dict()
     kept = {_saved_name(name): w for name, w in own.items() if ".lora_" in name or ".modules_to_save." in name}
-    own = kept or own
+    # Older files of adapted embeddings also contain the frozen matrices below the adapters.
+    own = kept | {name: own[name] for name in state if name in own and ".base_layer." in name} if kept else own
     check_weights(own, state, where, fix="Use the model and the adapters of that run.")
     for name, weight in state.items():
         own[name].copy_(weight)
@@ -355,4 +370,4 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
 
 def _saved_name(name: str) -> str:
     """Return the name of an adapter's weight in the adapter file."""
-    return name.replace(".modules_to_save.default", "").replace(".default.", ".")
+    return name.replace(".modules_to_save.default", "").replace(".default.", ".").removesuffix(".default")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.cache import reserved_cache, unmap_large_tensors
-from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
-from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left
-from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
+from embodyrl.policies.causal_lm.cache import check_cache, reserved_cache, unmap_large_tensors
+from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, is_tied, load, untie, without_bars
+from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left, reply_text
+from embodyrl.policies.causal_lm.sampling import choose, find_stop, no_best, seen_tokens, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
@@ -82,10 +82,14 @@ class CausalLMPolicy:
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
         pixels = 3 * len(request.env.cameras.names) * math.prod(request.env.cameras.size)
-        self.read = Reader(self.processor, cfg, first=int(self.ends[0]), pixels=pixels)
+        self.read = Reader(self.processor, cfg, folder, first=int(self.ends[0]), pixels=pixels)
         self._end = self.read.end_of_reply(ends)
         self._plain_head = self._net.head_is_last(self._precision())
         self._request, self._engine_asked = request, request.backend != "hf"
+        if not self._engine_asked:
+            some = [token for token in range(self._net.vocabulary) if token not in never][:6]
+            with self._precision():
+                check_cache(net, some, half=cfg.precision is Precision.bf16)
         self._engine: VllmEngine | ServerEngine | None = None
 
     @property
@@ -117,13 +121,12 @@ class CausalLMPolicy:
                 out = self._generate(batch, noise, temperature)
                 for array, part in zip((tokens, logprob, value, best), out, strict=True):
                     array[rows] = part[rows]
-        replies = self.tokenizer.batch_decode([row[row >= 0] for row in tokens], skip_special_tokens=True)
         return PolicyOutput(
             actions=tokens[:, :, None].astype(np.float32),
             tokens=tokens,
             logprob=logprob,
             value=value[:, : self.spec.value_dim],
-            replies=tuple(self._cut(reply) for reply in replies),
+            replies=tuple(reply_text(self.read, row[row >= 0].tolist(), self._sampling) for row in tokens),
             cut_off=self._cut_off(tokens),
             top=tuple(tell_best(*row, self.tokenizer.decode) for row in zip(tokens, best, strict=True))
             if best.size
@@ -203,9 +206,9 @@ class CausalLMPolicy:
         place = {row: i for i, row in enumerate(source)}
         pick = rows if exact else on_device([place[first[id(p)]] for p in prompts], self._device)
         if not exact:
-            cache.batch_select_indices(pick)
+            cache.reorder_cache(pick)  # type: ignore[arg-type]
         logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[..., pick, -1]
-        seen = self._seen(ids[pick], mask, logits)
+        seen = seen_tokens(ids[pick], mask, logits, self._sampling)
         # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
         best = on_device(no_best(count, limit, self._request.top), self._device)
@@ -229,7 +232,7 @@ class CausalLMPolicy:
             # Copying the cache pays off once half of the rows are finished.
             if not exact and int(done.sum()) * 2 > len(done):
                 alive = (~done).nonzero().squeeze(1)
-                cache.batch_select_indices(alive)
+                cache.reorder_cache(alive)  # type: ignore[arg-type]
                 rows, chosen, mask, seen, done = (x[alive] for x in (rows, chosen, mask, seen, done))
                 position = position[..., alive]
             if seen.numel():
@@ -247,21 +250,15 @@ class CausalLMPolicy:
         both = [ids for ids in (early, self.never) if ids is not None]
         return torch.cat(both) if both else None
 
-    def _seen(self, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
-        """Return a mask [B, V] of tokens in the prompts; [B, 0] without a penalty."""
-        if self._sampling.repetition_penalty == 1.0:
-            return mask[:, :0].bool()
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-        return seen.scatter_(1, ids, mask.bool())
-
     def _stops(self, tokens: Tensor, t: int) -> Tensor:
         """Return a mask [B] of replies whose last tokens complete a stop string."""
         if not self._sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
         # A token is a character or more; 8 more for rare characters with a token for each byte.
-        tail = max(map(len, self._sampling.stop)) + 8
-        texts = self.tokenizer.batch_decode(tokens[:, max(0, t + 1 - tail) : t + 1].clamp(min=0))
-        return torch.tensor([any(s in x for s in self._sampling.stop) for x in texts], device=self._device)
+        tail = tokens[:, max(0, t - max(map(len, self._sampling.stop)) - 7) : t + 1].clamp(min=0)
+        texts = zip(*(self.tokenizer.batch_decode(part) for part in (tail, tail[:, :-1])), strict=True)
+        found = [find_stop(text, len(before), self._sampling.stop) is not None for text, before in texts]
+        return torch.tensor(found, device=self._device)
 
     def _cut_off(self, tokens: np.ndarray) -> np.ndarray:
         """Return a mask [B] of replies [B, K] that reached the maximum length without an end token."""
@@ -269,10 +266,6 @@ class CausalLMPolicy:
         last = ids.shape[1] - 1
         ended = torch.isin(ids[:, last], self.ends) | self._stops(ids, last)
         return ((ids[:, last] >= 0) & ~ended).cpu().numpy()
-
-    def _cut(self, reply: str) -> str:
-        ends = [at for s in self._sampling.stop if (at := reply.find(s)) >= 0]
-        return reply[: min(ends)] if ends else reply
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -331,7 +324,7 @@ class CausalLMPolicy:
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
         """Return tokens of replies with their end tokens (see `TextPolicy.encode_replies`)."""
-        encoded = self.tokenizer(list(replies), add_special_tokens=False)["input_ids"]
+        encoded = self.tokenizer([*map(self.read.without_opened, replies)], add_special_tokens=False)["input_ids"]
         tokens = np.full((len(replies), max(map(len, encoded)) + 1), NO_TOKEN, np.int64)
         for row, ids in zip(tokens, encoded, strict=True):
             row[: len(ids) + 1] = [*ids, self._end]
@@ -367,7 +360,10 @@ class CausalLMPolicy:
         """Write the Hugging Face layout: model and tokenizer, or adapters in `adapter/`; and the value head, if any."""
         self.processor.save_pretrained(folder)
         with without_bars():
-            self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
+            if self._adapted:
+                self._net.lm.save_pretrained(folder / ADAPTER_FOLDER, save_embedding_layers=False)
+            else:
+                self._net.lm.save_pretrained(folder)
         if self._net.value_head is not None:
             (folder / VALUE_FILE).parent.mkdir(exist_ok=True)
             save_file({k: v.cpu() for k, v in self._net.value_head.state_dict().items()}, folder / VALUE_FILE)
@@ -390,7 +386,8 @@ class CausalLMPolicy:
                     fresh = add_adapters(fresh, self._cfg, trainable=False, path=str(adapter))
                 else:
                     fresh, _ = load(folder, dtype=dtype, sees=self._sees)
-                untie(self._net.lm, like=fresh)
+                if not is_tied(fresh):
+                    untie(self._net.lm)
                 fill(self._net.lm, fresh.state_dict(), folder)
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodyrl.config.shared import SamplingSettings
 from embodyrl.extensions.conversation import Message, split_messages, split_pictures
-from embodyrl.extensions.text.chat import template_text, without_controls
+from embodyrl.extensions.text.chat import ChatTemplate, control_tokens, opened_tag, template_text, without_controls
+from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
@@ -33,11 +36,11 @@ class Prompt(list[int]):
 class Reader:
     """Converts conversations and their images to prompts, with the chat template or by concatenation."""
 
-    def __init__(self, processor: Any, cfg: CausalLMSettings, *, first: int, pixels: int) -> None:
+    def __init__(self, processor: Any, cfg: CausalLMSettings, folder: Path, *, first: int, pixels: int) -> None:
         """Set up the reader from a tokenizer, or the processor of a vision-language model, and set its chat template.
 
-        `first`: the only token of an otherwise empty prompt. `pixels`: number of image values per observation, which
-        limits the cache.
+        `folder`: model folder. `first`: the only token of an otherwise empty prompt. `pixels`: number of image values
+        per observation, which limits the cache.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
         if cfg.chat_template is not None:
@@ -45,9 +48,14 @@ class Reader:
         self._processor, self._arguments = processor, cfg.chat_template_kwargs
         self._chat = processor.chat_template is not None if cfg.chat is None else cfg.chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        template = ChatTemplate.of(cfg, folder) if self._chat else None
+        controls = control_tokens(folder, template, special, parts=self._sees)
         # The template writes these tokens between turns; in a message they would let its author end the turn.
-        self._controls = special if self._chat else []
+        self._controls = controls if self._chat else {}
+        self._hidden = {*controls.values()}
+        self.opened = "" if template is None else opened_tag(template, parts=self._sees)
+        """Tag with which the generation prompt begins the reply, such as <think>; part of the text of the reply."""
         self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 
     def __call__(self, obs: Observation) -> list[Prompt]:
@@ -56,6 +64,19 @@ class Reader:
         shapes = [image.shape if self._sees else () for image in obs.images]
         bits = [image.tobytes() if self._sees else b"" for image in obs.images]
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens of a reply without control tokens; other special tokens, such as tags, are text."""
+        tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        return tokenizer.decode([token for token in tokens if token not in self._hidden])
+
+    def without_opened(self, reply: str) -> str:
+        """Return a target without the tag that the generation prompt contains."""
+        tag = self.opened.strip()
+        if not tag or not reply.lstrip().startswith(tag):
+            return reply
+        rest = reply.lstrip().removeprefix(tag)
+        return rest if tag == self.opened else rest.lstrip()
 
     def end_of_reply(self, ends: Sequence[int]) -> int:
         """Return a reply's end token: from the chat template, else from the tokenizer, else the first token of `ends`.
@@ -136,6 +157,14 @@ class Reader:
         # All ones for a single prompt; a batch gets its own mask with the padding.
         out.pop("attention_mask")
         return Prompt(ids or [self._first], dict(out))
+
+
+def reply_text(read: Reader, tokens: Sequence[int], sampling: SamplingSettings) -> str:
+    """Return the text of a reply before the stop string that ended it, after the tag of the generation prompt."""
+    text, early = read.decode(tokens), 0
+    if sampling.stop and sampling.min_new_tokens > 1:  # stop strings before the minimum length do not end a reply
+        early = len(read.decode(tokens[: sampling.min_new_tokens - 1]))
+    return read.opened + text[: find_stop(text, early, sampling.stop)]
 
 
 def _plain(message: Message) -> str:

@@ -1,7 +1,7 @@
 """Token sampling from logits: penalties and truncation, then the inverse CDF."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,19 @@ def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
     return logits
 
 
+def seen_tokens(ids: Tensor, mask: Tensor, logits: Tensor, params: SamplingSettings) -> Tensor:
+    """Return a mask [B, V] of tokens in the prompts; [B, 0] without a penalty."""
+    if params.repetition_penalty == 1.0:
+        return mask[:, :0].bool()
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, mask.bool())
+
+
+def find_stop(text: str, start: int, stops: Sequence[str]) -> int | None:
+    """Return the position of the first stop string that ends after the first `start` characters, or None."""
+    found = [at for stop in stops if (at := text.find(stop, max(0, start - len(stop) + 1))) >= 0]
+    return min(found, default=None)
+
+
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest rounding difference of a log-probability, by the precision of the weights."""
 
@@ -75,6 +88,7 @@ def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
         "stop": params.stop or None,
         "stop_token_ids": params.stop_token_ids or None,
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,  # a stop string may be a special token
         "logprobs": top,
     }
 

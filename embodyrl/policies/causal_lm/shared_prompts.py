@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from embodyrl.policies.causal_lm.model import LanguageModel
 from embodyrl.policies.causal_lm.prompts import Prompt, pad_left
@@ -28,7 +28,7 @@ def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
     # A recurrent layer overwrites its state, which a backward pass needs.
     kept = DynamicCache(config=net.lm.config).layers
     sharded = any(hasattr(module, "unshard") for module in net.modules())
-    return all(isinstance(layer, DynamicLayer) for layer in kept) and not sharded
+    return not sharded and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept)
 
 
 def hidden_states(
@@ -44,7 +44,7 @@ def hidden_states(
     said = on_device([[*reply, *[pad] * (longest - len(reply))] for reply in replies], device)
     real = torch.arange(longest, device=device) < on_device([*map(len, replies)], device)[:, None]
     if longest > 1:
-        cache.batch_select_indices(rows)
+        cache.reorder_cache(rows)  # type: ignore[arg-type]
         seen = torch.cat([mask[rows], real[:, :-1].to(mask.dtype)], 1)
         after = positions[rows, -1:] + torch.arange(1, longest, device=device)
         hidden = torch.cat([hidden, net.hidden(said[:, :-1], seen, after, cache)], 1)

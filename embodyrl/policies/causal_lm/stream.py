@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.conversation import Message, join_messages
-from embodyrl.policies.causal_lm.sampling import choose
+from embodyrl.policies.causal_lm.sampling import choose, find_stop
 from embodyrl.types import Observation
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def stream(
     net: Any = policy.module
     device = policy.ends.device
     noise = None if seed is None else torch.Generator().manual_seed(seed)
-    text = ReplyText(policy.tokenizer, sampling.stop)
+    text = ReplyText(policy.read.decode, sampling.stop, policy.read.opened)
     cache = DynamicCache(config=net.lm.config)
     given = torch.tensor([list(prompt)], device=device)
     seen = torch.zeros(1, net.vocabulary, dtype=torch.bool, device=device).scatter_(1, given, True)
@@ -115,7 +115,7 @@ def stream(
         raw = logits.log_softmax(-1)[0]
         token, best = int(chosen), raw.topk(min(top, raw.shape[0]))
         ended = bool(torch.isin(chosen, policy.ends).item())
-        fresh = text.add(token, last=ended or count == limit)
+        fresh = text.add(token, last=ended or count == limit, may_stop=count >= sampling.min_new_tokens)
         finish = "stop" if ended or text.stopped else "length" if count == limit else None
         yield Piece(
             token=token,
@@ -136,28 +136,31 @@ def stream(
 class ReplyText:
     """Incremental decoder: holds back incomplete characters and possible beginnings of stop strings."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], opened: str = "") -> None:
+        """Set up an empty reply; `opened`: tag of the generation prompt, with which the text begins."""
+        self._decode, self._stops = decode, [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._from = self._done = 0
         """`_done`: number of decoded tokens. `_from`: earlier token at which decoding restarts, because the text of a
         token depends on the previous token."""
-        self._held = ""
+        self._held = opened
         self.stopped = False
         """True after a stop string."""
 
-    def add(self, token: int, *, last: bool) -> str:
-        """Add a token and return the new text that further tokens cannot change; `last`: return all remaining text."""
+    def add(self, token: int, *, last: bool, may_stop: bool = True) -> str:
+        """Add a token and return the new text that further tokens cannot change.
+
+        `last`: return all remaining text. `may_stop`: False before the minimum length, where stop strings are text.
+        """
         self._tokens.append(token)
         before = self._decode(self._tokens[self._from : self._done])
         after = self._decode(self._tokens[self._from :])
         if last or not after.endswith(_UNFINISHED):
             self._held += after[len(before) :]
             self._from, self._done = self._done, len(self._tokens)
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        if may_stop and (found := find_stop(self._held, 0, self._stops)) is not None:
             self.stopped = True
-            return self._release(min(found))
+            return self._release(found)
         return self._release(len(self._held) if last else len(self._held) - self._possible())
 
     def _release(self, count: int) -> str:
@@ -168,6 +171,3 @@ class ReplyText:
         """Return the length of the longest suffix of the undecided text that is the beginning of a stop string."""
         sizes = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n]))
         return max(sizes, default=0)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,15 +1,17 @@
 """Chat templates against transformers, and the checks before a run starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from text_runs import text_config
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from embodyrl.commands.dry_run import describe
 from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
+from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.extensions.text.chat import (
@@ -17,14 +19,16 @@ from embodyrl.extensions.text.chat import (
     control_tokens,
     count_tokens,
     count_turn_tokens,
+    opened_tag,
     roles_problem,
     unnamed_end,
     without_controls,
 )
 from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.rewards.functions import tagged
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.config import load_config
-from embodyrl.policies.causal_lm.prompts import Reader
+from embodyrl.policies.causal_lm.prompts import Reader, reply_text
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 
 TINY = resolve_asset("assets/causal_lm_tiny")
@@ -137,12 +141,66 @@ def test_prompt_length_includes_the_chat_template(tmp_path: Path):
 def test_turn_tokens_are_the_tokens_around_a_reply_and_a_tool_answer(source: str | None, role: str, tmp_path: Path):
     place = folder(tmp_path / "m", source or CHATML)
     cfg = CausalLMSettings(model_type="causal_lm", chat=None if source else False)
-    reader = Reader(AutoTokenizer.from_pretrained(place), cfg, first=0, pixels=0)
+    reader = Reader(AutoTokenizer.from_pretrained(place), cfg, place, first=0, pixels=0)
     asked = Message(role="user", content="12*34=")
     talk = (asked, Message(role="assistant", content="?12*34"), Message(role=role, content="408"))
     before, after = (len(reader._encode(join_messages(turns), b"", ())) for turns in ((asked,), talk))
     template = ChatTemplate.of(cfg, place)
     assert after - before == len("?12*34") + len("408") + count_turn_tokens(place, template=template)
+
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|plan|>")
+ENVELOPE = ("<tool_response>", "</tool_response>", "[INST]", "[/INST]", "<|agent|>")
+ENVELOPED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "<tool_response>{{ m.content }}</tool_response>{% else %}<|agent|>"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}"
+    "{{ m.content.split('</think>')[-1] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<|agent|>"
+)
+
+
+def tagged_reader(place: Path, generation: str) -> Reader:
+    """Return the reader of a tokenizer whose tags are special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder(place, ENVELOPED + generation + "{% endif %}"))
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in TAGS + ENVELOPE], special_tokens=True)
+    tokenizer.save_pretrained(place)
+    return Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
+
+
+def test_tags_that_are_special_tokens_are_text(tmp_path: Path):
+    reader = tagged_reader(tmp_path / "m", "")
+    tokenizer, hidden = reader._processor, ("<eos>", *ENVELOPE)
+    text = "1".join(TAGS)
+    reply = tokenizer(text + "".join(hidden), add_special_tokens=False)["input_ids"]
+    assert reply_text(reader, reply, SamplingSettings()) == text
+    assert reply_text(reader, reply, SamplingSettings(stop=["</answer>"])) == text.partition("</answer>")[0]
+    prompt = tokenizer.decode(reader._encode(text + "2" + "".join(hidden), b"", ()))
+    assert prompt == f"[INST]{text}2[/INST]<|agent|>"
+    assert reader.opened == ""
+
+
+@pytest.mark.parametrize(
+    ("generation", "opened"),
+    [("<think>1", ""), ("<think>\n", "<think>\n"), ("<think>", "<think>"), ("<think>\n\n</think>\n\n", "")],
+)
+def test_reply_begins_with_the_tag_that_the_template_opens(generation: str, opened: str, tmp_path: Path):
+    reader = tagged_reader(tmp_path / "m", generation.replace("\n", "{{ '\n' }}"))
+    assert reader.opened == opened
+    end = reader._processor("b</think><answer>c</answer>", add_special_tokens=False)["input_ids"]
+    reply = reply_text(reader, end, SamplingSettings())
+    assert reply == f"{opened}b</think><answer>c</answer>"
+    assert tagged("", reply, "") == float(bool(opened))
+    assert reader.without_opened(reply) == "b</think><answer>c</answer>"
+    assert reader.without_opened("c") == "c"
+
+
+def test_tag_that_the_template_closes_belongs_to_the_template(tmp_path: Path):
+    place = folder(tmp_path / "m", "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}")
+    template = ChatTemplate.read(place)
+    assert (
+        opened_tag(replace(template, source=template.source + "{% if add_generation_prompt %}<assistant>{% endif %}"))
+        == ""
+    )
 
 
 THINKING = (
@@ -165,7 +223,7 @@ def test_template_and_arguments_of_a_run_match_transformers(arguments: dict[str,
     assert template.render(asked) == expected
     assert expected.endswith("b") == bool(arguments)
     tokenizer.chat_template = THINKING
-    ids = Reader(tokenizer, cfg, first=0, pixels=0)._encode("1+1=", b"", ())
+    ids = Reader(tokenizer, cfg, place, first=0, pixels=0)._encode("1+1=", b"", ())
     assert tokenizer.decode(ids) == "1+1=" + expected[expected.rindex("|") :]
 
 
@@ -201,14 +259,14 @@ def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
 
 def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML)
-    assert without_controls("a<e<eos>os>b", control_tokens(place)) == "ab"
+    assert without_controls("a<e<eos>os>b", control_tokens(place, ChatTemplate.read(place))) == "ab"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')
     cfg = RowSettings(path=str(tmp_path / "rows.jsonl"), val_share=0.0)
     rows = open_rows(cfg, tokenizer=place, template=ChatTemplate.read(place))
     assert rows.doubts == ("1 rows contain control tokens of the model, which are removed (first: row 2, <eos>)",)
     assert open_rows(cfg, tokenizer=place).doubts == ()
     tokenizer = AutoTokenizer.from_pretrained(place)
-    reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), first=0, pixels=0)
+    reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
     prompts = [list(reader._encode(text, b"", ())) for text in ("1+1=", "1<eos>+1=")]
     assert prompts[0] == prompts[1]
     assert text_config(tmp_path / "runs")

@@ -165,13 +165,23 @@ def test_long_replies_are_batch_independent():
 
 
 def test_deterministic_rows_are_bit_identical(policy: CausalLMPolicy):
+    """Prompts of other lengths in the batch must not pad a prompt."""
+    batches = [
+        (*PROMPTS,),
+        ("9=", *PROMPTS[1:4], "aaaa="),
+        ("12=", PROMPTS[1], "12=", PROMPTS[3], "1+2+3+4+5+6+7+8+9="),
+    ]
     torch.use_deterministic_algorithms(True)
     try:
-        a = policy.act(observe(*PROMPTS), noise=noise(5))
-        b = policy.act(observe("9=", *PROMPTS[1:4], "aaaa="), noise=noise(5))
+        found = [policy.act(observe(*batch), noise=noise(5)) for batch in batches]
+        lengths = [len(policy.read(observe(prompt))[0]) for prompt in PROMPTS]
+        alone = [policy.act(observe(*[prompt] * 5), noise=noise(5)) for prompt in PROMPTS[1:4]]
     finally:
         torch.use_deterministic_algorithms(False)
-    np.testing.assert_array_equal(a.logprob[1:4], b.logprob[1:4])
+    assert len({*lengths}) > 2
+    for out in found:
+        np.testing.assert_array_equal(out.logprob[1:4], found[0].logprob[1:4])
+        np.testing.assert_array_equal(out.logprob[1:4], [one.logprob[i] for i, one in enumerate(alone, start=1)])
 
 
 def test_reply_without_end_token_is_truncated(policy: CausalLMPolicy):
@@ -213,7 +223,16 @@ def test_stop_tokens_apply_after_the_minimum_length(policy: CausalLMPolicy):
     tokens = longer.act(observe(*PROMPTS), noise=noise(5, 1)).tokens
     assert ((tokens >= 0).sum(1) >= 4).all()
     assert not np.isin(tokens[:, :4], longer.ends.numpy()).any()
-    # Nor with the last of n tokens, where it would be the most probable one.
+    # A stop string at the second token ends no reply of at least four tokens, and does not cut its text.
+    first_four = (
+        build(sampling=SamplingSettings(min_new_tokens=4)).act(observe(*PROMPTS), noise=noise(5, 1)).tokens[:, :4]
+    )
+    row = next(i for i, four in enumerate(first_four) if four[1] not in four[2:])
+    stop = policy.tokenizer.decode([first_four[row, 1]])
+    out = build(sampling=SamplingSettings(stop=[stop], min_new_tokens=4)).act(observe(*PROMPTS), noise=noise(5, 1))
+    assert out.tokens[row, :4].tolist() == first_four[row].tolist()
+    assert out.replies[row].startswith(policy.read.decode(first_four[row]))
+    # Nor does a stop token end it with the last of n tokens, where it would be the most probable one.
     greedy = policy.act(observe(*PROMPTS), noise=None).tokens
     new = [(r, n) for r in range(len(greedy)) for n in range(1, 5) if greedy[r, n] not in (-1, *greedy[r, :n])]
     row, count = new[-1]
@@ -287,28 +306,47 @@ def test_tied_embeddings_stay_tied(tmp_path: Path, policy: CausalLMPolicy):
     assert (inner.grad.abs().sum(1) > 0).all(), "every token's row is an output too"
 
 
-def test_only_adapters_are_trained_and_restored(tmp_path: Path):
-    cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj,v_proj")})
-    policy = build(cfg)
-    trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
+@pytest.mark.parametrize(
+    ("targets", "tied"),
+    [("q_proj,v_proj", True), ("lm_head", True), ("embed_tokens", True), ("q_proj,lm_head,embed_tokens", False)],
+)
+def test_adapters_are_restored_merged_and_exported(tmp_path: Path, policy: CausalLMPolicy, targets: str, tied: bool):
+    """With tied embeddings, merged factors of one matrix must not change the other."""
+    policy.save(tmp_path / "base")
+    config = LlamaConfig.from_pretrained(tmp_path / "base", tie_word_embeddings=tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    plain = model_of("causal_lm", precision=Precision.fp32, num_action_chunks=6, path=str(tmp_path / "base"))
+    cfg = plain.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules=targets)})
+    adapted = build(cfg)
+    trained = {name: p for name, p in adapted.module.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
-    out = policy.act(observe(*PROMPTS), noise=noise(5))
-    plain = build(seed=0).act(observe(*PROMPTS), noise=noise(5))
-    np.testing.assert_allclose(out.logprob, plain.logprob, atol=1e-5)
-    for name, p in policy.module.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
-    policy.save(tmp_path)
-    wanted = policy.score(observe(*PROMPTS), out.tokens).logprob.detach()
-    other = build(cfg)
-    other.load_weights(tmp_path)
-    torch.testing.assert_close(other.score(observe(*PROMPTS), out.tokens).logprob.detach(), wanted)
-    merged = build()
-    merged.load_weights(tmp_path)
-    torch.testing.assert_close(
-        merged.score(observe(*PROMPTS), out.tokens).logprob.detach(), wanted, atol=1e-4, rtol=1e-4
-    )
+    obs, tokens = observe(*PROMPTS), adapted.act(observe(*PROMPTS), noise=noise(5)).tokens
+    np.testing.assert_allclose(*(_log_probs(one, obs, tokens) for one in (adapted, build(plain))), atol=1e-5)
+    with torch.no_grad():
+        for i, p in enumerate(trained.values()):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.3)
+    wanted = _log_probs(adapted, obs, tokens)
+    adapted.save(tmp_path / "run")
+    for other in (build(cfg), build(plain)):
+        other.load_weights(tmp_path / "run")
+        np.testing.assert_allclose(_log_probs(other, obs, tokens), wanted, atol=1e-4)
+    merged = build(plain.updated({"lora": TextLoraSettings(path=str(tmp_path / "run" / "adapter"))}))
+    merged.save(tmp_path / "export")
+    exported = build(plain.updated({"path": str(tmp_path / "export")}))
+    np.testing.assert_allclose(_log_probs(exported, obs, tokens), wanted, atol=1e-4)
+
+
+def test_adapter_files_with_frozen_embeddings_are_read(tmp_path: Path):
+    """Files of earlier versions contain the matrix below the adapters."""
+    cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="lm_head")})
+    policy = build(cfg)
+    policy.module.lm.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    build(cfg).load_weights(tmp_path)
+
+
+def _log_probs(policy: CausalLMPolicy, obs: Observation, tokens: np.ndarray) -> np.ndarray:
+    return policy.score(obs, tokens).logprob.detach().numpy()
 
 
 def test_value_head_with_adapters_is_restored(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Text of a reply, token by token."""
 
 import random
+from functools import partial
 
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -20,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def parts_of(tokenizer: PreTrainedTokenizerFast, said: str, *stops: str) -> tuple[list[str], bool]:
-    text, tokens = ReplyText(tokenizer, stops), tokenizer(said)["input_ids"]
+    text, tokens = ReplyText(partial(tokenizer.decode, skip_special_tokens=True), stops), tokenizer(said)["input_ids"]
     parts = []
     for i, token in enumerate(tokens):
         parts.append(text.add(token, last=i + 1 == len(tokens)))
@@ -48,7 +49,7 @@ def test_random_replies_join_to_the_text_before_the_first_stop_string(tokenizer:
 
 
 def test_incomplete_last_character_is_shown_as_replacement(tokenizer: PreTrainedTokenizerFast):
-    text = ReplyText(tokenizer, ())
+    text = ReplyText(partial(tokenizer.decode, skip_special_tokens=True), ())
     first, second, *_ = tokenizer("🎉")["input_ids"]
     assert text.add(first, last=False) == ""
     assert text.add(second, last=True) == "\ufffd"
