@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.cards import stored_card
 from embodyrl.extensions.demonstrations.checks import set_differences
 from embodyrl.extensions.demonstrations.labels import read_positive
@@ -16,6 +16,7 @@ from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
+from embodyrl.policies import POLICIES
 from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE
 from embodyrl.specs import convert_gripper
 from embodyrl.types import BoolArray, EnvSpec, PolicySpec
@@ -80,6 +81,27 @@ def require_instructions(policy: PolicySpec) -> None:
             f"objective.labels: model '{policy.name}' has no instruction input, so the advantage cannot be added as a "
             "suffix. Use a model with instructions, for example model=flow_small, or use "
             "`embodyrl train algorithm=filtered_bc`."
+        )
+
+
+def require_history(cfg: Config, root: Path) -> None:
+    """Check that the policy reads the observation steps of the data.
+
+    Raises:
+        ConfigError: the policy reads another number of steps.
+    """
+    assert isinstance(cfg.data, DemonstrationSettings)
+    env, steps = stored_card(root, cfg.data).env, cfg.data.history
+    try:
+        # Without data.history, because the shapes of most policies do not fit a history.
+        spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
+    except EmbodyError:  # reported later, with the history
+        return
+    read = spec.observed_steps
+    if read != steps * env.history and (read or steps > 1):
+        reads = f"reads {read} observation steps per sample" if read else "has no n_obs_steps"
+        raise ConfigError(
+            f"data.history={steps}: model '{spec.name}' {reads}. Set data.history={max(1, read // env.history)}."
         )
 
 

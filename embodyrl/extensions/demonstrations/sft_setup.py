@@ -14,9 +14,9 @@ import numpy as np
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import join_messages
-from embodyrl.extensions.demonstrations.cards import read_card, stored_card
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import INFO_PATH, is_ours
 from embodyrl.extensions.demonstrations.reader import (
@@ -25,7 +25,7 @@ from embodyrl.extensions.demonstrations.reader import (
 )
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Labels, Objective
-from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples, simulated_delay
+from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples, require_history, simulated_delay
 from embodyrl.extensions.demonstrations.statistics import scaling_stats, scaling_text
 from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.text.conversation import TextRow, join_pair
@@ -264,7 +264,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ]
     assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
-    _require_history(cfg, root)
+    require_history(cfg, root)
     card = read_card(root, cfg.data)
     more, val_path = further_folders(cfg)
     folders = (root, *more, *(() if val_path is None else (val_path,)))
@@ -285,27 +285,6 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         *(("warning", doubt) for doubt in (*_input_doubts(cfg.model, spec, card.env), *_prefix_doubts(cfg, folders))),
         training,
     ]
-
-
-def _require_history(cfg: Config, root: Path) -> None:
-    """Check that the policy reads the observation steps of the data.
-
-    Raises:
-        ConfigError: the policy reads another number of steps.
-    """
-    assert isinstance(cfg.data, DemonstrationSettings)
-    env, steps = stored_card(root, cfg.data).env, cfg.data.history
-    try:
-        # Without data.history, because the shapes of most policies do not fit a history.
-        spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
-    except EmbodyError:  # reported later, with the history
-        return
-    read = spec.observed_steps
-    if read != steps * env.history and (read or steps > 1):
-        reads = f"reads {read} observation steps per sample" if read else "has no n_obs_steps"
-        raise ConfigError(
-            f"data.history={steps}: model '{spec.name}' {reads}. Set data.history={max(1, read // env.history)}."
-        )
 
 
 def _prefix_doubts(cfg: Config, folders: Sequence[Path]) -> list[str]:

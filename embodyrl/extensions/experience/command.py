@@ -11,14 +11,14 @@ from embodyrl.cli.output import show_result
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import Actor
-from embodyrl.extensions.experience.sets import DataSet, Selection, describe, open_set, write_set
+from embodyrl.extensions.experience.sets import DataSet, Selection, describe, find_warnings, open_set, write_set
 from embodyrl.registry import closest
 
 _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_version")
 
 
 def data(args: argparse.Namespace) -> int:
-    """Run `embodyrl data`: describe, merge or filter data sets."""
+    """Run `embodyrl data`: describe, find_warnings, merge or filter data sets."""
     verb, folders = args.words[0] if args.words else "", args.words[1:]
     if verb not in _VERBS:
         what = f" '{verb}' is not an action.{closest(verb, _VERBS)}" if verb else ""
@@ -93,7 +93,7 @@ def _number(args: argparse.Namespace, name: str, kind: Callable[[str], Any]) -> 
 
 def _write(args: argparse.Namespace, out: Path, sources: list[DataSet], selection: Selection) -> int:
     write_set(out, sources, selection)
-    found = describe(open_set(out))
+    found = describe(open_set(out)) | {"warnings": [line for source in sources for line in find_warnings(source)]}
     show_result(args, found, _lines(found))
     return 0
 

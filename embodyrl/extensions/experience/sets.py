@@ -26,12 +26,14 @@ from embodyrl.extensions.demonstrations.layout import (
     Card,
     Demonstration,
     Source,
+    image_key,
     is_ours,
 )
 from embodyrl.extensions.demonstrations.reader import Demonstrations, count_doubts, load_demonstrations
 from embodyrl.extensions.demonstrations.rows import find_rows, read_success, read_vectors
 from embodyrl.extensions.demonstrations.settings import Labels
 from embodyrl.extensions.demonstrations.tables import read_tasks
+from embodyrl.extensions.demonstrations.videos import VideoReader
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
 from embodyrl.types import EnvSpec, IntArray
 
@@ -118,8 +120,21 @@ def describe(found: DataSet) -> dict[str, Any]:
         "actions": dict(counts),
         "versions": dict(sorted(Counter(row.get(f"{OWN}version", -1) for row in rows).items())),
         "tasks": dict(Counter(task for row in rows for task in found.instructions_of(row))),
-        "warnings": [] if is_ours(found.root) else count_doubts(found.root, len(rows)),
+        "warnings": find_warnings(found),
     }
+
+
+def find_warnings(found: DataSet) -> list[str]:
+    """Return warnings about missing episodes and unused video frames of a third-party data set."""
+    if is_ours(found.root):
+        return []
+    warnings = count_doubts(found.root, len(found.rows))
+    if not found.rows or not found.card.video:
+        return warnings
+    videos = VideoReader(found.root, found.card, find_rows(found.root, found.rows), found.rows)
+    for camera in found.card.env.cameras.names:
+        videos.check(image_key(camera))
+    return warnings + videos.doubts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

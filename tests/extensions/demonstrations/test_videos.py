@@ -57,7 +57,7 @@ def test_clock_of_the_table_may_differ_from_the_clock_of_the_video(tmp_path: Pat
     assert wrong_frames(load_demonstrations(root)) == 0
 
 
-def test_unused_frames_are_a_warning_and_gaps_of_the_table_are_followed(tmp_path: Path) -> None:
+def test_unused_frames_are_a_warning_and_gaps_of_the_table_are_followed(tmp_path: Path, capsys: Any) -> None:
     """A discarded take of 5 frames follows the first episode of each file."""
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     firsts = iter(LENGTHS[order[0]] for order in ORDERS)
@@ -66,6 +66,8 @@ def test_unused_frames_are_a_warning_and_gaps_of_the_table_are_followed(tmp_path
     assert wrong_frames(demos)
     assert "front/chunk-000/file-000.mp4 has 26 frames, but its episodes use 21" in demos.doubts[0]
     assert len(demos.doubts) == 2
+    assert main(["data", "merge", str(tmp_path / "merged"), str(root), str(root)]) == 0
+    assert "warning " + demos.doubts[0] in " ".join(capsys.readouterr().out.split())
 
     def shift(rows: list[dict[str, Any]]) -> None:
         for key, order in zip(KEYS, ORDERS, strict=True):
