@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,23 @@ ADAPTER_FIELDS = (
 """Fields of peft's `adapter_config.json` that are read, or that do not change the meaning of the saved factors."""
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations of adapters (`init_lora_weights`) that do not change the base weights, as PiSSA and OLoRA do."""
+
+
+TRANSFORMERS_FIELDS = (
+    *("_attn_implementation*", "_name_or_path", "architectures", "attention_dropout", "attn_implementation"),
+    *("auto_map", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range", "label2id"),
+    *("max_position_embeddings", "model_type", "name_or_path", "pad_token_id", "pretraining_tp", "problem_type"),
+    *("return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache"),
+    *("diversity_penalty", "length_penalty", "max_length", "num_beam*", "num_return_sequences", "repetition_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p"),
+)
+"""Fields of transformers' `config.json` that do not change a network, and its sampling defaults."""
+LEROBOT_FIELDS = (
+    *("chunk_size", "compile_mode", "compile_model", "device", "dtype", "gradient_checkpointing", "input_features"),
+    *("license", "n_action_steps", "normalization_mapping", "output_features", "pretrained_*", "private"),
+    *("push_to_hub", "repo_id", "tags", "type", "use_amp", "embodyrl_init", "optimizer_*", "scheduler_*"),
+)
+"""Fields of LeRobot's `config.json` that are read, or do not change actions."""
 
 
 def check_keys(
@@ -32,7 +50,7 @@ def check_keys(
     Args:
         raw: keys and values in the file.
         where: file, for the message.
-        ignored: keys that are read elsewhere or have no effect on actions.
+        ignored: keys (or patterns such as `optimizer_*`) that are read elsewhere or have no effect on actions.
         only: supported values of further keys.
         fix: last sentence of the message.
 
@@ -40,7 +58,8 @@ def check_keys(
         CheckpointError: a key is unknown, or has an unsupported value; the message names all of them.
     """
     supported = only or {}
-    wrong = {k: v for k, v in raw.items() if k not in ignored and (v not in supported[k] if k in supported else v)}
+    unread = {key: value for key, value in raw.items() if not any(fnmatchcase(key, name) for name in ignored)}
+    wrong = {key: v for key, v in unread.items() if (v not in supported[key] if key in supported else v)}
     if wrong:
         shown = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in wrong.items())
         raise CheckpointError(f"{where}: {shown} is not supported. {fix}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
+from embodyrl.policies.files import LEROBOT_FIELDS, TRANSFORMERS_FIELDS, check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32
@@ -123,9 +124,51 @@ SMOLVLA = SmolVlaSpec(
 
 
 OWN_KEY = "embodyrl_flow"
+_PERIODS = {"min_period": (SHORTEST_PERIOD,), "max_period": (LONGEST_PERIOD,)}
+_LEROBOT = (
+    *LEROBOT_FIELDS,
+    *("empty_cameras", "freeze_vision_encoder", "max_action_dim", "max_state_dim", "tokenizer_max_length"),
+    *("train_expert_only", "use_cache"),
+)
+_SMOLVLA = (
+    *("expert_width_multiplier", "load_vlm_weights", "num_expert_layers", "num_steps", "num_vlm_layers"),
+    # Padded tokens are masked.
+    *("pad_language_to", "prefix_length", "self_attn_every_n_layers", "train_state_proj", "vlm_model_name"),
+)
+_PALIGEMMA = (
+    *("action_dim", "action_expert_variant", "action_horizon", "discrete_state_input", "max_token_len"),
+    *("num_inference_steps", "paligemma_variant", "pi05", "precision", "time_sampling_*"),
+    # Compared with model.delta_dims and with the processors.
+    *("action_feature_names", "relative_exclude_joints", "use_relative_actions"),
+)
+_TRANSFORMERS = (
+    *TRANSFORMERS_FIELDS,
+    *("chunk_size", "dit_config", "loss_reduction", "max_action_dim", "max_state_dim", "num_inference_steps"),
+    *("time_sampling_*", "vlm_config"),
+)
+_VLM = (
+    *TRANSFORMERS_FIELDS,
+    *("hidden_size", "ignore_index", "image_token_id", "image_token_index", "num_image_tokens", "projection_dim"),
+    *("text_config", "tie_word_embeddings", "vision_config", "vocab_size"),
+)
+_STACK = (
+    *TRANSFORMERS_FIELDS,
+    *("head_dim", "hidden_size", "image_size", "intermediate_size", "is_causal", "num_attention_heads"),
+    *("num_hidden_layers", "num_image_tokens", "num_key_value_heads", "patch_size", "projection_dim", "rms_norm_eps"),
+    *("tie_word_embeddings", "use_adarms", "use_bidirectional_attention", "vision_use_head", "vocab_size"),
+)
+_ROPE = 10_000.0
+_STACK_ONLY = {
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "hidden_activation": ("gelu_pytorch_tanh", None),
+    "layer_norm_eps": (1e-6,),
+    "num_channels": (3,),
+    "rope_theta": (_ROPE,),
+    "rope_parameters": ({"rope_theta": _ROPE, "rope_type": "default"},),
+}
 _KINDS: dict[str, type[FlowSpec]] = {"pi0": Pi0Spec, "smolvla": SmolVlaSpec}
 _GEMMA = {"gemma_2b": GEMMA_2B, "gemma_300m": GEMMA_300M}
-_SMOLVLM = "HuggingFaceTB/SmolVLM2-500M-"
+_SMOLVLM = "SmolVLM2-500M-"
 
 
 def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
@@ -144,10 +187,11 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
         if OWN_KEY in config:
             return _read_own(config[OWN_KEY])
         if "vlm_config" in config:
-            return _read_transformers(config)
+            return _read_transformers(config, where)
         if config.get("type") == "smolvla":
             return _read_smolvla(config, where)
-        return _read_paligemma(config, where, adaptive=adaptive or config.get("type") == "pi05")
+        kind = config.get("type", "pi05" if config.get("pi05", adaptive) else "pi0")
+        return _read_paligemma(config, where, adaptive=kind == "pi05")
     except CheckpointError:
         raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -170,6 +214,9 @@ def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -
 
     Keys: openpi's (action_horizon, action_dim), or lerobot's (chunk_size, max_action_dim, max_state_dim).
     """
+    only = {"type": ("pi0", "pi05"), "image_resolution": ([224, 224],), "n_obs_steps": (1,), **_PERIODS}
+    ignored = tuple(key for key in (*_LEROBOT, *_PALIGEMMA) if key != "type")
+    check_keys(config, where, ignored=ignored, only=only)
     stacks = []
     for name in ("paligemma_variant", "action_expert_variant"):
         if config[name] not in _GEMMA:
@@ -190,8 +237,12 @@ def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -
     )
 
 
-def _read_transformers(config: Mapping[str, Any]) -> Pi0Spec:
+def _read_transformers(config: Mapping[str, Any], where: Path) -> Pi0Spec:
     text, vision = config["vlm_config"]["text_config"], config["vlm_config"]["vision_config"]
+    check_keys(config, where, ignored=_TRANSFORMERS, only=_PERIODS)
+    check_keys(config["vlm_config"], f"{where}: vlm_config", ignored=_VLM)
+    for name, stack in (("text_config", text), ("vision_config", vision), ("dit_config", config["dit_config"])):
+        check_keys(stack, f"{where}: {name}", ignored=_STACK, only=_STACK_ONLY)
     return Pi0Spec(
         vision=VisionSpec(**_sizes(vision, "image_size", "patch_size")),
         language=_layers(text),
@@ -223,12 +274,14 @@ def _layers(raw: Mapping[str, Any]) -> LayersSpec:
 
 def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
     """Read SmolVLA's sizes; LeRobot's file omits the backbone, which has the sizes of SmolVLM2-500M."""
-    only = {"attention_mode": "cross_attn", "add_image_special_tokens": False}
-    strange = {name: config[name] for name, value in only.items() if config.get(name, value) != value}
+    size = SMOLVLA.vision.image_size
+    only = {"attention_mode": ("cross_attn",), "n_obs_steps": (1,), "resize_imgs_with_padding": ([size, size],)}
+    check_keys(config, where, ignored=(*_LEROBOT, *_SMOLVLA), only=only | _PERIODS)
+    strange = {}
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))
     if (experts := int(config.get("num_expert_layers", -1))) not in (-1, 0, layers):
         strange["num_expert_layers"] = experts
-    if not str(config["vlm_model_name"]).startswith(_SMOLVLM):
+    if _SMOLVLM not in str(config["vlm_model_name"]):
         strange["vlm_model_name"] = config["vlm_model_name"]
     if strange:
         raise CheckpointError(

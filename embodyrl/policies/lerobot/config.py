@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
+from embodyrl.policies.files import LEROBOT_FIELDS, check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY
 from embodyrl.types import EnvSpec
 
@@ -40,7 +41,7 @@ class Feature(BaseModel):
 
 
 class LeRobotConfig(BaseModel):
-    """Config keys shared by ACT and Diffusion Policy; unknown keys are kept in the file and ignored."""
+    """Config keys shared by ACT and Diffusion Policy; unknown keys must be off (see `check_keys`)."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -191,6 +192,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
         raw: dict[str, Any] = dict(read_json(path))
         if (found := raw.get("type", kind)) != kind:
             raise CheckpointError(f"{path} has policy type '{found}', not '{kind}'. Set model={found}.")
+        check_keys(raw, path, ignored=(*config.model_fields, *LEROBOT_FIELDS))
         read = config.model_validate({key: value for key, value in raw.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]

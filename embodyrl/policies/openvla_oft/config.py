@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
+from embodyrl.policies.files import TRANSFORMERS_FIELDS, check_keys
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.policies.vla.folder import (
@@ -22,6 +23,7 @@ from embodyrl.policies.vla.folder import (
 from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
+NUMBERS = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
 NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 """Statistics that map to -1..1, for each `model.action_normalization`. LIBERO and Bridge use q99, ALOHA min/max."""
 
@@ -69,6 +71,7 @@ class Statistics:
         where = f"{self.folder / STATISTICS_FILE}: data set '{data_set}'"
         try:
             entry = self.sets[data_set][part]
+            check_keys(entry, f"{where}: {part}", ignored=(*NUMBERS, "count", *(["mask"] if part == "action" else [])))
             low, high = (tuple(map(float, entry[name])) for name in (low_name, high_name))
             mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -148,14 +151,21 @@ _KNOWN_VITS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_LLAMA_ONLY: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rope_scaling": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
+_FIELDS = (
+    *TRANSFORMERS_FIELDS,
+    *("embodyrl_init", "hf_llm_id", "image_sizes", "llm_backbone_id", "llm_max_length", "n_action_bins", "norm_stats"),
+    *("pad_to_multiple_of", "text_config", "timm_model_ids", "vision_backbone_id"),
+)
+_RESIZE = {"image_resize_strategy": ("resize-naive",), "use_fused_vision_backbone": (True, None)}
+_ONLY = _RESIZE | {
+    "model_type": ("openvla", "prismatic"),
+    "arch_specifier": ("no-align+fused-gelu-mlp",),
+    "timm_override_act_layers": ([None, None],),
 }
+_PREPROCESSOR_FIELDS = (
+    *("auto_map", "image_processor_type", "input_sizes", "means", "processor_class", "stds"),
+    *("tvf_crop_params", "tvf_letterbox_fill", "tvf_normalize_params", "tvf_resize_params"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +295,7 @@ def _parse(folder: Path) -> OftConfig:
             f"{where} has timm_model_ids {ids} and image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
             f"size (DINOv2 and SigLIP). This is another model; use an OpenVLA-OFT checkpoint."
         )
+    check_keys(config, where, ignored=tuple(name for name in _FIELDS if name != "model_type"), only=_ONLY)
     llama = _read_llama(_field(config, "text_config", where), where)
     statistics = folder / STATISTICS_FILE
     # Fine-tuned checkpoints have a separate file; the base model's statistics are in config.json.
@@ -329,15 +340,20 @@ def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
 
 
 def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
-    values: dict[str, Any] = {f.name: type(f.default)(text.get(f.name, f.default)) for f in fields(LlamaSpec)}
+    rope = dict(text.get("rope_parameters") or {})  # transformers 5
+    told = {**text, **({"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {})}
+    values: dict[str, Any] = {f.name: type(f.default)(told.get(f.name, f.default)) for f in fields(LlamaSpec)}
     spec = LlamaSpec(**values)
-    expected = {**_LLAMA_ONLY, "num_key_value_heads": spec.num_attention_heads}
-    for name, only in expected.items():
-        if text.get(name, only) != only:
-            raise CheckpointError(
-                f"{where}: text_config.{name} is {text[name]!r}; OpenVLA-OFT's Llama-2 has {only!r}. "
-                f"This language model is not supported; use a checkpoint with a Llama-2 backbone."
-            )
+    only = {
+        "model_type": ("llama",),
+        "hidden_act": ("silu",),
+        "num_key_value_heads": (spec.num_attention_heads,),
+        "head_dim": (spec.hidden_size // spec.num_attention_heads,),
+    }
+    ignored = {*TRANSFORMERS_FIELDS, *values, "rope_parameters"} - only.keys()
+    fix = "This language model is not supported; use a checkpoint with a Llama-2 backbone."
+    check_keys(text, f"{where}: text_config", ignored=ignored, only=only, fix=fix)
+    check_keys(rope, f"{where}: rope_parameters", only={"rope_type": ("default",)}, fix=fix)
     return spec
 
 
@@ -369,6 +385,8 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
     """Return the pixel statistics, preferably `tvf_normalize_params`, which the published processor uses."""
     where = folder / PREPROCESSOR_FILE
     data = _read_json(where)
+    only = _RESIZE | {"interpolations": (["bicubic", "bicubic"],)}
+    check_keys(data, where, ignored=_PREPROCESSOR_FIELDS, only=only)
     params = data.get("tvf_normalize_params")
     means = [p["mean"] for p in params] if params else _field(data, "means", where)
     stds = [p["std"] for p in params] if params else _field(data, "stds", where)

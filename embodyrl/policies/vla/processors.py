@@ -16,6 +16,7 @@ from safetensors.numpy import load
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
+from embodyrl.policies.files import check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
@@ -26,6 +27,11 @@ _ACTION, _IMAGES = "action", "observation.image"
 _COMMON = (RENAMING, "to_batch_processor", "device_processor", "normalizer_processor")
 _AFTER = ("unnormalizer_processor", "device_processor")
 _FIX = "Set model=lerobot to run the policy in LeRobot."
+_STEP_FIELDS = (
+    *("action_names", "device", "enabled", "eps", "exclude_joints", "features", "max_length", "max_state_dim"),
+    *("norm_map", "normalize_observation_keys", "padding", "rename_map", "task_key", "tokenizer_name", "truncation"),
+)
+_STEP_ONLY = {"float_dtype": (None, "float32"), "padding_side": ("right",)}
 ArrayStatistics = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 """Normalization statistics by feature and name (mean, std, min, max)."""
 
@@ -80,7 +86,9 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
         if f"{name}.json" not in files:
             continue
         try:
-            steps = steps_of[name] = json.loads(files[f"{name}.json"])["steps"]
+            content = json.loads(files[f"{name}.json"])
+            check_keys(content, f"{folder}/{name}.json", ignored=("name", "steps"), fix=_FIX)
+            steps = steps_of[name] = content["steps"]
             (step,) = (step for step in steps if str(step.get("registry_name")).endswith("normalizer_processor"))
             flat = load(files[step["state_file"]]) if "state_file" in step else {}
             found[name] = _by_feature(flat), float(step["config"].get("eps", 1e-8))
@@ -88,6 +96,10 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
                 _differences(name, step["config"], found[name][0], mine.modes), None
             )
             differs = differs or _renaming(steps, mapped=mine.mapped)
+            for step in () if differs else steps:
+                where = f"{folder}/{name}.json: {step['registry_name']}"
+                check_keys(step, where, ignored=("config", "registry_name", "state_file"), fix=_FIX)
+                check_keys(step.get("config", {}), where, ignored=_STEP_FIELDS, only=_STEP_ONLY, fix=_FIX)
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "

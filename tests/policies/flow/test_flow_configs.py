@@ -1,17 +1,19 @@
 """Model sizes from config.json of openpi, lerobot, transformers and embodyrl."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from golden_flow import NAMES, spec_of
 from tiny_vla import own_config, write_checkpoint
+from transformers import PI0Config
 
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
-from embodyrl.policies.flow.vla.folder import read_units, side_files
+from embodyrl.policies.flow.vla.folder import doubts, read_units, side_files
 
 OPENPI = {
     "action_dim": 32,
@@ -60,6 +62,93 @@ def test_published_configs_are_read(read):
     assert read(SMOL) == SMOLVLA
 
 
+BASE = {
+    **{"n_obs_steps": 1, "n_action_steps": 50, "device": "cuda", "use_amp": False, "use_peft": False, "license": None},
+    **{"push_to_hub": True, "repo_id": "a/b", "private": None, "tags": ["x"], "pretrained_path": "lerobot/base"},
+    **{"input_features": {}, "output_features": {}, "normalization_mapping": {"VISUAL": "IDENTITY"}},
+    **{"empty_cameras": 1, "tokenizer_max_length": 48, "min_period": 0.004, "max_period": 4.0, "rtc_config": None},
+    **{"compile_model": True, "compile_mode": "max-autotune", "gradient_checkpointing": True},
+    **{"freeze_vision_encoder": True, "train_expert_only": True, "optimizer_lr": 1e-4, "optimizer_betas": [0.9, 0.95]},
+    **{"scheduler_warmup_steps": 1000, "scheduler_decay_lr": 2.5e-6, "a_later_key": False},
+}
+FULL_SMOL = BASE | {
+    **{"resize_imgs_with_padding": [512, 512], "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
+    **{"num_steps": 10, "use_cache": True, "train_state_proj": True, "load_vlm_weights": True, "prefix_length": 0},
+    "pad_language_to": "max_length",
+}
+FULL_PI = BASE | {
+    **{"dtype": "bfloat16", "num_inference_steps": 10, "time_sampling_beta_alpha": 1.5, "time_sampling_scale": 0.999},
+    **{"image_resolution": [224, 224], "use_relative_actions": False, "relative_exclude_joints": ["gripper"]},
+}
+
+
+def test_all_fields_of_published_configs_are_accepted(read):
+    assert read(SMOL | FULL_SMOL) == SMOLVLA
+    assert read(SMOL | {"vlm_model_name": "/weights/SmolVLM2-500M-Video-Instruct/"}) == SMOLVLA
+    assert read(LEROBOT | FULL_PI) == PI0
+    assert read(LEROBOT | FULL_PI | {"type": "pi05"}) == PI05
+    assert read(OPENPI | {"pi05": True, "max_token_len": 200, "discrete_state_input": True}) == PI05
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        *((SMOL, key, True) for key in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha", "use_peft", "new_key")),
+        *((SMOL, "resize_imgs_with_padding", value) for value in (None, [224, 224])),
+        *((config, "min_period", 1e-2) for config in (SMOL, LEROBOT, OPENPI)),
+        *((config, "max_period", 8.0) for config in (SMOL, LEROBOT, OPENPI)),
+        *((config, "n_obs_steps", 2) for config in (SMOL, LEROBOT)),
+        (LEROBOT, "image_resolution", [448, 448]),
+        (LEROBOT, "adapt_to_pi_aloha", True),
+        (LEROBOT, "type", "pi0_fast"),
+        (LEROBOT, "rtc_config", {"enabled": True}),
+        (OPENPI, "image_keys", ["base_0_rgb"]),
+    ],
+)
+def test_fields_with_another_meaning_are_rejected_by_name(config, key, value, read):
+    with pytest.raises(CheckpointError, match=f"{key}=.* is not supported"):
+        read(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("", "max_period", 8.0),
+        ("vlm_config", "projector_hidden_act", "gelu"),
+        ("text_config", "rope_parameters", {"rope_theta": 1e6, "rope_type": "default"}),
+        ("text_config", "hidden_act", "silu"),
+        ("text_config", "attention_bias", True),
+        ("vision_config", "num_channels", 4),
+        ("dit_config", "final_logit_softcapping", 30.0),
+    ],
+)
+def test_other_transformers_fields_are_rejected_by_name(part, key, value, tmp_path):
+    config = json.loads(PI0Config().to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(tmp_path) == PI0
+    vlm = config["vlm_config"]
+    {"": config, "vlm_config": vlm, "dit_config": config["dit_config"]}.get(part, vlm.get(part))[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{key}=.* is not supported"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "told", "keys", "match"),
+    [
+        ("smolvla", {"num_steps": 4}, {}, r"uses 4 denoising steps \(num_steps\), but model\.num_steps=10"),
+        ("pi0", {"num_inference_steps": 5}, {}, r"uses 5 denoising steps .*model\.num_steps=10"),
+        ("pi0", {"num_inference_steps": 5}, {"num_steps": 5}, None),
+        ("smolvla", {"n_action_steps": 50}, {}, "executes 50 actions per query"),
+    ],
+)
+def test_other_sampling_settings_give_a_warning(form, told, keys, match, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    values = {"model_type": form, "num_action_chunks": 3} | keys
+    found = doubts(tmp_path, POLICIES.get(form).settings.model_validate(values))
+    assert re.search(match, found[0]) if match else found == ()
+
+
 def test_smaller_smolvla_config_is_read(read):
     spec = read(SMOL | {"num_vlm_layers": 8, "expert_width_multiplier": 0.5, "self_attn_every_n_layers": 1})
     assert (spec.language.depth, spec.expert.depth, spec.expert.width, spec.joint_every) == (8, 8, 480, 1)
@@ -103,6 +192,8 @@ def test_missing_config_file_is_an_error(tmp_path):
         ("pi05", {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}, {}, "set model.normalization=mean_std"),
         ("pi05", {"STATE": "MEAN_STD", "ACTION": "QUANTILES"}, {}, "MEAN_STD and QUANTILES"),
         ("pi05", {"STATE": "MEAN_STD", "ACTION": "QUANTILES"}, {"state_in_prompt": False}, None),
+        ("pi05", {"discrete_state_input": False}, {}, "set model.state_in_prompt=false"),
+        ("pi05", {"discrete_state_input": False}, {"state_in_prompt": False}, None),
         ("smolvla", {"STATE": "MIN_MAX", "ACTION": "MIN_MAX"}, {}, "only mean_std, quantiles are supported"),
         ("smolvla", {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}, {}, None),
         ("pi0", {"use_relative_actions": True}, {}, "relative to the state .use_relative_actions."),
@@ -113,7 +204,7 @@ def test_lerobot_units_must_match_the_settings(form, told, keys, match, tmp_path
     """Wrong units would not be detected: actions have the right size and another meaning."""
     folder = write_checkpoint(tmp_path / form, form, state_dim=8, action_dim=7)
     config = json.loads((folder / "config.json").read_text())
-    told = told if "use_relative_actions" in told else {"normalization_mapping": told}
+    told = {"normalization_mapping": told} if "ACTION" in told else told
     (folder / "config.json").write_text(json.dumps(config | told))
     factory = POLICIES.get(form)
     cfg = factory.settings.model_validate({"model_type": form, "path": str(folder), "num_action_chunks": 3} | keys)

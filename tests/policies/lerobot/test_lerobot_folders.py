@@ -300,3 +300,39 @@ def test_processors_without_statistics_leave_values_unchanged(tmp_path):
 def test_sizes_that_lerobot_cannot_build_are_refused(changes, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         policy_of(fresh("diffusion", tmp_path / "in", **changes), env=toy_env())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_peft", True), ("temporal_agg", True), ("image_resize_mode", "letterbox"), ("proprio_dropout", 0.1)],
+)
+def test_unknown_fields_of_config_json_are_rejected_by_name(kind, key, value, tmp_path):
+    folder = folder_of(f"{kind}/state", tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(CheckpointError, match=f"{key}=.* is not supported"):
+        policy_of(folder)
+    (folder / "config.json").write_text(json.dumps(config | {key: None, "gradient_checkpointing": True}))
+    policy_of(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranges_of_own_statistics_are_kept_after_saving(kind, tmp_path):
+    """States beyond the data are clipped, in a saved folder too; folders of LeRobot have no range."""
+    env = toy_env(4, ())
+    start = fresh(kind, tmp_path / "start")
+    row = {"mean": 0.5, "std": 1e-3, "min": 0.0, "max": 1.0, "q01": 0.4, "q99": 0.6}
+    part = {name: [value] * 4 for name, value in row.items()}
+    action = {name: values[:2] for name, values in part.items()}
+    (start / "dataset_statistics.json").write_text(json.dumps({"toy": {"action": action, "proprio": part}}))
+    policy, out = policy_of(start, env=env), tmp_path / "out"
+    out.mkdir()
+    policy.save(out)
+    for units in (policy._module.units, policy_of(out, env=env)._module.units):
+        read = [units.normalize("observation.state", torch.full((2,), value)) for value in (1.5, 50.0, -50.0, -0.5)]
+        assert torch.equal(read[0], read[1])
+        assert torch.equal(read[2], read[3])
+    plain = policy_of(folder_of(f"{kind}/state", tmp_path / "plain"))._module.units
+    width = plain.get_buffer("observation/state/low").numel()
+    assert plain.normalize("observation.state", torch.full((width,), 1e6)).abs().min() > 1e4

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from settings import model_of
+from transformers import LlamaConfig
 
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.config import load_config
@@ -101,6 +102,43 @@ def test_unknown_statistics_are_an_error(checkpoint, env_spec):
         POLICIES.get(cfg.model_type).spec(cfg, env_spec, 0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"tvf_do_letterbox": True}, "tvf_do_letterbox=true"),
+        ({"interpolations": ["bicubic", "nearest"]}, "interpolations"),
+        ({"image_resize_strategy": "resize-crop"}, "image_resize_strategy"),
+        ({"do_center_crop": True}, "do_center_crop=true"),
+    ],
+)
+def test_other_image_preprocessing_is_refused(checkpoint, edit_json, fields, part):
+    edit_json(checkpoint / "preprocessor_config.json", **fields)
+    (message,) = problems(checkpoint)
+    assert f"{part}" in message
+    assert "is not supported" in message
+
+
+def test_fields_that_transformers_adds_are_accepted(checkpoint, edit_json):
+    config = LlamaConfig(**json.loads((checkpoint / "config.json").read_text())["text_config"]).to_dict()
+    config["rope_parameters"]["rope_theta"] = 20000.0
+    edit_json(
+        checkpoint / "config.json", text_config=config, auto_map={"AutoConfig": "a.B"}, hf_llm_id="meta", top_k=50
+    )
+    assert problems(checkpoint) == []
+    assert read_config(checkpoint).llama.rope_theta == 20000.0
+
+
+def test_unknown_statistics_fields_are_refused(checkpoint):
+    path = checkpoint / "dataset_statistics.json"
+    sets = json.loads(path.read_text())
+    (name, entry) = next(iter(sets.items()))
+    bounds = read_config(checkpoint).statistics.bounds(name, "proprio", "bounds_q99")
+    for part, fields in (("proprio", {"mask": [True] * len(bounds.mask)}), ("action", {"offset": [1.0]})):
+        path.write_text(json.dumps({name: entry | {part: entry[part] | fields}}))
+        with pytest.raises(CheckpointError, match=f"{part}: {next(iter(fields))}=.* is not supported"):
+            read_config(checkpoint).statistics.bounds(name, part, "bounds_q99")
+
+
 def test_incomplete_checkpoint_folders_are_refused(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "action_head--100_checkpoint.pt").write_bytes(b"")
@@ -115,7 +153,17 @@ def test_incomplete_checkpoint_folders_are_refused(checkpoint):
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        ({"text_config": {"model_type": "qwen2"}}, "text_config.model_type"),
+        ({"text_config": {"model_type": "qwen2"}}, 'text_config: model_type="qwen2" is not supported'),
+        ({"text_config": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}}, "rope_type"),
+        ({"text_config": {"rope_scaling": {"type": "linear", "factor": 2.0}}}, "rope_scaling"),
+        ({"text_config": {"sliding_window": 128}}, "sliding_window=128 is not supported"),
+        ({"text_config": {"head_dim": 7}}, "head_dim=7"),
+        ({"arch_specifier": "linear"}, 'arch_specifier="linear" is not supported'),
+        ({"image_resize_strategy": "letterbox"}, "image_resize_strategy"),
+        ({"use_fused_vision_backbone": False}, "use_fused_vision_backbone=false"),
+        ({"timm_override_act_layers": [None, "quick_gelu"]}, "timm_override_act_layers"),
+        ({"output_projector_states": True}, "output_projector_states=true"),
+        ({"a_later_key": "on"}, 'a_later_key="on" is not supported'),
         ({"text_config": {"num_key_value_heads": 1, "num_attention_heads": 2}}, "num_key_value_heads"),
         ({"timm_model_ids": ["vit_large"]}, "two vision towers"),
         ({"timm_model_ids": ["vit_large", "tiny_vit_patch14_siglip"]}, "unknown vision tower 'vit_large'"),

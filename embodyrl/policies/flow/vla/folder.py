@@ -12,6 +12,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
+from embodyrl.config.settings import spell
 from embodyrl.errors import CheckpointError, ConfigError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
@@ -101,7 +102,7 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
     return spec if cfg.horizon is None else replace(spec, horizon=cfg.horizon)
 
 
-def _contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
+def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     """Return contradictions between LeRobot's config.json and the settings."""
     told = _config(folder)
     modes: dict[str, str] = told.get("normalization_mapping") or {}
@@ -114,6 +115,11 @@ def _contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
         problems.append(
             f"model.normalization={cfg.normalization}: {folder / CONFIG_FILE} was trained with "
             f"{' and '.join(sorted(found))} (normalization_mapping); {fix}."
+        )
+    if isinstance(cfg, Pi05Settings) and told.get("discrete_state_input", cfg.state_in_prompt) != cfg.state_in_prompt:
+        problems.append(
+            f"model.state_in_prompt={spell(cfg.state_in_prompt)}: {folder / CONFIG_FILE} has discrete_state_input="
+            f"{spell(not cfg.state_in_prompt)}; set model.state_in_prompt={spell(not cfg.state_in_prompt)}."
         )
     if told.get("use_relative_actions") and not cfg.delta_dims:
         problems.append(
@@ -156,12 +162,16 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
     """Return warnings about a checkpoint, such as a different number of executed actions."""
-    own = _config(folder).get("n_action_steps")
-    if own is None or own == cfg.num_action_chunks or (folder / STATISTICS_FILE).exists():
-        return ()
-    return (
-        f"the checkpoint executes {own} actions per query (n_action_steps), but model.num_action_chunks="
-        f"{cfg.num_action_chunks} is set",
+    told = _config(folder)
+    used = {
+        "n_action_steps": ("executes {} actions per query", "model.num_action_chunks", cfg.num_action_chunks),
+        "num_steps": ("uses {} denoising steps", "model.num_steps", cfg.num_steps),
+        "num_inference_steps": ("uses {} denoising steps", "model.num_steps", cfg.num_steps),
+    }
+    return tuple(
+        f"the checkpoint {text.format(told[name])} ({name}), but {key}={value} is set"
+        for name, (text, key, value) in used.items()
+        if told.get(name, value) != value and not (folder / STATISTICS_FILE).exists()
     )
 
 
@@ -176,7 +186,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         ConfigError: the settings contradict config.json, or `embodyrl sft` wrote statistics of absolute actions.
     """
     own = (folder / STATISTICS_FILE).exists()
-    if not own and (problems := _contradictions(folder, cfg)):
+    if not own and (problems := contradictions(folder, cfg)):
         raise ConfigError(problems)
     found, eps = _find_statistics(folder, cfg, action_dim)
     if not found:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
+from embodyrl.policies.files import check_keys
 from embodyrl.policies.vla.folder import Clip, check_statistics, data_range, find_data_set
 from embodyrl.types import FloatArray
 
@@ -100,6 +101,7 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
     """
     try:
         content = read_json(path)["norm_stats"]
+        check_keys(content, path, ignored=PARTS)
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
