@@ -1,5 +1,6 @@
 """Conversations as episodes: each data row is an initial state, and each reply is an action chunk of tokens."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -45,29 +46,127 @@ ANSWER_BYTES = 1 << 10
 """Default maximum bytes of a tool's answer; longer answers are truncated."""
 
 
-def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
-    """Return (tool, text) of the tool call in a reply, or None.
+Call = tuple[str, str]
+"""Name and argument of a tool call, or an empty name and the reason why the call is malformed."""
 
-    Formats: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` of chat templates (the text is the first value of
-    the arguments), or `?text`, which calls the first tool and suits character-level models.
+MOST_CALLS = 8
+"""Maximum number of tool calls in a reply; the answers share the maximum bytes of an answer."""
+
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
+_CALLS = re.compile(
+    r"<tool_call>\s*(?P<tagged>(?:(?!<tool_call>).)*?)\s*(?P<end></tool_call>|(?=<tool_call>)|$)"
+    r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>)\s*(?P<marked>.*?)\s*(?=\[TOOL_CALLS\]|$)"
+    r"|(?P<function><function=.*?</function>)",
+    re.DOTALL,
+)
+_ARGUMENTS = re.compile(r'"(?:arguments|parameters|function)"\s*:')
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+
+
+def find_call(reply: str, tools: Sequence[str]) -> list[Call] | None:
+    """Return the tool calls in a reply, or None; text inside <think> contains no calls.
+
+    Formats: JSON objects in <tool_call> tags (Hermes, Qwen), functions with parameters in tags (Qwen3-Coder), JSON
+    after [TOOL_CALLS] (Mistral) or <|python_tag|>, a reply that is only JSON calls (Llama 3), with arguments as an
+    object or as JSON text. `?text` calls the first tool and suits character-level models.
     """
     if tools and reply.startswith("?"):
-        return tools[0], reply[1:].strip()
-    tagged = re.search(r"<tool_call>(.*?)</tool_call>", reply, re.DOTALL)
-    if tagged is None:
-        return None
+        return [(tools[0], reply[1:].strip())]
+    said = _THOUGHT.sub("", reply).strip()
+    found = [
+        match["tagged"] or match["marked"] or match["function"] or ""
+        for match in _CALLS.finditer(said)
+        # A mention of the tag is not a call.
+        if match["end"] or match["tagged"] is None or match["tagged"][:1] in ("{", "[", "<", "`")
+    ]
+    if not found and _ARGUMENTS.search(said):
+        names = "|".join(map(re.escape, tools))
+        start = re.search(rf'\A(?:```(?:json)?\s*)?(?=[{{\[])|(?=\{{\s*"name"\s*:\s*"(?:{names})")', said)
+        found = [] if start is None else [said[start.end() :]]
+    return [call for text in found for call in _read_calls(text, tools)] or None
+
+
+def _unfenced(text: str) -> str:
+    fenced = _FENCE.fullmatch(text.strip())
+    return fenced[1] if fenced else text.strip()
+
+
+def _read_calls(text: str, tools: Sequence[str]) -> list[Call]:
+    """Return the calls in the text of one tag or mark."""
+    if functions := _FUNCTION.findall(text):
+        return [
+            _bind(name, dict(parts) if (parts := _PARAMETER.findall(body)) or not body else body, tools)
+            for name, body in functions
+        ]
+    rest, calls = _unfenced(text), []
     try:
-        call = json.loads(tagged[1])
-        arguments = call["arguments"]
-        text = next(iter(arguments.values())) if isinstance(arguments, dict) else arguments
-        return str(call["name"]), str(text)
-    except (ValueError, KeyError, TypeError, StopIteration):
-        return "", tagged[1]
+        while not calls or rest:
+            named = _NAMED.match(rest)  # calculator[ARGS]{"expression": "1+1"}
+            if calls and not named and rest[0] not in "{[":
+                break  # text after the calls
+            # Programs in arguments often contain line breaks that JSON requires to be escaped.
+            value, end = json.JSONDecoder(strict=False).raw_decode(rest, named.end() if named else 0)
+            if named:
+                value = {"name": named[1], "arguments": value}
+            if isinstance(value, dict):
+                value = value.get("tool_calls", [value])
+            for call in value if isinstance(value, list) else [value]:
+                inner = call.get("function", call) if isinstance(call, dict) else {}
+                inner = inner if isinstance(inner, dict) else call
+                calls.append(_bind(inner.get("name"), inner.get("arguments", inner.get("parameters")), tools))
+            rest = rest[end:].lstrip("; \n\t")
+    except (ValueError, RecursionError) as error:
+        calls.append(("", f"the call is not valid JSON: {error}"))
+    return calls or [("", 'a tool call needs "name" and "arguments"')]
 
 
-def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
-    """Execute a tool call and return the answer; an error of the call is returned as the answer."""
+def _bind(name: Any, arguments: Any, tools: Sequence[str]) -> Call:
+    """Bind the arguments of a call to the parameter of a tool by name."""
+    if not isinstance(name, str):
+        return "", 'a tool call needs "name" and "arguments"'
+    if name not in tools:
+        return name, ""  # `answer` lists the tools
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            return name, arguments
+        if not isinstance(parsed, dict):
+            return name, arguments
+        arguments = parsed
+    wanted = _parameter(name)
+    if not isinstance(arguments, dict) or not arguments:
+        return "", f"{name} needs the argument '{wanted or 'text'}'"
+    if strange := [key for key in arguments if key != wanted and (wanted or len(arguments) > 1)]:
+        return "", f"{name} takes '{wanted or 'text'}', not '{strange[0]}'"
+    (value,) = arguments.values()
+    return name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _parameter(tool: str) -> str | None:
+    """Return the name of a tool's parameter, or None if the parameter has no name for callers."""
+    try:
+        first = next(iter(inspect.signature(TOOLS.get(tool)).parameters.values()))
+    except (StopIteration, ValueError):
+        return None
+    return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
+
+
+def answer(calls: Sequence[Call], tools: Sequence[str]) -> str:
+    """Execute tool calls and return their answers, one per line; an error of a call is returned as its answer."""
+    if len(calls) > MOST_CALLS:
+        return f"error: {len(calls)} tool calls in a reply; at most {MOST_CALLS} are executed"
+    room = answer_bytes(tools) // len(calls)
+    return "\n".join(clip(_execute(call, tools), room) for call in calls)
+
+
+def _execute(call: Call, tools: Sequence[str]) -> str:
     name, text = call
+    if not name:
+        return f"error: {text}"
     if name not in tools:
         return f"error: no tool '{name}'; tools are {', '.join(tools)}"
     try:
@@ -171,13 +270,13 @@ class ConversationEnv:
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
-        """Append the tool's answer; return False if the reply calls no tool or no other reply can follow."""
+        """Append the answers of tools; return False if the reply calls no tool or no other reply can follow."""
         conversation.turns += 1
-        call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
-        if call is None:
+        calls = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
+        if calls is None:
             return False
         said = Message(role="assistant", content=conversation.reply)
-        heard = Message(role=self._tool_role, content=clip(answer(call, self._tools), self._answer_bytes))
+        heard = Message(role=self._tool_role, content=clip(answer(calls, self._tools), self._answer_bytes))
         longer = [*conversation.messages, said, heard]
         if len(join_messages(longer).encode()) > self.spec.text.prompt_bytes - LAST_BYTES:
             return False

@@ -97,13 +97,13 @@ def calculate(expression: str) -> str:
 calculate.answer_bytes = 72  # type: ignore[attr-defined]
 
 
-def python_tool(source: str) -> str:
+def python_tool(code: str) -> str:
     """Run a program and return its output.
 
     Raises:
         ValueError: the program fails or exceeds a limit.
     """
-    ended, said = run_python(source, seconds=SECONDS)
+    ended, said = run_python(code, seconds=SECONDS)
     if not ended:
         raise ValueError(said)
     return said.strip()

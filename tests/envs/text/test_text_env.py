@@ -115,18 +115,67 @@ def test_last_turn_is_rewarded_even_with_a_tool_call(env):
     assert say(env, ["?1+1"], [4]).done.all()
 
 
-def test_both_tool_call_formats_are_parsed():
+CALL = '{"name": "calculator", "arguments": {"expression": "6*7"}}'
+SECOND = '{"name": "calculator", "parameters": {"expression": "1+1"}}'
+OPENAI = '{"type": "function", "function": {"name": "calculator", "arguments": "{\\"expression\\": \\"6*7\\"}"}}'
+XML = "<function=python><parameter=code>\nprint(6 * 7)\n</parameter></function>"
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("?6*7", "42"),
+        (f"Let me see. <tool_call>{CALL}</tool_call>", "42"),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{SECOND}</tool_call>", "42\n2"),
+        (f"<tool_call>{CALL}{SECOND}", "42\n2"),
+        (f"<tool_call>{CALL}<tool_call>{SECOND}", "42\n2"),
+        (f"<tool_call>\n```json\n[{CALL}, {SECOND}]\n```\n</tool_call>", "42\n2"),
+        (f"<think>Perhaps <tool_call>{SECOND}</tool_call></think><tool_call>{CALL}</tool_call>", "42"),
+        (f"<tool_call>{OPENAI}</tool_call>", "42"),
+        (f'{{"tool_calls": [{OPENAI}, {OPENAI}]}}', "42\n42"),
+        (f"<|python_tag|>{SECOND}; {SECOND}", "2\n2"),
+        (f"I calculate {SECOND}.", "2"),
+        (f"[TOOL_CALLS] [{CALL}, {SECOND}]", "42\n2"),
+        ('[TOOL_CALLS]calculator{"expression": "6*7"}[TOOL_CALLS]calculator[ARGS]{"expression": "1+1"}', "42\n2"),
+        (f"<tool_call>\n{XML}\n</tool_call>", "42"),
+        ('<function=calculator>{"expression": 42}</function>', "42"),
+        ('<tool_call>{"name": "python", "arguments": {"code": "x = 6\nprint(x * 7)"}}</tool_call>', "42"),
+        ('<tool_call>{"name": "calculator", "arguments": "6*7"}</tool_call>', "42"),
+        (
+            CALL.replace('{"expression', '{"precision": 2, "expression'),
+            "error: calculator takes 'expression', not 'precision'",
+        ),
+        (CALL.replace("expression", "text"), "error: calculator takes 'expression', not 'text'"),
+        (CALL.replace('{"expression": "6*7"}', "{}"), "error: calculator needs the argument 'expression'"),
+        (CALL.replace("calculator", "shell"), "error: no tool 'shell'; tools are calculator, python"),
+        (CALL.replace("6*7", "import os"), "error: cannot be calculated: use numbers and + - * /"),
+        (
+            '<tool_call>{"arguments": {"expression": "6*7"}}</tool_call>',
+            'error: a tool call needs "name" and "arguments"',
+        ),
+        (
+            "<tool_call>nonsense</tool_call>",
+            "error: the call is not valid JSON: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (CALL[:-1], "error: the call is not valid JSON: Expecting ',' delimiter: line 1 column 58 (char 57)"),
+        (f"<tool_call>{CALL}</tool_call>" * 9, "error: 9 tool calls in a reply; at most 8 are executed"),
+        ("42", None),
+        ("I could write <tool_call> here.", None),
+        ('{"answer": 42, "name": "calculator"}', None),
+        (f"<think>Perhaps <tool_call>{CALL}</tool_call>", None),
+    ],
+)
+def test_tool_calls_in_usual_formats_are_executed(reply: str, expected: str | None):
     tools = ["calculator", "python"]
-    tagged = 'Let me see. <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-    assert find_call(tagged, tools) == ("calculator", "6*7")
-    assert find_call("?6*7", tools) == ("calculator", "6*7")
-    assert find_call("42", tools) is None
+    calls = find_call(reply, tools)
+    assert (None if calls is None else answer(calls, tools)) == expected
+
+
+def test_reply_with_two_calls_gets_both_answers(env):
+    env.reset([0], [EpisodeStart(reset_id=5, seed=0, max_episode_steps=16)])
+    say(env, [f"<tool_call>{CALL}</tool_call><tool_call>{SECOND}</tool_call>"], [6])
+    assert split_messages(env.instruction(0))[-1] == Message(role="tool", content="42\n2")
     assert find_call("?6*7", []) is None
-    assert answer(("calculator", "6*7"), tools) == "42"
-    assert answer(("python", "print(6 * 7)"), tools) == "42"
-    assert answer(("calculator", "import os"), tools).startswith("error: ")
-    assert answer(("shell", "ls"), tools) == "error: no tool 'shell'; tools are calculator, python"
-    assert find_call("<tool_call>nonsense</tool_call>", tools) == ("", "nonsense")
 
 
 def test_tools_and_max_turns_are_required_together():
