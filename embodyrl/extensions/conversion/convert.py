@@ -145,6 +145,8 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
             "again."
         )
     (length,) = set(steps.values())
+    if not raw.acts_last:
+        raw, length = _without_last(raw, plan), length - 1
     env = plan.card.env
     action, state = _joined(raw, plan, Target.action, length), _joined(raw, plan, Target.state, length)
     reward = _joined(raw, plan, Target.reward, length)
@@ -158,25 +160,14 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
                 f"{raw.where}: {name} of step {bad[0]} is {values[bad[0]].tolist()}, expected finite numbers. Correct "
                 "the data, or set data.skip_nonfinite=true to skip such episodes."
             )
-    success, instruction, images = (
-        _success(raw, plan, reward),
-        _instruction(raw, plan, data),
-        _images(raw, plan, length),
-    )
-    if not raw.acts_last:
-        images, state, action = images[:-1], state[:-1], action[:-1]
-        reward, success = _without_last(reward), None if success is None else _without_last(success)
-        if not len(action):
-            raise EmbodyError(
-                f"{raw.where} has no action, because its only step is marked as is_last. Correct the file."
-            )
+    success, instruction = _success(raw, plan, reward), _instruction(raw, plan, data)
     check_gripper(raw.where, env.action.gripper, action)
     if instruction not in tasks:
         tasks.append(instruction)
     # `trial` is the index in the source, from which an interrupted conversion resumes.
     origin = Origin(task_id=tasks.index(instruction), reset_id=-1, trial=raw.number, seed=0)
     return Demonstration(
-        images=images,
+        images=_images(raw, plan, length),
         state=state,
         action=action,
         reward=reward,
@@ -186,11 +177,16 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
     )
 
 
-def _without_last(outcomes: np.ndarray) -> np.ndarray:
-    """Remove the last step from rewards or success flags [T]; a step before it with 0 gets its value."""
-    kept = outcomes[:-1].copy()
-    kept[-1:] = np.where(kept[-1:] == 0, outcomes[-1:], kept[-1:])
-    return kept
+def _without_last(raw: RawEpisode, plan: Plan) -> RawEpisode:
+    """Remove the last step of an episode; its reward and success, if not 0, replace those of the step before."""
+    columns = {name: values[:-1] for name, values in raw.columns.items()}
+    for name in (*plan.columns_of(Target.reward), *plan.columns_of(Target.success)):
+        last, kept = raw.columns[name][-1:], columns[name].copy()
+        kept[-1:] = np.where((kept[-1:] == 0) & np.isfinite(last), last, kept[-1:])
+        columns[name] = kept
+    if not all(map(len, columns.values())):
+        raise EmbodyError(f"{raw.where} has no action, because its only step is marked as is_last. Correct the file.")
+    return replace(raw, columns=columns, texts={name: texts[:-1] for name, texts in raw.texts.items()})
 
 
 def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:

@@ -110,7 +110,7 @@ class Hdf5Source:
             fps=known.get("control_freq"),
             conventions=_libero(source, known) if is_libero else Conventions(keys=_COMMON),
             left_out=_listed(left_out),
-            doubts=(_ABSOLUTE,) if _is_absolute(known.get("controller_configs")) else (),
+            doubts=(_ABSOLUTE,) if "control_delta" in known else (),
         )
 
     def _check_conventions(self, where: str, attributes: Sequence[Mapping[str, Any]]) -> None:
@@ -290,6 +290,8 @@ def _conventions(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         arguments = _json(each, "env_args").get("env_kwargs")
         arguments = arguments if isinstance(arguments, dict) else {}
         frequency = arguments.get("control_freq")
+        if _is_absolute(arguments) or _text(each.get("control_delta", True)).lower() in ("false", "0"):
+            found["control_delta"] = False
         if isinstance(frequency, int | float) and 0 < frequency < math.inf:
             found["control_freq"] = float(frequency)
         if "controller_configs" in arguments:
@@ -314,7 +316,7 @@ def _libero(source: Path, known: Mapping[str, Any]) -> Conventions:
     Raises:
         ConfigError: the files have actions or images that differ from those of LIBERO.
     """
-    if _is_absolute(known.get("controller_configs")):
+    if "control_delta" in known:
         raise ConfigError(
             f"{source} has the columns of LIBERO, but {_ABSOLUTE}, as env=libero does. Record the demonstrations with "
             "control_delta=true."

@@ -101,8 +101,9 @@ class RldsSource:
         for content in itertools.islice(read_records(path), 1):
             features = _parse(f"{path}, record 0", content)
             for name in unknown:
-                if stored := features.get(f"{_STEPS}/{name}"):
-                    self._columns[name] = Column(Kind.image, (*image_size(_as_bytes(stored)[0]), 3))
+                stored = features.get(f"{_STEPS}/{name}")
+                if isinstance(stored, list) and stored:
+                    self._columns[name] = Column(Kind.image, (*image_size(stored[0]), 3))
 
     @property
     def description(self) -> Description:

@@ -51,20 +51,39 @@ def test_sources_without_is_last_keep_all_steps(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load_demonstrations(tmp_path / "out").action, ALL)
 
 
-def test_last_step_inside_a_record_is_refused(tmp_path: Path, capsys: Any) -> None:
-    root = copied(tmp_path)
-    path = root / "tiny_arm-train.tfrecord-00000-of-00002"
-    records = [*read_records(path)]
-    key = records[0].index(b"steps/is_last")
-    place = records[0].index(bytes([0, 0, 1]), key)
-    records[0] = records[0][:place] + bytes([0, 1, 0]) + records[0][place + 3 :]
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the records of a shard, and write new checksums."""
+    records = [change(record) for record in read_records(path)]
     with path.open("wb") as file:
         for record in records:
             head = struct.pack("<Q", len(record))
             crc = [struct.pack("<I", masked_crc(part)) for part in (head, record)]
             file.write(head + crc[0] + record + crc[1])
+
+
+def test_last_step_inside_a_record_is_refused(tmp_path: Path, capsys: Any) -> None:
+    def swap(record: bytes) -> bytes:
+        place = record.index(bytes([0, 0, 1]), record.index(b"steps/is_last"))
+        return record[:place] + bytes([0, 1, 0]) + record[place + 3 :]
+
+    root = copied(tmp_path)
+    rewrite(root / "tiny_arm-train.tfrecord-00000-of-00002", swap)
     assert convert(root, tmp_path / "out", KEYS) == 1
     assert "record 0: is_last marks step 1 of 3. Store one episode in each record." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("filler", [np.nan, np.inf, 9.0, 0.0])
+def test_placeholder_of_the_last_step_is_never_a_target(tmp_path: Path, filler: float) -> None:
+    root, last = copied(tmp_path), iter((2, 7, 11))
+
+    def fill(record: bytes) -> bytes:
+        old = ALL[next(last)].tobytes()
+        return record.replace(old, np.full(3, filler, np.float32).tobytes())
+
+    for path in sorted(root.glob("tiny_arm-*")):
+        rewrite(path, fill)
+    assert convert(root, tmp_path / "out", KEYS) == 0
+    np.testing.assert_array_equal(load_demonstrations(tmp_path / "out").action, np.delete(ALL, [2, 7, 11], axis=0))
 
 
 UNKNOWN: list[Callable[[dict[str, Any]], Any]] = [
