@@ -38,7 +38,7 @@ class VideoRecorder:
 
     With `info`, the instruction is above the image, and the step and a success mark are below the image. The video ends
     with a still frame and the coloured outcome. If episodes of at most `horizon` steps would be too short to watch,
-    the frame rate is lower.
+    each frame is repeated.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class VideoRecorder:
         self._instruction = instruction
         self._info = info
         self._judged = judged
-        # A lower rate instead of repeated frames, which would have to be encoded.
-        self._fps = fps / (max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1)
+        self._fps = fps
+        self._repeats = max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1
         self._writer: Any = None
         self._shape: tuple[int, ...] = ()
         self._canvas: ByteArray | None = None
@@ -81,7 +81,7 @@ class VideoRecorder:
         self._last = frame.copy()
         self._frames += 1
         self._actor, self._highlighted = actor, highlighted
-        self._write(self._compose(frame), 1)
+        self._write(self._compose(frame), self._repeats)
 
     def finish(self) -> Path:
         """Complete the file and return its path `<stem>_<success or fail>_<n>steps.mp4`.

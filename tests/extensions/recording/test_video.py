@@ -63,14 +63,12 @@ def test_band_below_the_image_shows_the_actor(tmp_path):
 
 
 def test_short_episodes_play_at_a_constant_slower_rate(tmp_path):
-    """The longest video has four steps and lasts four seconds, so each step lasts one second; no frame is repeated."""
+    """The longest video has four steps and lasts four seconds, so each step lasts one second."""
     for name, steps in (("short", 2), ("long", 4)):
         video = VideoRecorder(tmp_path / name, 20, "do it", True, horizon=4)
         for _ in range(steps):
             video.add(gray(90), False)
-        path = video.finish()
-        assert len(iio.imread(path)) == steps + 1
-        assert iio.immeta(path)["duration"] == pytest.approx(steps + 1)
+        assert len(iio.imread(video.finish())) == 20 * steps + 20
 
 
 def test_video_has_no_overlay_on_the_image(tmp_path):
