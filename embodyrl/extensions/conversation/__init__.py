@@ -47,17 +47,3 @@ def split_pictures(content: str) -> list[str | tuple[int, int]]:
 def spoken(content: str) -> str:
     """Return the text of a message, with `<image>` in place of each encoded image size."""
     return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
-
-
-def final_answer(reply: str) -> str:
-    """Return the final answer of a reply: the last LaTeX box, '#### n', <answer> tag, answer letter, or number."""
-    for pattern in (
-        r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
-        r"#### (-?[0-9.,]*[0-9])",
-        r"(?s)<answer>(.*?)</answer>",
-        r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\)?\s*(?:[.,;\n]|$)",
-        r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?",
-    ):
-        if found := re.findall(pattern, reply):
-            return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", found[-1].strip())  # 1,000 is 1000, but (1,2) is not 12
-    return reply.strip()

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from embodyrl.extensions.conversation import final_answer, split_messages, spoken
+from embodyrl.extensions.conversation import split_messages, spoken
+from embodyrl.extensions.conversation.answers import final_answer
 from embodyrl.monitor.history import EpisodeRow
 
 

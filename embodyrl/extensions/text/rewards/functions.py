@@ -6,7 +6,9 @@ import re
 import signal
 from collections import Counter
 
-from embodyrl.extensions.text.rewards.numbers import equal, first_number, last_number, only_number
+from embodyrl.extensions.conversation.answers import boxes, chosen_letter, last_box
+from embodyrl.extensions.text.rewards.expressions import equal_expressions
+from embodyrl.extensions.text.rewards.numbers import Number, equal, first_number, last_number, only_number, restates
 from embodyrl.extensions.text.sandbox import SECONDS, evaluate, run_tests
 
 
@@ -24,7 +26,6 @@ def overlap(prompt: str, response: str, reference: str) -> float:
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
 
-_BOX = re.compile(r"\\boxed\s*+\{((?:[^{}]++|\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\})*+)\}")
 _MARKER = "####"
 
 
@@ -45,10 +46,10 @@ def number(prompt: str, response: str, reference: str) -> float:
 
 
 class _Math:
-    r"""Reward 1 if the answer (the last `\boxed{}`, `####` or plain number) has the value of the reference, else 0.
+    r"""Reward 1 if the answer (the last `\boxed{}`, `####`, or number of the answer or reply) is the reference, else 0.
 
     Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
-    expression, a box is compared by the math-verify package, unless it only repeats a part of the prompt.
+    expression, a box is compared by the math-verify package. A part of the prompt in another form is not an answer.
     """
 
     def prepare(self) -> None:
@@ -59,35 +60,36 @@ class _Math:
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:
         wanted = only_number(reference)
-        box = list(_BOX.finditer(response))[-1:]
-        if not box or response.rfind(_MARKER) > box[0].start():
+        found = boxes(response)
+        if not found or response.rfind(_MARKER) > found[-1][0]:
             _, marker, marked = response.rpartition(_MARKER)
-            return float(equal(wanted, first_number(marked) if marker else last_number(response)))
-        answer = box[0][1]
-        if wanted:
-            return float(equal(wanted, only_number(answer)))
-        if _squeezed(answer) in _squeezed(prompt) and _squeezed(answer) != _squeezed(reference):
-            return 0.0
-        from math_verify import parse, verify
-
-        # The parent limits the time; the package's own alarm would conflict with that limit.
-        gold, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (reference, answer))
-        return float(verify(gold, found, timeout_seconds=None))
+            return float(equal(wanted, first_number(marked) if marker else _named_number(response)))
+        answer = last_box(response) or ""
+        if wanted is None:
+            return float(equal_expressions(answer, reference, prompt))
+        number = only_number(answer)
+        return float(equal(wanted, number) and number is not None and not restates(number, wanted, prompt))
 
 
 math = _Math()
 
 
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+def _named_number(response: str) -> Number | None:
+    """Return the number that is named as the answer, or the last number of a response."""
+    named = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
+    found = only_number(named[-1].replace("*", "")) if named else None
+    return found if found and found.finished else last_number(response)
 
 
 def choice(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the chosen letter (in a box, after 'answer', or the last single letter) is the reference."""
-    for pattern in (r"\\boxed\{\(?([A-Z])\)?\}", r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\b", r"\b([A-Z])\b"):
-        if found := re.findall(pattern, response):
-            return float(found[-1] == reference.strip().strip("()").upper())
-    return 0.0
+    r"""Return 1 if the chosen letter (boxed, in <answer>, named as the answer, or alone on a line) is the reference.
+
+    Raises:
+        ValueError: the reference is not a letter, optionally with the text of the option.
+    """
+    if not (wanted := re.match(r"\s*\(?([A-Za-z])(?:[.):]|\s*$)", re.sub(r"\\text\w*\{(.*)\}|\$", r"\1", reference))):
+        raise ValueError(f"the reference {reference[:40]!r} is not the letter of an option")
+    return float(chosen_letter(response) == wanted[1].upper())
 
 
 def tagged(prompt: str, response: str, reference: str) -> float:
@@ -102,7 +104,17 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     `reference` is `3,7,2:23`. The right numbers with another value give half the reward.
     """
     numbers, _, target = reference.partition(":")
-    expression = response.strip().removesuffix(f"={target}")
+    expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [last_box(response) or response])[-1]
+    for sign, plain in {
+        "\\times": "*",
+        "\\cdot": "*",
+        "\u00d7": "*",
+        "\u00f7": "/",
+        "\\div": "/",
+        "\u2212": "-",
+    }.items():
+        expression = expression.replace(sign, plain)
+    expression = re.sub(rf"\s*=\s*{re.escape(target)}$", "", expression.strip(" \n$.`*"))
     if re.search(r"[^0-9+\-*/() ]", expression):
         return 0.0  # 3_7, 3.7 and True are not numbers of the list
     if Counter(re.findall(r"[0-9]+", expression)) != Counter(numbers.split(",")):

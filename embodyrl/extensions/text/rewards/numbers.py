@@ -1,21 +1,34 @@
-r"""Parser of numbers in replies: 1,234, 1e3, 1.2 \times 10^3, $5, 50 %, reduced fractions; no expressions."""
+r"""Parser of numbers in replies: 1,234, 1e3, 1.2 \times 10^3, 10^5, $5, 50 %, 2 million, fractions; no expressions."""
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
 _GROUP = r"(?:,(?:\\!)?|\{,\}|\\,|\\ |[\u00a0\u2009\u202f'])"
-_DIGITS = rf"(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_SIGN = r"(?P<sign>(?<![\w)\]}])[-+])?(?:\\?[$\u20ac\u00a3])?"
-_PART = r"(?:\{{(?P<{0}>-?[0-9]+)\}}|(?P<{0}_short>[0-9]))"
-_POWER = r"\ *(?:\\times|\\cdot|[\u00d7\u00b7])\ *10\ *\^\ *(?:\{\ *-?[0-9]{1,3}\ *\}|-?[0-9]{1,3}(?!\w))"
+_DIGITS = rf"(?>(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_MONEY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\ ?)"
+_SIGN = rf"(?:{_MONEY}(?=-))?(?P<sign>(?<![\w)\]}}])[-+])?{_MONEY}?"
+_PART = r"(?:\{{\ *(?P<{0}>-?[0-9]+)\ *\}}|(?P<{0}_short>[0-9]))"
+_EXPONENT = r"(?:\{\ *-?[0-9]{1,3}\ *\}|-?[0-9]{1,3}(?!\w|\.[0-9]))"
+_POWER = rf"\ *(?:\\times|\\cdot|[\u00d7\u00b7*])\ *10\ *\^\ *{_EXPONENT}"
 """Regular expression of the power of ten in scientific notation."""
+_SCALES = {
+    "%": Fraction(1, 100),
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _NUMBER = re.compile(
     rf"""{_SIGN}(?<![\w.])(?<!\^)(?<!\^\{{)(?:
-    (?:(?P<whole>[0-9]+)\ *)?\\[dt]?frac\ *{_PART.format("above")}\ *{_PART.format("below")}
+    (?:(?P<whole>[0-9]+)\ *)?\\[dtc]?frac\ *{_PART.format("above")}\ *{_PART.format("below")}
     |(?:(?P<whole_plain>[0-9]+)\ +)?(?P<above_plain>[0-9]+)\ ?/\ ?(?P<below_plain>[0-9]+)(?![\w./])
-    |(?P<plain>{_DIGITS})(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w)|{_POWER})?(?P<percent>\ *\\?%)?
-    )""",
+    |(?P<base>[0-9]+)\ *\^\ *(?P<power>{_EXPONENT})
+    |(?P<plain>{_DIGITS})(?!\ *\^\ *[{{]?\ *[-0-9])(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w)|{_POWER})?
+    )(?:\ *(?P<scale>\\?%|percent\b|per\ cent\b|(?:hundred|thousand|million|billion|trillion)\b))?""",
     re.VERBOSE,
 )
 _SPACED = re.compile(r"(?<![\w.^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
@@ -23,69 +36,156 @@ _SPACED = re.compile(r"(?<![\w.^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
 
 The flexible patterns of verl and lm-eval reject such a number in text, but accept it in a box.
 """
-_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{([^{}]*)\}")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf|tt)|mbox|bm|boldsymbol|boxed)\s*\{([^{}]*)\}")
+_UNIT_POWER = re.compile(
+    r"(?<=[A-Za-z])\s*\^\s*(?:\{-?[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?:s|\b)"
+)
 _BESIDE = re.compile(
-    r"""(?:[\s.,;:$%\u00b0\u20ac\u00a3*_~`]|\\[,;!:\ $%]|\\quad|\\(?:left|right)(?![A-Za-z])
+    r"""(?:[\s.,;:$%\u00b0\u20ac\u00a3\u00a5\u20b9*_~`()]|\\[,;!:\ $%]|\\quad|\\(?:left|right)(?![A-Za-z])
     |/[a-z]++|[A-Za-z]{2,}+|[msghLlJNWVAKCF])*+""",
     re.VERBOSE,
 )
+_OTHER_VALUE = re.compile(
+    r"(?i)\b(?:not|no|never|isn|wrong|incorrect|false|or|and|than|least|most|between|except|factorial|half|mod|base|squared|"
+    r"cubed|dozens?|root|minus|plus|negative)\b|\([^)]*$|^[^(]*\)"
+)
+_UNEQUAL = re.compile(r"\\not\b|\\n?eq\b(?<!\\eq)|\\ne\b|[\u2260<>]|!=")
+_SIDES = re.compile(r":?=+|\\approx\b|\\simeq\b|\u2248")
 _LONGEST = 100
 """Maximum length of a number in characters, because conversion of longer numbers is slow or fails."""
 _ASCII = str.maketrans(
-    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u2212": "-", "\ufe63": "-"}
+    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+    | {"\u2212": "-", "\ufe63": "-", "\u2013": "-", "\u2044": "/"}
 )
-Values = frozenset[Fraction]
+_RAISED = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 
 
-def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
-    """Yield the regex match and the set of possible values of each number in a string.
+class Number(NamedTuple):
+    """Number in a text."""
 
-    The set is empty for unreduced fractions.
-    """
-    for match in _NUMBER.finditer(text.translate(_ASCII)):
-        yield match, _values(match)
+    value: Fraction
+    scale: Fraction = Fraction(1)
+    """1/100 of a percentage, 10**6 of millions."""
+    form: str = ""
+    """Notation: / is a fraction, ^ a power, % or million a number with this scale; else empty."""
+    parts: tuple[int, int] | None = None
+    """Numerator and denominator, or base and exponent."""
+    finished: bool = True
+    """False for fractions that are not reduced and for powers of other numbers than 10."""
 
 
-def _values(match: re.Match[str]) -> Values:
+def numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
+    """Yield the regex match and the value of each number in a string; None for numbers that are too long to convert."""
+    for match in _NUMBER.finditer(_ascii(text)):
+        yield match, _number(match)
+
+
+def _ascii(text: str) -> str:
+    text = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
+    text = re.sub(r"[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
+    return text.translate(_ASCII)
+
+
+def _number(match: re.Match[str]) -> Number | None:
     if len(match[0]) > _LONGEST:
-        return frozenset()
+        return None
     sign = -1 if match["sign"] == "-" else 1
+    unit = (match["scale"] or "").replace("\\", "").replace("percent", "%").replace("per cent", "%")
+    scale = Fraction(_SCALES.get(unit, 1))
     if match["plain"]:
         value = sign * Fraction(re.sub(_GROUP, "", match["plain"]))
         if match["exponent"]:
             if "^" in match["exponent"] and not 1 <= abs(value) < 10:
-                return frozenset()  # an expression
+                return None  # an expression
             value *= Fraction(10) ** int(re.findall(r"[-+]?[0-9]+", match["exponent"])[-1])
-        return frozenset({value, value / 100} if match["percent"] else {value})
+        return Number(value, scale, unit)
+    if match["base"]:
+        base, power = int(match["base"]), int(match["power"].strip("{ }"))
+        if base == 0 or base > 10**6:
+            return None
+        return Number(sign * Fraction(base) ** power, scale, "^", (base, power), base == 10)
     above, below = (int(match[part] or match[f"{part}_short"] or match[f"{part}_plain"]) for part in ("above", "below"))
-    if below < 2 or Fraction(above, below).denominator != below:
-        return frozenset()
-    return frozenset({sign * (int(match["whole"] or match["whole_plain"] or 0) + Fraction(above, below))})
+    if below == 0:
+        return None
+    above, below = (-above, -below) if below < 0 else (above, below)
+    value = sign * (int(match["whole"] or match["whole_plain"] or 0) + Fraction(above, below))
+    return Number(value, scale, "/", (above, below), below > 1 and Fraction(above, below).denominator == below)
 
 
-def last_number(text: str) -> Values:
-    """Return the possible values of the last number in a string."""
-    return next((values for _, values in reversed([*numbers(text)])), frozenset())
+def last_number(text: str) -> Number | None:
+    """Return the last number in a string, or None if the last number is an expression."""
+    return next((n if n and n.finished else None for _, n in reversed([*numbers(text)])), None)
 
 
-def first_number(text: str) -> Values:
-    """Return the possible values of the first number in a string."""
-    return next((values for _, values in numbers(text)), frozenset())
+def first_number(text: str) -> Number | None:
+    """Return the first number in a string, or None if the first number is an expression."""
+    return next((n if n and n.finished else None for _, n in numbers(text)), None)
 
 
-def only_number(text: str) -> Values:
-    """Return the possible values of a text that contains only a number and optionally `x =` and a unit; else empty."""
-    text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
-    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), _UNIT_POWER.sub("", text))
+def only_number(text: str) -> Number | None:
+    """Return the number of a text that contains only a number and optionally `x =` and a unit; else None."""
+    if _UNEQUAL.search(text):
+        return None
+    *before, text = _SIDES.split(text)
+    if before and (left := only_number(before[-1])) and not equal(left, only_number(text)):
+        return None
+    text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _ascii(text))))
+    text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}", r"\\frac{\1}{\2}", text.replace("\\displaystyle", ""))
+    text = re.sub(r"^[\s{(]*(?i:(?P<word>negative|minus)|(?P<sign>[-+]))(?:\s|\\[,;:! ])+(?=[\\$.0-9])", _signed, text)
+    text = re.sub(r"^\s*\{([^{}]*)\}\s*$", r"\1", text)
+    text = re.sub(r"(?<=[0-9])(?:\\[,;: ])+(?=\\[dtc]?frac)", " ", text).replace("**", "^" if "10**" in text else "**")
+    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
     found = list(numbers(text))
     if len(found) != 1:
-        return frozenset()
-    match, values = found[0]
+        return None
+    match, number = found[0]
     beside = (text[: match.start()], text[match.end() :])
-    return values if all(map(_BESIDE.fullmatch, beside)) else frozenset()
+    whole = "0".join(beside)
+    return number if all(map(_BESIDE.fullmatch, beside)) and not _OTHER_VALUE.search(whole) else None
 
 
-def equal(one: Values, other: Values) -> bool:
-    """Return True if two numbers have a possible value in common, with a relative tolerance of 1e-6."""
-    return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)
+def _signed(match: re.Match[str]) -> str:
+    return match["sign"] or "-"
+
+
+def equal(one: Number | None, other: Number | None) -> bool:
+    """Return True if two numbers are equal; 50 % equals 0.5 and 50, and 2 million equals 2,000,000 and 2.
+
+    Whole numbers and decimals must be equal exactly. A fraction without a finite decimal form, such as 1/3, equals a
+    decimal within 1e-6 of its value.
+    """
+    if one is None or other is None:
+        return False
+    pairs = [(one.value * one.scale, other.value * other.scale)]
+    if (one.scale == 1) != (other.scale == 1):
+        pairs.append((one.value, other.value))
+    return any(a == b or (_repeats(a) != _repeats(b) and abs(a - b) <= max(abs(a), abs(b)) / 10**6) for a, b in pairs)
+
+
+def _repeats(value: Fraction) -> bool:
+    """Return True if the decimal form of a number is infinite."""
+    below = value.denominator
+    twos = (below & -below).bit_length() - 1
+    below >>= twos
+    while below % 5 == 0:
+        below //= 5
+    return below != 1
+
+
+def restates(answer: Number, reference: Number, prompt: str) -> bool:
+    """Return True if an answer is a number of the prompt in another notation than the reference, as 6/8 for 0.75.
+
+    Unfinished numbers also count as restated if their value is shorter, as 48/2 and 2^3, or if there is no prompt.
+    """
+    if answer.form == reference.form and (answer.finished or answer.parts == reference.parts):
+        return False
+    if answer.scale != reference.scale and answer.value == reference.value:
+        return False  # 12 % for 12
+    if answer.parts:
+        one, other = answer.parts
+        if re.search(rf"(?<![\d.]){one}\D{{1,24}}{other}(?![\d.]*\d)", prompt):
+            return True
+        shorter = answer.form == "/" or len(str(answer.value)) <= len(f"{one}{other}")
+        if not answer.finished and (not prompt.strip() or (shorter and answer.value.denominator == 1)):
+            return True
+    return any(n and n.form == answer.form and n.value == answer.value for _, n in numbers(prompt))

@@ -1,0 +1,216 @@
+r"""Final answers of replies: the content of `\boxed{}`, the letter of a multiple-choice reply, or a number."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_ASCII = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3002": "."})
+_STYLED = re.compile(
+    r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|sc|bb|up|normal)?|mbox|hbox|bm|boldsymbol|emph|underline)\s*\{([^{}]*)\}"
+)
+_ENCLOSED = re.compile(
+    r"(?<![\w)])[(\[{<\u3010\u300c\"'\u2018\u201c]+ *([A-Za-z]) *[)\]}>\u3011\u300d\"'\u2019\u201d]+"
+)
+_CANDIDATE = re.compile(
+    r"""(?<![A-Za-z0-9_\\'\u2019\u00b0^=+*-])(?:
+    ([A-Za-z])\)
+    |([B-HJ-Z])(?![A-Za-z0-9_'\u2019+^(-])(?!\ ?[=*]|\ [+-]\ [A-Za-z0-9]\b)
+    |(A)(?=\s*(?:[.,;:!?\]}\n/&(\u2013\u2014]|-\ |$|(?:is|was|because|since|as|with|and|or|due|based|over|remains|not
+        |(?i:the|my|final|correct)?\ ?(?i:answer|option|explanation))\b))
+    |(I)(?=\s*(?:[.;:!?\]}\n]|$|(?:is|because)\b))
+    |([a-j])(?=[.!]*\s*(?:\n|$))
+    |(?<![^\n])([a-j])(?=[.:]\s)
+    |(?<=nswer:\ )(A)(?=\ [A-Z0-9])
+    )""",
+    re.VERBOSE,
+)
+_MARK = r"\x02([A-Z])\x03\)?"
+_GLUE = (
+    r"(?:[\s,:=>\-\u2013\u2014\u2192]|\b(?:is|was|are|must|should|would|will|has|have|to|be|the|my|our|option|choice|letter|"
+    r"answer|statement|correct|right|best|final|most|likely|probably|clearly|simply|definitely|therefore|thus|then|indeed|"
+    r"hence|so|it|it's|that|that's|indicated|marked|labeled|given|by|just|actually)\b|\u662f|\u4e3a|\u9009\u9879|\u9009){0,16}+"
+)
+_NAMED = re.compile(
+    rf"(?i)(?:\b(?:answer|ans|solution)\b\.?(?:\s(?:to|for|of|here)\b[^.:\n\x02]{{0,80}}?)??"
+    r"|\b(?:option|choice|pick|selection|response|verdict|conclusion)\b\s*(?:is|was|(?:would|must|should) be|=|:|-+>?)"
+    rf"|\u7b54\u6848|\u6545\u9009){_GLUE}{_MARK}"
+)
+"""Regular expression of a letter that is named as the answer; other languages: Chinese."""
+_ALONE = re.compile(
+    rf"(?im)(?:^|[!?]\s|(?<!\x03)(?<!\x03\))[.:;]\s)[^\w\x02\n]{{0,9}}(?:(?:option|choice)\s+)?{_MARK}[.!]*[^\S\n]*$"
+)
+_CHOSEN = re.compile(
+    rf"(?i)(?:\b(?:choos(?:e|ing)|chose|select(?:ed|ing)?|pick(?:ed|ing)?|go(?:ing)? with|went with|opt(?:ed)? for|"
+    rf"settle on|answer with)\b|\u9009\u62e9?){_GLUE}{_MARK}"
+    rf"|(?:\b(?:so|thus|hence|therefore|consequently|it is|it's|it must be|that's|no|but|only|rather|leav(?:es|ing)"
+    rf"(?: us with| only)?|left with|must be|should be)\b|\u6240\u4ee5|\u56e0\u6b64){_GLUE}{_MARK}"
+    r"(?=\s*(?:[.!;,\n(]|$|remains|because|since|as\b|satisf|works|fits|match|holds))"
+)
+_CORRECT = re.compile(
+    rf"(?i){_MARK}[\s,:(\-\u2013\u2014]*+(?:(?:is|was|must|should|would|be|remains|seems|as|clearly|definitely|indeed|"
+    r"therefore|thus|the|only|single|most|also|our|my)\b\s*)*+(?:answer\b|(?:correct|right|best|accurate|appropriate)"
+    r"(?:\s+(?:answer|choice|option|one|response|solution)\b|\s*(?:[.,;!)\n]|$|because|since|as\b|here)))"
+)
+_REJECTED = re.compile(
+    r"(?i)[\s,:\-\u2013\u2014(]*(?:(?:is|was|are|were|would be|must be|can|could|does|do|seems|has been|being)\b)?\s*"
+    r"(?:n't|not\b(?!\s*(?:option |choice )?\x02)|no\b|"
+    r"cannot|can't|isn't|wasn't|doesn't|wrong|incorrect|false|invalid|impossible|ruled|eliminated|"
+    r"excluded|out\b|\?|\u2717|\u2718|\u274c)"
+)
+_REJECTING = re.compile(
+    r"(?i)(?:\bnot|n't|\bneither|\bnor|\bexcept|\bunlike|\bif|\bwhether|\beliminat\w+|\brul\w+ out|\bexclud\w+|"
+    r"\breject\w+|\bdiscard\w+|\b(?:incorrect|wrong|false|tempting)(?:\s(?:answer|option|choice)s?)?(?:\s(?:is|was))?:?)"
+    r"\s+(?:(?:the|option|choice|answer|that|think|believe)s?\s+)*$"
+)
+_ALSO = re.compile(
+    rf"\s*(?:,|/|&|\+|\bor\b|\band\b|\u6216|\u548c|\u3001)+\s*(?:(?:or|and|also|maybe|perhaps|option|choice|the)\s+)*{_MARK}"
+)
+_REVISED = re.compile(
+    r"(?i)\b(?:but|wait|actually|however|instead|correction|rather|sorry|mistake|re-?check|reconsider|hmm|oops|no|scratch|"
+    r"on second)\b"
+)
+_LINKING = re.compile(
+    r"(?i)\b(?:or|and|also|maybe|possibly|the|my|correct|final|best|right|option|choice|boxed)\b|[\W_]|[\x02\x03]"
+)
+_LISTED = re.compile(
+    r"(?m)^[^\w\x02\n]*(?:[Oo]ption |[Cc]hoice )?\x02([A-Z])\x03(?:\)|[.:]|[^\S\n]?[-\u2013])[.:]?[^\S\n]*(\S.*)?$"
+)
+_RIGHT = re.compile(r"(?i)(?<!in)(?<!not )(?<!n't )\b(?:correct|right)\b|[\u2713\u2714\u2705]")
+
+
+class _Letter(NamedTuple):
+    letter: str
+    start: int
+    end: int
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""Return start, end and content of each outermost `\boxed{...}`, with any depth of braces."""
+    closing: dict[int, int] = {}
+    left: list[int] = []
+    for match in re.finditer(r"(?s)\\.|[{}]", text):
+        if match[0] == "{":
+            left.append(match.start())
+        elif match[0] == "}" and left:
+            closing[left.pop()] = match.start()
+    found: list[tuple[int, int, str]] = []
+    for match in re.finditer(r"\\f?boxed(?:\s*(\{)|\s+([^\s{}$\\]+))", text):
+        end = closing.get(match.start(1)) if match[1] else match.end() - 1
+        if end is not None and (not found or match.start() >= found[-1][1]):
+            found.append((match.start(), end + 1, text[match.end() : end] if match[1] else match[2]))
+    return found
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}`, without a second box around the whole content; None without a box."""
+    if not (found := boxes(text)):
+        return None
+    content = found[-1][2]
+    for start, end, inner in boxes(content):
+        if not (content[:start] + content[end:]).strip(" $"):
+            return last_box(f"\\boxed{{{inner}}}")
+    return content
+
+
+def chosen_letter(reply: str) -> str | None:
+    """Return the letter of the chosen option (upper case), or None if no letter or several letters are chosen.
+
+    Reasoning in <think> is left out. The last letter that is boxed, in <answer>, named as the answer or alone on a line
+    counts; then a letter that is chosen or called correct; then the only listed or mentioned letter.
+    """
+    reply = reply.rpartition("</think>")[2]
+    if tags := re.findall(r"(?s)<answer>\s*(\S.*?)</answer>", reply):
+        reply = tags[-1]
+    text = _marked("".join(_unboxed(reply)))
+    named = _found(text, _NAMED, _ALONE)
+    chosen, called = _found(text, _CHOSEN), _found(text, _CORRECT)
+    if named:
+        last = _last(text, named)
+        later = [c for c in (*chosen, *called) if c.start >= named[-1].end]
+        revised = [c for c in later if _REVISED.search(text[named[-1].end : c.end])]
+        return revised[-1].letter if revised else last
+    if chosen:
+        return _last(text, chosen)
+    if called:
+        return _only(c.letter for c in called)
+    listed = [(m[1], m[2] or "") for m in _LISTED.finditer(text)]
+    if len({letter for letter, _ in listed}) > 1:
+        return _only(letter for letter, said in listed if _RIGHT.search(said))
+    first = re.match(rf"[^\w\x02]*(?:(?:option|choice)\s+)?{_MARK}(?!{_ALSO.pattern})", text)
+    mentioned = [m for m in re.finditer(_MARK, text) if not _refused(text, m)]
+    return _only(m[1] for m in mentioned) if first or not re.search(r"(?i)\banswer\b", text) else None
+
+
+def _unboxed(reply: str) -> Iterator[str]:
+    r"""Yield the parts of a reply, with `\boxed{B}` as the line `answer: (B)`; boxes without a letter are empty."""
+    end = 0
+    for start, stop, content in boxes(reply):
+        inside = _marked(last_box(f"\\boxed{{{content}}}") or "")
+        found = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
+        letters = {m[1] for m in re.finditer(_MARK, inside)} if found and _ALSO.match(inside, found.end()) else set()
+        said = ", ".join(sorted({*letters, found[1]})) if found else ""
+        yield reply[end:start]
+        yield f" answer: {said}. " if said else " "
+        end = stop
+    yield reply[end:]
+
+
+def _marked(text: str) -> str:
+    """Return a text without markup; control characters enclose each letter that may name an option."""
+    text = text.translate(_ASCII).translate(dict.fromkeys(map(ord, "*_`~#$\x02\x03")))
+    before = None
+    while before != text:
+        before, text = text, _STYLED.sub(r" \1 ", text)
+    text = re.sub(r"</?[a-z]{1,8}>|\\[()\[\],;:! ]|\\(?:quad|left|right)\b", " ", text)
+    text = _ENCLOSED.sub(r"\1)", text)
+    return _CANDIDATE.sub(lambda m: f"\x02{m[m.lastindex or 0].upper()}\x03{')' if m[1] else ''}", text)
+
+
+def _found(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
+    """Return the letters that patterns match and that the text does not reject, in order."""
+    found: dict[int, _Letter] = {}
+    for match in (match for pattern in patterns for match in pattern.finditer(text)):
+        place = match.lastindex or 0
+        if not _refused(text, match):
+            found.setdefault(match.end(place), _Letter(match[place], match.start(), match.end()))
+    return [found[end] for end in sorted(found)]
+
+
+def _refused(text: str, match: re.Match[str]) -> bool:
+    place = match.start(match.lastindex or 0)
+    end = place + 2 + text.startswith(")", place + 2)
+    before = (text[max(0, match.start() - 40) : match.start()], text[max(0, place - 41) : place - 1])
+    return bool(_REJECTED.match(text, end)) or any(_REJECTING.search(part) for part in before)
+
+
+def _last(text: str, found: list[_Letter]) -> str | None:
+    """Return the last letter, or None if it is one of several letters in a row."""
+    last = found[-1]
+    also = _ALSO.match(text, last.end)
+    says = also and re.match(r"\s*(?:is|was|are|being|has|does|can|would)\b", text[also.end() :])
+    if also and also[1] != last.letter and not says and not _refused(text, also):
+        return None
+    before = next((other for other in found[-2::-1] if other.letter != last.letter), None)
+    return None if before and not _LINKING.sub("", text[before.end : last.start]) else last.letter
+
+
+def _only(letters: Iterator[str]) -> str | None:
+    found = set(letters)
+    return found.pop() if len(found) == 1 else None
+
+
+def final_answer(reply: str) -> str:
+    """Return the final answer of a reply: the last LaTeX box, '#### n', <answer> tag, answer letter, or number."""
+    if (box := last_box(reply)) is not None:
+        return _without_commas(box)
+    for pattern in (r"#### (-?[0-9.,]*[0-9])", r"(?s)<answer>(.*?)</answer>"):
+        if found := re.findall(pattern, reply):
+            return _without_commas(found[-1])
+    if _found(_marked(reply), _NAMED) and (letter := chosen_letter(reply)):
+        return letter
+    found = re.findall(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?", reply)
+    return _without_commas(found[-1] if found else reply)
+
+
+def _without_commas(answer: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())  # 1,000 is 1000, but (1,2) is not 12
