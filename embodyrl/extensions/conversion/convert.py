@@ -178,11 +178,11 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
 
 
 def _without_last(raw: RawEpisode, plan: Plan) -> RawEpisode:
-    """Remove the last step of an episode; its reward and success, if not 0, replace those of the step before."""
+    """Remove the last step of an episode; a success flag or reward of 1 moves to the step before."""
     columns = {name: values[:-1] for name, values in raw.columns.items()}
     for name in (*plan.columns_of(Target.reward), *plan.columns_of(Target.success)):
         last, kept = raw.columns[name][-1:], columns[name].copy()
-        kept[-1:] = np.where((kept[-1:] == 0) & np.isfinite(last), last, kept[-1:])
+        kept[-1:] = np.where((kept[-1:] == 0) & (last == 1), last, kept[-1:])
         columns[name] = kept
     if not all(map(len, columns.values())):
         raise EmbodyError(f"{raw.where} has no action, because its only step is marked as is_last. Correct the file.")

@@ -39,7 +39,7 @@ _TEXTS = ("problem_info", "env_args", "ep_meta")
 """Attributes with JSON objects that may contain the instruction: LIBERO, robomimic and RoboCasa."""
 _INSTRUCTIONS = ("language_instruction", "lang", "env_lang", "instruction")
 _SCENE = re.compile(r"[A-Z]\w*?_?SCENE\d+_")
-"""Prefix of LIBERO's file names that is no part of the instruction."""
+"""Prefix of LIBERO's file names before the instruction."""
 _FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _HELD_OUT = ("valid", "val", "validation", "test")
 """Names of robomimic's masks (`mask/<name>`) with episodes that are not used in training."""
@@ -289,10 +289,10 @@ def _conventions(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found["macros_image_convention"] = _text(each["macros_image_convention"])
         arguments = _json(each, "env_args").get("env_kwargs")
         arguments = arguments if isinstance(arguments, dict) else {}
-        frequency = arguments.get("control_freq")
+        frequency = arguments.get("control_freq", each.get("control_freq"))
         if _is_absolute(arguments) or _text(each.get("control_delta", True)).lower() in ("false", "0"):
             found["control_delta"] = False
-        if isinstance(frequency, int | float) and 0 < frequency < math.inf:
+        if isinstance(frequency, int | float | np.number) and 0 < frequency < math.inf:
             found["control_freq"] = float(frequency)
         if "controller_configs" in arguments:
             found["controller_configs"] = arguments["controller_configs"]
