@@ -98,7 +98,7 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
     for name, arguments in cfg.wrapped:
-        wrapper = WRAPPERS.get(name)
+        wrapper, inner = WRAPPERS.get(name), env
         try:
             env = wrapper(env, **arguments)
         except EmbodyError:
@@ -111,6 +111,8 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
             ) from error
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise ConfigError(f"env.wrappers: '{name}' returned {env!r:.80}, expected the wrapped environment.")
+        if running_statistics(env) != running_statistics(inner):
+            raise ConfigError(f"env.wrappers: '{name}' {NOT_SAVED}")
     require_spaces(env_id, env)
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
@@ -123,6 +125,31 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
             "install the extension 'gym_vectors'."
         )
     return env, suites
+
+
+NOT_SAVED = (
+    "normalizes with running statistics, which every slot estimates alone and no checkpoint contains, so evaluations "
+    "would observe other numbers than training. Fix: remove it; model.normalize_state=true normalizes states and "
+    "algorithm.normalize_returns=true rewards, with saved statistics of all slots."
+)
+
+
+def running_statistics(env: Any) -> list[str]:
+    """Return the class names of wrappers that update running statistics (NormalizeObservation), outermost first."""
+    found = []
+    while env is not None:
+        own = getattr(env, "__dict__", {})
+        frozen = getattr(type(env), "update_running_mean", None) is not None and not env.update_running_mean
+        if not frozen and any(map(_is_running, own.values())):
+            found.append(type(env).__name__)
+        env = own.get("env") or next(iter(own.get("envs") or ()), None)
+    return found
+
+
+def _is_running(value: Any) -> bool:
+    """Return True for a mean and a variance with a count of samples, as in Gymnasium and Stable-Baselines3."""
+    names = getattr(value, "__dict__", {}).keys()
+    return "mean" in names and bool({"var", "std", "M2"} & names) and bool({"count", "n"} & names)
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:

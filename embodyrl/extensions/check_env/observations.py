@@ -10,6 +10,7 @@ from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import FrameStackObservation
 
 from embodyrl.envs.gym.api import begin_episode
+from embodyrl.envs.gym.create import running_statistics
 from embodyrl.envs.gym.spaces import copied, frames_of, is_text, leaves, member, spell
 from embodyrl.extensions.check_env.said import LIKE_MASK, NOT_MASKED
 
@@ -48,18 +49,34 @@ def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
 
 def _unseeded(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
     """Warn if a second reset with the same seed returns a different observation."""
-    if isinstance(env, VectorEnv):
+    if isinstance(env, VectorEnv) or running_statistics(env):
         return
+    wrapper = ""
     try:
-        again = copied(space, begin_episode("", env, 0)[0])
-        same = all(_nearly(*(np.asarray(member(one, path)) for one in (first, again))) for path, _ in leaves(space, ()))
+        if _repeats(space, first, env):
+            return
+        while (inner := getattr(env, "env", None)) is not None:
+            if _repeats(inner.observation_space, _start(inner), inner):
+                wrapper = f"'{type(env).__name__}' keeps state between episodes: "
+                break
+            env = inner
     except Exception:
         return  # reported when episodes run
-    if not same:
-        yield (
-            "two resets with the same seed return different observations, so episodes of a group differ in their "
-            "initial state, and runs cannot be repeated; fix: sample from self.np_random after super().reset(seed=seed)"
-        )
+    yield (
+        f"{wrapper}two resets with the same seed return different observations, so episodes of a group differ in their "
+        "initial state, and runs cannot be repeated; fix: "
+        + ("reset this state in reset()" if wrapper else "sample from self.np_random after super().reset(seed=seed)")
+    )
+
+
+def _start(env: Any) -> Any:
+    return copied(env.observation_space, begin_episode("", env, 0)[0])
+
+
+def _repeats(space: Space[Any], first: Any, env: Any) -> bool:
+    """Return True if a reset with the same seed returns the observation `first` again."""
+    pair = first, _start(env)
+    return all(_nearly(*(np.asarray(member(one, path)) for one in pair)) for path, _ in leaves(space, ()))
 
 
 def _nearly(one: np.ndarray, other: np.ndarray) -> bool:
