@@ -112,11 +112,8 @@ class GoalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSpec:
-    """State columns of committed actions: actions of the previous chunk that are executed after the observation.
-
-    The columns are the number of actions that will be executed before the next chunk begins (the delay), the number of
-    actions left in the previous chunk (0 in the first observation of an episode), and these actions, row by row.
-    """
+    """State columns of committed actions, which are executed after the observation: the delay before the next chunk, the
+    number of actions left in the previous chunk (0 at the start of an episode), and these actions, row by row."""
 
     rows: int
     """Maximum number of committed actions: the overlap of two consecutive chunks."""
@@ -135,8 +132,7 @@ class ExpertSpec:
     tasks: tuple[int, ...] = ()
     """Ids of the tasks that the expert solves."""
     reacts: bool = True
-    """True if the expert acts on the current state; False: the expert follows a fixed plan and cannot label other
-    states."""
+    """True if the expert acts on the current state; False: it follows a fixed plan and cannot label other states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +149,10 @@ class RewardSpec:
     """Factor that multiplies every reward in training; reported returns are divided by this factor."""
     reports_success: bool = True
     """True if the environment reports success; False: evaluations report the return instead."""
+    success: str = "from the environment"
+    """Source of success for the banner, for example "info['is_success']"; or "unknown", with the keys of info."""
+    dense: bool = False
+    """True if steps without success earn a positive reward, so that a policy may earn more if it avoids success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +192,7 @@ class BenchmarkSpec:
     """Properties of a published benchmark."""
 
     suites: tuple[str, ...] = ()
-    """Suite of each task, if evaluations cover several suites.
-    All suites have the tasks of the first suite, the training suite."""
+    """Suite of each task in evaluations of several suites; all have the tasks of the first, the training suite."""
     held_out: int = 0
     """Number of the last initial states of each task that are held out for evaluation, unless `state_ids` is set."""
     unnorm_key: str | None = None
@@ -228,6 +227,8 @@ class EnvSpec:
     benchmark: BenchmarkSpec = BenchmarkSpec()
     max_episode_steps: int = 0
     """Time limit of the benchmark in env steps."""
+    longest_demonstration: int = field(default=0, compare=False)
+    """Number of env steps of the longest demonstration in SFT; 0: unknown."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
     """Warnings for the banner, one line each; excluded from comparisons, because they may quote observations."""
 
@@ -316,7 +317,6 @@ class PolicySpec:
     observed_steps: int = 1
     """Number of observation steps that the policy reads, see `EnvSpec.history`; 0: any number."""
     gripper: GripperConvention | None = None
-
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
     """Kinds of supported action spaces."""
     untrainable: str = ""

@@ -30,7 +30,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import InputProblem, input_problems, unknown_instructions
+from embodyrl.policies.inputs import InputProblem, input_problems, short_limits, unknown_instructions
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -312,8 +312,9 @@ def weight_facts(cfg: Config, weights: Path | None, env: EnvSpec | None = None) 
     folder = weights if weights is not None or model.weights is None else resolve_asset(model.weights)
     if folder is not None and env is not None:
         chosen = {task for split in cfg.env.splits.values() for task in split.task_ids or range(len(env.tasks))}
-        if doubt := unknown_instructions(folder, env, chosen):
-            lines.append(("warning", doubt))
+        limits = {f"env.{name}.max_episode_steps": split.time_limit(env) for name, split in cfg.env.splits.items()}
+        doubts = unknown_instructions(folder, env, chosen), short_limits(folder, limits)
+        lines += [("warning", doubt) for doubt in doubts if doubt is not None]
     return lines
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
 from embodyrl.config.settings import Count, Must, NumbersStates, Positive, Settings, only
+
+if TYPE_CHECKING:
+    from embodyrl.types import EnvSpec
 
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
@@ -33,6 +36,10 @@ class EnvSplit(Settings):
     """Task ids to use; default: all."""
     state_ids: Annotated[list[int], _RANGE, Must("[first,last] with 0 <= first <= last")] | None = None
     """Range [first, last] of the initial states of each task that this split uses; default: all."""
+
+    def time_limit(self, env: "EnvSpec") -> int:
+        """Return the smaller one of `max_episode_steps` and the environment's own time limit, in env steps."""
+        return min(self.max_episode_steps, env.max_episode_steps if env.simulator.may_truncate else 10**9)
 
 
 class TrainSplit(EnvSplit):

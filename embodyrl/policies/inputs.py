@@ -1,7 +1,7 @@
 """Inputs of a trained policy, saved with its weights: camera names, gripper convention, image orientation."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
         # A policy that rotates the frames always receives upright ones.
         "image_rotation_deg": 0 if policy.inputs.rotates_images else env.cameras.rotation_deg,
         "instructions": _instructions_of(env) if policy.inputs.instructions else [],
-    }
+    } | ({"longest_demonstration": env.longest_demonstration} if env.longest_demonstration else {})
 
 
 def _instructions_of(env: EnvSpec) -> list[str]:
@@ -49,6 +49,19 @@ def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) 
     return (
         f"the weights were not trained on any of the {len(asked)} instructions of '{env.name}', for example "
         f"{asked[0]!r:.80}; instructions in training: {len(known)}, for example {known[0]!r:.80}"
+    )
+
+
+def short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
+    """Return a warning if demonstrations of the weights in a folder are longer than the time limits, given by key."""
+    path = folder / INPUTS_FILE
+    longest = read_json(path).get("longest_demonstration", 0) if path.is_file() else 0
+    short = [f"{key}={steps}" for key, steps in limits.items() if steps < longest]
+    if not short:
+        return None
+    return (
+        f"the longest demonstration of the weights has {longest} steps, more than {' and '.join(short)}, so slower "
+        "episodes fail at the time limit; fix: a larger limit"
     )
 
 

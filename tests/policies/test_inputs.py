@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import INPUTS_FILE, input_problems, unknown_instructions, write_inputs
+from embodyrl.policies.inputs import INPUTS_FILE, input_problems, short_limits, unknown_instructions, write_inputs
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -118,6 +118,16 @@ def test_instructions_missing_from_training_give_a_warning(tmp_path: Path, tasks
     assert (found is not None) == warned
     if warned:
         assert f"for example {tasks[chosen[0]]!r}; instructions in training: 2, for example 'sweep'" in str(found)
+
+
+def test_time_limits_below_the_longest_demonstration_give_a_warning(tmp_path: Path) -> None:
+    write_inputs(tmp_path, POLICY, replace(ENV, longest_demonstration=380))
+    limits = {"env.train.max_episode_steps": 380, "env.eval.max_episode_steps": 320}
+    found = str(short_limits(tmp_path, limits))
+    assert "has 380 steps, more than env.eval.max_episode_steps=320, so" in found
+    assert short_limits(tmp_path, {"env.train.max_episode_steps": 380}) is None
+    write_inputs(tmp_path, POLICY, ENV)
+    assert short_limits(tmp_path, limits) is None
 
 
 def test_policies_without_instructions_give_no_warning(tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ class Demonstrations:
         return len(self.start)
 
     @property
+    def longest(self) -> int:
+        """Number of steps of the longest successful episode, or of all episodes if none reports success."""
+        length = self.stop - self.start
+        reached = np.array([self.success[a:b].any() for a, b in zip(self.start, self.stop, strict=True)], np.bool_)
+        return int(length[reached].max(initial=0) or length.max(initial=0))
+
+    @property
     def shown(self) -> BoolArray:
         """[N] True if the goal is reached in the observation (after the previous action); False at the first step."""
         # A frame shows the result of the action before it; the first frame shows no result.

@@ -148,6 +148,7 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     if train.executed is not None:
         committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
         env = replace(env, state_dim=env.state_dim + committed.width(env.action.dim), committed=committed)
+    env = replace(env, longest_demonstration=train.demos.longest)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled)
 
 

@@ -17,6 +17,7 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
 from embodyrl.extensions.demonstrations.rewarded import changed_reward
 from embodyrl.extensions.demonstrations.settings import Labels
+from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.off_policy.estimator import ReplaySettings
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
@@ -71,6 +72,13 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
         return
     card = read_card(resolve_asset(folder))
     shown = card.env
+    longest = max((row["length"] for row in read_episodes(resolve_asset(folder))), default=0)
+    if longest > (limit := cfg.env.train.time_limit(env)):
+        log.warning(
+            "warning: algorithm.demonstrations: an episode of %s has %d steps, more than the time limit of %d "
+            "(env.train.max_episode_steps), so slower episodes fail; fix: a larger limit.",
+            *(folder, longest, limit),
+        )
     if not cfg.algorithm.imitates:
         yield from _transition_problems(folder, card, cfg, env)
     if (shown.action.dim, shown.state_dim, shown.cameras.names, shown.cameras.size) != (

@@ -21,7 +21,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.commands.run_folder import first_weights
+from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.layout import Actor
@@ -157,6 +157,10 @@ def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path)
     assert first_weights(cfg, env) == policy
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
     assert inputs["cameras"] == list(env.cameras.names[:1])
+    assert inputs["longest_demonstration"] == 6
+    assert "warning" not in dict(weight_facts(cfg, policy, env))
+    short = cfg.updated({"env.eval.max_episode_steps": 5})
+    assert "has 6 steps, more than env.eval.max_episode_steps=5" in dict(weight_facts(short, policy, env))["warning"]
     assert inputs["gripper"] == {"open": 1.0, "closed": 0.0, "index": -1, "binary": False}
     (policy / "embodyrl_inputs.json").write_text(json.dumps(inputs | {"cameras": ["elsewhere"]}))
     with pytest.raises(ConfigError, match=r"env.init_params.camera_names=\[elsewhere\]"):

@@ -220,11 +220,15 @@ def test_policy_may_use_averaged_weights(make, tmp_path):
     assert all(torch.equal(weight, after[1][name]) for name, weight in after[0].items())
 
 
-def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path):
+def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path, caplog):
     words = (*TOY_COLLECT, "model=random", "collect.filter=all", "collect.episodes=4", "launcher=inline")
     demos = tmp_path / "demos"
     collect(load_config("collect", [*words, f"collect.out={demos}", f"runner.output_dir={tmp_path}"]))
     host, actor, _, tickets = make(f"algorithm.demonstrations=[{demos}]", "algorithm.demonstration_share=0.34")
+    assert "more than the time limit" not in caplog.text
+    short = toy_config(tmp_path, *FILTERED, f"algorithm.demonstrations=[{demos}]", "env.train.max_episode_steps=4")
+    build_run_plan(short, training=True)
+    assert "more than the time limit of 4" in caplog.text
     update(host, tickets)
     obs, actions = actor._draw(np.random.default_rng(0), actor._replay.starts, 2)
     shown = load_demonstrations(demos)

@@ -21,6 +21,13 @@ TINY = "train experiment=cartpole runner.val_check_interval=24 eval.episodes=10"
 """From a return of about 30 to the maximum of 500."""
 
 
+PINNED = (
+    *("env.train.max_episode_steps=320", "env.eval.max_episode_steps=320", "env.train.max_episode_steps=200"),
+    *("env.eval.max_episode_steps=200", "reward.mode=replace", "reward.weights.success=1", "env.reward_coef=1"),
+)
+"""Overrides that replace values of presets that changed after the cards were written."""
+
+
 def test_page_matches_the_cards() -> None:
     page = (TABLE.folder / "index.md").read_text(encoding="utf-8")
     assert page == page_text(TABLE), "run embodyrl results page"
@@ -55,7 +62,7 @@ def test_cards_belong_to_the_command_of_their_recipe() -> None:
     for recipe in TABLE.recipes.values():
         for card in TABLE.stored(recipe):
             typed = card["command"].replace("'", "").split()
-            fixed = [word for word in recipe.command.split()[1:] if "{out}" not in word]
+            fixed = [word for word in recipe.command.split()[1:] if "{out}" not in word and word not in PINNED]
             assert [word for word in fixed if word not in typed] == [], recipe.name
 
 
