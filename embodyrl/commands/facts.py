@@ -7,6 +7,7 @@ from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.envs.factory import tasks_in_memory
+from embodyrl.envs.reward import RewardMode, StepRewardSettings
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
@@ -35,8 +36,11 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         "policy": f"{policy.name} · {_count(parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
+    lines["success"] = env.reward.success
+    if isinstance(own := getattr(cfg, "reward", None), StepRewardSettings) and own.path is not None:
+        lines["reward"] = f"{own.path} ({own.mode})"
     lines |= dict(precision_facts(cfg))
-    doubts = (*env.doubts, *policy.doubts, *_cut_doubts(run_plan))
+    doubts = (*env.doubts, *policy.doubts, *_cut_doubts(run_plan), *_waiting_doubts(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         doubts += (
             f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
@@ -149,14 +153,9 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
 
 def _limit(env: EnvSpec, split: EnvSplit) -> str:
     """Describe the time limit of an episode."""
-    limit = _longest(env, split)
+    limit = split.time_limit(env)
     own = "" if limit == split.max_episode_steps else " (the environment's own limit)"
     return f"{limit} steps/episode{own}"
-
-
-def _longest(env: EnvSpec, split: EnvSplit) -> int:
-    """Return the time limit: the smaller of the environment's own limit and the configured limit, in env steps."""
-    return min(split.max_episode_steps, env.max_episode_steps if env.simulator.may_truncate else 10**9)
 
 
 def _cut_doubts(run_plan: RunPlan) -> Iterator[str]:
@@ -164,7 +163,7 @@ def _cut_doubts(run_plan: RunPlan) -> Iterator[str]:
     cfg, algorithm = run_plan.cfg, run_plan.algorithm
     if algorithm is None or not algorithm.estimator.counts_chunk_steps:
         return
-    split, limit = cfg.env.train, _longest(run_plan.env, cfg.env.train)
+    split, limit = cfg.env.train, cfg.env.train.time_limit(run_plan.env)
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     interval, per_step = cfg.runner.val_check_interval, steps * cfg.algorithm.rollout_epoch
     if not split.continue_episodes and steps < limit:
@@ -184,6 +183,19 @@ def _sight(env: EnvSpec) -> str:
     if not env.cameras.names:
         return f"state [{env.state_dim}]" if env.state_dim else "words"
     return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"
+
+
+def _waiting_doubts(run_plan: RunPlan) -> Iterator[str]:
+    """Warn if a policy may earn more by waiting near the goal than by success, which ends the episode."""
+    cfg, env = run_plan.cfg, run_plan.env
+    own = getattr(cfg, "reward", None)
+    replaced = isinstance(own, StepRewardSettings) and own.path is not None and own.mode is RewardMode.replace
+    summed = env.reward.dense and not replaced and not getattr(cfg.env, "use_rel_reward", False)
+    if run_plan.algorithm is not None and summed and not cfg.env.train.ignore_terminations:
+        yield (
+            f"the reward of '{env.name}' is positive before success, so if success ends an episode, waiting near the "
+            "goal may earn more; fix: env.use_rel_reward=true"
+        )
 
 
 def _bytes(number: int) -> str:

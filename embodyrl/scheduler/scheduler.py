@@ -140,9 +140,7 @@ class RolloutScheduler(EventLoop):
         """Handle reports and deaths of env workers; callback for `Supervisor`."""
         if isinstance(message, EnvReport):
             self._stages.close(worker, message)
-            self._tally.sim_s += message.sim_s
-            self._tally.render_s += message.render_s
-            self._tally.reset_s += message.reset_s
+            self._tally.add(Tally(sim_s=message.sim_s, render_s=message.render_s, reset_s=message.reset_s))
         elif isinstance(message, WorkerReady):
             self._task_limits[worker] = message.task_limit
             self._stages.note_worker(worker)

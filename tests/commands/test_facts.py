@@ -1,5 +1,9 @@
 """Banner lines of a run."""
 
+from typing import Any
+
+import gymnasium
+import numpy as np
 import pytest
 
 from embodyrl.commands.facts import facts
@@ -42,3 +46,56 @@ def test_rollouts_and_validations_shorter_than_an_episode_warn(words: str, warne
     text = dict(facts(build_run_plan(cfg, training=True))).get("warning", "")
     assert warned in text
     assert ("training episodes have at most" in text) == bool(warned)
+
+
+class Near(gymnasium.Env):
+    """The reward is the nearness to a goal, which ends the episode after eight steps; `key` of info is True then."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, key: str = "is_success", sign: float = 1.0) -> None:
+        self._key, self._sign, self._steps = key, sign, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        over = self._steps == 8
+        return np.zeros(2, np.float32), self._sign * self._steps / 8, over, False, {self._key: over}
+
+
+def banner_of(*words: str) -> dict[str, str]:
+    shared = ("env=gym", "env.id=test_facts:Near", "model=mlp", "algorithm=ppo", "launcher=inline")
+    return dict(facts(build_run_plan(load_config("train", [*shared, *words]), training=True)))
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ((), True),
+        (("env.use_rel_reward=true",), False),
+        (("env.kwargs={sign: -1}",), False),
+        (("env.kwargs={key: other}",), False),
+        (("reward.path=embodyrl.envs.reward:success",), False),
+        (("reward.path=embodyrl.envs.reward:success", "reward.mode=add"), True),
+    ],
+)
+def test_dense_reward_with_terminating_success_gives_a_warning(words: tuple[str, ...], warned: bool) -> None:
+    assert ("waiting near the goal may earn more" in banner_of(*words).get("warning", "")) == warned
+
+
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        ((), "info['is_success']"),
+        (("env.kwargs={key: sucess}",), "unknown; keys of info: sucess"),
+        (("env.kwargs={key: sucess}", "env.success_key=sucess"), "info['sucess']"),
+        (("env.success_key=never",), "unknown; keys of info: is_success"),
+        (("env.id=CartPole-v1",), "unknown; keys of info: none"),
+    ],
+)
+def test_banner_names_the_source_of_success(words: tuple[str, ...], source: str) -> None:
+    assert banner_of(*words)["success"] == source

@@ -323,6 +323,40 @@ def test_time_limit_defaults_to_the_run_limit():
     assert ENVS.get("gym").spec(config("Pendulum-v1"), EnvContext()).max_episode_steps == 200
 
 
+def frozen_statistics() -> gymnasium.Env:
+    env = gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
+    env.update_running_mean = False
+    return env
+
+
+def running_statistics() -> gymnasium.Env:
+    return gymnasium.wrappers.NormalizeReward(gymnasium.make("CartPole-v1"))
+
+
+@pytest.mark.parametrize("name", ["NormalizeObservation", "NormalizeReward"])
+def test_wrappers_with_running_statistics_are_refused(name):
+    with pytest.raises(ConfigError, match=rf"env.wrappers: '.*{name}'.*model.normalize_state=true"):
+        ENVS.get("gym").spec(config("CartPole-v1", wrappers=[f"gymnasium.wrappers:{name}"]), EnvContext())
+    doubts = ENVS.get("gym").spec(config("test_gym:running_statistics"), EnvContext()).doubts
+    assert "'NormalizeReward' in env.id=test_gym:running_statistics" in " ".join(doubts)
+    assert not ENVS.get("gym").spec(config("test_gym:frozen_statistics"), EnvContext()).doubts
+
+
+class Counting(gymnasium.ObservationWrapper):
+    calls = 0
+
+    def observation(self, observation):
+        self.calls += 1
+        return observation + np.float32(1e-3 * self.calls)
+
+
+@pytest.mark.needs("check_env")
+def test_wrapper_that_keeps_state_between_episodes_is_named():
+    wrappers = ["test_gym:Counting", "gymnasium.wrappers:FlattenObservation"]
+    (doubt,) = ENVS.get("gym").spec(config("CartPole-v1", wrappers=wrappers), EnvContext()).doubts
+    assert doubt.startswith("'Counting' keeps state between episodes")
+
+
 @pytest.mark.parametrize(("env_id", "known"), [("CartPole-v1", False), ("pixel_env:PixelEnv", True), (COUNTER, True)])
 def test_success_signals_are_detected(env_id, known):
     assert ENVS.get("gym").spec(config(env_id), EnvContext()).reward.reports_success == known

@@ -61,7 +61,7 @@ def test_missing_instruction_key_error_lists_keys():
         ("Won", {}, False, "env.success_key=won"),
         ("Reached", {}, False, "env.success_key=reached"),
         ("SimilarKey", {"success_key": "metrics.task_success"}, True, ""),
-        ("SimilarKey", {"success_key": "metrics.task_sucess"}, True, "Did you mean 'metrics.task_success'"),
+        ("SimilarKey", {"success_key": "metrics.task_sucess"}, False, "Did you mean 'metrics.task_success'"),
         ("Plain", {}, False, ""),
     ],
 )

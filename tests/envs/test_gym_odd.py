@@ -272,10 +272,10 @@ def test_final_observation_is_kept_if_the_environment_resets_in_the_same_step(na
 
 
 @pytest.mark.needs("check_env")
-@pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal"])
+@pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal", "metrics.sucess", "suceeded"])
 def test_unused_success_key_candidates_give_a_warning(name):
     from embodyrl.extensions.check_env.said import success_doubts
 
     (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
     assert f"env.success_key={name}" in doubt
-    assert not [*success_doubts(env_of(env_type="gym", id="x"), ["winner_id", "window", "unfinished"], reports=False)]
+    assert not [*success_doubts(env_of(env_type="gym", id="x"), ["winner_id", "process", "unfinished"], reports=False)]

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.functional.settings import FunctionalSettings
@@ -15,7 +15,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
 from embodyrl.extensions.isolation import NoAnswerError, call_isolated
-from embodyrl.types import EnvSpec, RewardSpec, SimulatorSpec, TextSpec
+from embodyrl.types import ActionKind, EnvSpec, RewardSpec, SimulatorSpec, TextSpec
 
 if TYPE_CHECKING:
     from embodyrl.envs.functional.functions import Functions
@@ -97,7 +97,21 @@ def _spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
             saves_state=True,
             on_gpu=jax.default_backend() != "cpu",
         ),
-        reward=RewardSpec(reports_success=cfg.success_key is not None),
+        reward=_reward(cfg, functions, first.carry),
+    )
+
+
+def _reward(cfg: FunctionalSettings, functions: Functions, carry: Any) -> RewardSpec:
+    """Return the reward spec; a trace of one step collects the keys of info."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    discrete = functions.action.kind is ActionKind.discrete
+    action = jax.numpy.zeros(() if discrete else functions.action.dim, "int32" if discrete else "float32")
+    jax.eval_shape(functions.step, carry, action, jax.random.PRNGKey(0))
+    known = cfg.success_key in functions.info_keys
+    keys = ", ".join(functions.info_keys) or "none"
+    return RewardSpec(
+        reports_success=known, success=f"info['{cfg.success_key}']" if known else f"unknown; keys of info: {keys}"
     )
 
 

@@ -39,6 +39,8 @@ class Functions(Protocol):
     action: ActionSpec
     horizon: int
     """Time limit in env steps; 0: unknown."""
+    info_keys: tuple[str, ...]
+    """Keys of info and metrics; empty before `step` is called or traced."""
 
     def reset(self, key: Array) -> Moment:
         """Reset the environment with a random key."""
@@ -88,6 +90,7 @@ class _Gymnax:
         # `done` includes the time limit; without the limit only the end of the task is left.
         self._endless = params.replace(max_steps_in_episode=2**30)
         self.action = _action(env.action_space(params))
+        self.info_keys = ()
 
     def reset(self, key: Array) -> Moment:
         obs, state = self._env.reset_env(key, self._params)
@@ -95,6 +98,7 @@ class _Gymnax:
 
     def step(self, carry: Any, action: Array, key: Array) -> Moment:
         obs, state, reward, done, info = self._env.step_env(key, carry, action, self._params)
+        self.info_keys = tuple(map(str, info))
         ended = done & self._env.is_terminal(state, self._endless)
         return _moment(state, obs, reward, ended, done & ~ended, _success(info, self._key))
 
@@ -108,7 +112,7 @@ class _States:
         self.horizon = int(limit)
         size, space = getattr(env, "action_size", None), getattr(env, "action_space", None)
         self.action = ActionSpec(dim=int(size)) if size is not None else _action(space)
-        self._discrete = self.action.kind is ActionKind.discrete
+        self.info_keys = ()
 
     def reset(self, key: Array) -> Moment:
         return self._read(self._env.reset(key))
@@ -118,6 +122,7 @@ class _States:
 
     def _read(self, state: Any) -> Moment:
         said = {**(getattr(state, "info", None) or {}), **(getattr(state, "metrics", None) or {})}
+        self.info_keys = tuple(map(str, said))
         return _moment(state, state.obs, state.reward, state.done, False, _success(said, self._key))
 
 

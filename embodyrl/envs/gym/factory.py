@@ -137,7 +137,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         simulator=SimulatorSpec(
             may_truncate=True, lockstep=found.vector, renders=found.draws or bool(observations.cameras)
         ),
-        reward=RewardSpec(reports_success=found.reports_success),
+        reward=RewardSpec(reports_success=found.reports_success, success=found.success, dense=found.dense),
         expert=ExpertSpec(tasks=(0,) if found.expert else ()),
         doubts=found.doubts,
     )

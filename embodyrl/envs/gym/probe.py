@@ -9,18 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import gymnasium
+import numpy as np
 from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import (
+    NOT_SAVED,
     WRAPPERS,
     AnyEnv,
     create_named,
     prepare_rendering,
+    running_statistics,
     takes_render_mode,
     vector_support,
 )
-from embodyrl.envs.gym.said import instruction_of, says_success, success_key
+from embodyrl.envs.gym.said import instruction_of, says_success, succeeded, success_key, success_source
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, copied
 from embodyrl.envs.protocol import GoalJudge
@@ -30,8 +33,9 @@ from embodyrl.types import EnvSpec
 
 _LOOKS = 4
 """Maximum number of observations that the warnings compare."""
-_TRIED_STEPS, _TRIED_S = 256, 2.0
-"""Maximum steps and seconds of the probed episode, in which `info` is searched for a success key."""
+_TRIED_STEPS, _TRIED_NAMED, PROBED_S = 256, 2048, 2.0
+"""Maximum steps and seconds of the probed episode, in which `info` is searched for a success key; more steps for
+`env.success_key`, which may appear only at the end of an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,10 @@ class Probe:
     """Constructor arguments: `env.kwargs`, and the render mode if the constructor accepts a render mode."""
     reports_success: bool
     """True if the `info` of a step of the probed episode has a success key."""
+    success: str
+    """Source of success (see `RewardSpec.success`)."""
+    dense: bool
+    """True if a step of the probed episode without success has a positive reward, and `info` has a success key."""
     expert: bool
     """True if the environment or a wrapper has a method `expert_action`."""
     vector: bool
@@ -146,10 +154,27 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             expert=not vector and env.has_wrapper_attr("expert_action"),
             vector=vector,
             draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
-            doubts=(*said.pop("doubts"), *_suite_doubts(cfg, suites)),
+            doubts=(*said.pop("doubts"), *_suite_doubts(cfg, suites), *_statistics_doubts(cfg, env)),
             **said,
         )
     return replace(found, doubts=(*found.doubts, *late))
+
+
+def max_probed(cfg: GymSettings) -> int:
+    """Return the maximum number of steps in which `info` is searched for a success key."""
+    return _TRIED_STEPS if cfg.success_key is None else _TRIED_NAMED
+
+
+def success_facts(infos: Sequence[Any], keys: Sequence[str], rewards: Sequence[Any]) -> dict[str, Any]:
+    """Return the `Probe` fields about success from the infos and rewards of consecutive steps."""
+    reports = any(says_success(info, keys) for info in infos)
+    steps = zip(infos, rewards, strict=True)
+    dense = reports and any(np.any((np.asarray(reward) > 0) & ~_reached(info, keys)) for info, reward in steps)
+    return {"reports_success": reports, "success": success_source(infos, keys), "dense": bool(dense)}
+
+
+def _reached(info: Any, keys: Sequence[str]) -> Any:
+    return np.asarray(succeeded(info, keys)).astype(np.bool_)
 
 
 @contextlib.contextmanager
@@ -168,6 +193,8 @@ def _shown(spec: EnvSpec) -> dict[str, Any]:
     """Reconstruct the result of `_try_out` from an earlier spec of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
+        "success": spec.reward.success,
+        "dense": spec.reward.dense,
         "doubts": (),
         "goals": spec.goal is not None,
         "instruction": spec.tasks[0] if spec.text.instructed else None,
@@ -195,18 +222,20 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     for name, end in zip(("terminated", "truncated"), ends, strict=True):
         flag(env_id, name, end)
     goals = any(goals.applies(env, last, reward) for goals in GOALS.every())
-    infos, reports = [info], says_success(info, keys)
-    started, steps = time.perf_counter(), 1
+    infos, earned = [info], [reward]
+    reports, longest = says_success(info, keys), max_probed(cfg)
+    started = time.perf_counter()
     # Some report success only at the end of an episode.
     with contextlib.suppress(Exception):  # later errors are reported when episodes run
         while not any(flag(env_id, "end", end) for end in ends) and (len(seen) < _LOOKS or not reports):
             if len(seen) < _LOOKS:
                 seen.append(copied(env.observation_space, last))
-            if steps >= _TRIED_STEPS or time.perf_counter() - started > _TRIED_S:
+            if len(infos) >= longest or time.perf_counter() - started > PROBED_S:
                 break
-            last, _, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
+            last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
             infos.append(info)
-            reports, steps = reports or says_success(info, keys), steps + 1
+            earned.append(reward)
+            reports = reports or says_success(info, keys)
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
     said = instruction_of(cfg, writer.texts, first, begun, env)
@@ -214,11 +243,16 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     for warn in INFO_WARNINGS.every():
         found += warn(cfg, writer.texts, begun, said, infos, reports)
     return {
-        "reports_success": reports or cfg.success_key is not None,
+        **success_facts(infos, keys, earned),
         "doubts": tuple(found),
         "goals": goals,
         "instruction": said,
     }
+
+
+def _statistics_doubts(cfg: GymSettings, env: Any) -> list[str]:
+    """Warn about running statistics in the environment itself; those of `env.wrappers` are refused."""
+    return [f"'{name}' in env.id={cfg.id} {NOT_SAVED.removesuffix('.')}" for name in running_statistics(env)]
 
 
 def _suite_doubts(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from embodyrl.envs.gym.spaces import Path, member
 from embodyrl.errors import EnvError
 
 _SUCCESS = ("success", "is_success", "succeed")
+_LISTED = 20
+"""Maximum number of keys of info in the banner."""
 _LAST = ("final_obs", "final_observation", "terminal_observation")
 """Possible keys of the final observation in `info`, for environments that reset themselves at the end of an episode."""
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
@@ -44,6 +46,23 @@ def ended(seen: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:
     """Return True if `info`, or its `final_info`, has one of the success keys."""
     return any(_find(part, key) is not None for part in (info, info.get("final_info")) for key in keys)
+
+
+def success_source(infos: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+    """Describe where success is read, for the banner; without a success key in `infos`, list the keys of info."""
+    found = next((key for info in infos for key in keys if says_success(info, (key,))), None)
+    names = [*dict.fromkeys(name for info in infos for name in names_of(info))]
+    listed = ", ".join([*names[:_LISTED], *(["..."] if names[_LISTED:] else [])]) or "none"
+    return f"unknown; keys of info: {listed}" if found is None else f"info['{found}']"
+
+
+def names_of(info: Any, before: str = "") -> Iterator[str]:
+    """Yield the dotted names of all numbers, flags and arrays in nested mappings."""
+    for key, value in info.items() if isinstance(info, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from names_of(value, f"{before}{key}.")
+        elif isinstance(value, (bool, int, float, np.generic, np.ndarray)) and not str(key).startswith("_"):
+            yield f"{before}{key}"
 
 
 def instruction_of(

@@ -29,6 +29,7 @@ from embodyrl.types import (
     EnvSpec,
     ExpertSpec,
     GripperConvention,
+    RewardSpec,
     SimulatorSpec,
 )
 
@@ -134,6 +135,7 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
         benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None),
         max_episode_steps=found.max_episode_steps or cfg.longest_episode,
         expert=ExpertSpec(tasks=(0,) if poses and not batched and name in DEMONSTRATED else ()),
+        reward=RewardSpec(success="info['success']", dense=cfg.reward_mode not in ("sparse", "none")),
         simulator=SimulatorSpec(lockstep=batched, on_gpu=batched),
     )
 

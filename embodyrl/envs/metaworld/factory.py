@@ -13,7 +13,7 @@ from embodyrl.extensions.controls import arm_controls
 from embodyrl.extensions.mujoco_rendering.renderer import choose_device, choose_renderer
 from embodyrl.extensions.sim_checks import camera_problems
 from embodyrl.registry import closest
-from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention
+from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
 
 SEEDS = 100_000
 """Number of initial states of each task; the number of a state is the seed of its goal and object positions."""
@@ -66,6 +66,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             state_dim=PROPRIOCEPTION if cfg.pixels else STATE + which,
             max_episode_steps=500,
             expert=ExpertSpec(tasks=tuple(range(len(names)))),
+            reward=RewardSpec(success="info['success']", dense=True),
         )
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:

@@ -75,7 +75,8 @@ def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
     if preset.gripper is not None:
         opened, closed = preset.gripper
         action = replace(action, gripper=GripperConvention(open=opened, closed=closed))
-    return replace(found, name=cfg.robot, action=action)
+    reward = replace(found.reward, dense=preset.dense or found.reward.dense)
+    return replace(found, name=cfg.robot, action=action, reward=reward)
 
 
 def differences(preset: Preset, found: EnvSpec) -> list[str]:

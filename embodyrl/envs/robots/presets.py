@@ -23,6 +23,8 @@ class Preset:
     """Number of actions per second."""
     success: str
     """Description of the success condition."""
+    dense: bool = False
+    """True if states without success have a positive reward."""
     instruction: str
     meaning: str
     """Meaning and units of an action."""

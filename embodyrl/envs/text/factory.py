@@ -74,7 +74,7 @@ class TextFactory:
             states_per_task=(len(rows),),
             benchmark=BenchmarkSpec(held_out=rows.held_out),
             cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=bool(rows.pictures)),
-            reward=RewardSpec(components=judge.components, weights=judge.weights),
+            reward=RewardSpec(components=judge.components, weights=judge.weights, success="from the reward"),
             simulator=SimulatorSpec(renders=False),
         )
 

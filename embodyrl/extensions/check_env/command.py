@@ -42,7 +42,7 @@ def check_env(args: argparse.Namespace) -> int:
 
 def _show(finding: Finding) -> None:
     # Flush, so that the progress of a slow simulator is visible.
-    note = f": {finding.note}" if finding.note and not finding.violations else ""
+    note = f": {finding.note}" if finding.note else ""
     print(f"  {finding.level:<4}  {finding.check}{note}", flush=True)
     for v in finding.violations:
         print(f"        {v.field}\n          expected  {v.expected}\n          found     {v.found}", flush=True)

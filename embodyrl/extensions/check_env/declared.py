@@ -66,7 +66,8 @@ def spec(h: Harness) -> None:
         h.expect(grip.open != grip.closed, "spec.action.gripper", "open and closed to differ", f"both are {grip.open}")
     h.note = (
         f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras.names)} cameras of "
-        f"{spec.cameras.size[0]}x{spec.cameras.size[1]}, state {spec.state_dim}, actions {spec.action.dim}"
+        f"{spec.cameras.size[0]}x{spec.cameras.size[1]}, state {spec.state_dim}, actions {spec.action.dim}, "
+        f"success {spec.reward.success}"
     )
 
 

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
-import numpy as np
-
-from embodyrl.envs.gym.said import words
+from embodyrl.envs.gym.said import names_of, success_key, words
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import Path
 from embodyrl.registry import closest
@@ -51,7 +50,7 @@ def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Ite
         yield f"env.success_key={cfg.success_key} is not in the info of the probed steps.{known}"
         return
     for name in names:
-        if _LIKE_SUCCESS.search(name):
+        if _LIKE_SUCCESS.search(name) or get_close_matches(name.rpartition(".")[2].lower(), success_key(cfg), 1, 0.8):
             yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
             return
 
@@ -60,15 +59,6 @@ def mask_doubts(names: Iterable[str]) -> Iterator[str]:
     """Warn about an action mask in info, because policies do not apply action masks."""
     if (name := next(filter(LIKE_MASK.search, names), None)) is not None:
         yield f"info['{name}'] is not applied: {NOT_MASKED}"
-
-
-def names_of(info: Any, before: str = "") -> Iterator[str]:
-    """Yield the dotted names of all numbers, flags and arrays in nested mappings."""
-    for key, value in info.items() if isinstance(info, Mapping) else ():
-        if isinstance(value, Mapping):
-            yield from names_of(value, f"{before}{key}.")
-        elif isinstance(value, (bool, int, float, np.generic, np.ndarray)) and not str(key).startswith("_"):
-            yield f"{before}{key}"
 
 
 def instruction_doubts(

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium
@@ -15,7 +16,7 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import line, require_step, reset_env
 from embodyrl.envs.gym.create import find_creator, parameters_of
-from embodyrl.envs.gym.probe import INFO_WARNINGS, observation_doubts
+from embodyrl.envs.gym.probe import INFO_WARNINGS, PROBED_S, max_probed, observation_doubts, success_facts
 from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
@@ -75,21 +76,22 @@ class GymVectors:
                 f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
                 f"which is built once per slot."
             )
-        keys, info = success_key(cfg), result[4]
+        keys = success_key(cfg)
+        infos, rewards = _play_on(cfg, env, keys, result)
         space = env.single_observation_space
         writer = ObservationWriter(env_id, space)
         writer.check(first)
         info_of_first = slot_info(begun, 0, env.num_envs)
         said = instruction_of(cfg, writer.texts, first, info_of_first)
-        reports = says_success(info, keys)
+        told = success_facts(infos, keys, rewards)
         found = [
             *observation_doubts(space, [first], env),
             *_autoreset_doubts(env),
         ]
         for warn in INFO_WARNINGS.every():
-            found += warn(cfg, writer.texts, info_of_first, said, [info], reports or cfg.success_key is not None)
+            found += warn(cfg, writer.texts, info_of_first, said, infos, told["reports_success"])
         return {
-            "reports_success": reports or cfg.success_key is not None,
+            **told,
             "doubts": tuple(found),
             "instruction": said,
         }
@@ -112,6 +114,19 @@ def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
     rest = {"use_async_envs": False, "cfg": None}
     needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
     return {"n_envs": num_envs} | {name: rest[name] for name in needed}
+
+
+def _play_on(cfg: GymSettings, env: Any, keys: Sequence[str], result: Any) -> tuple[list[Any], list[Any]]:
+    """Step until an episode ends or success is reported; return the infos and rewards, including those of `result`."""
+    infos, rewards, started = [result[4]], [result[1]], time.perf_counter()
+    with contextlib.suppress(Exception):  # later errors are reported when episodes run
+        while not (np.any(result[2]) or np.any(result[3]) or says_success(infos[-1], keys)):
+            if len(infos) >= max_probed(cfg) or time.perf_counter() - started > PROBED_S:
+                break
+            result = require_step(str(cfg.id), env.step(env.action_space.sample()))
+            infos.append(result[4])
+            rewards.append(result[1])
+    return infos, rewards
 
 
 def _autoreset_doubts(env: Any) -> Iterator[str]:

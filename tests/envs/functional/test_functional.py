@@ -81,6 +81,9 @@ def test_user_defined_functional_environment_steps_in_one_batch():
         cfg_of(f"{__name__}:counter", kwargs={"limit": 2}, success_key="solved"), EnvContext(num_slots=3)
     )
     assert (env.spec.state_dim, env.spec.action.dim, env.spec.max_episode_steps) == (2, 1, 20)
+    assert (env.spec.reward.reports_success, env.spec.reward.success) == (True, "info['solved']")
+    unknown = FACTORY.spec(cfg_of(f"{__name__}:counter", success_key="sloved"), EnvContext()).reward
+    assert (unknown.reports_success, unknown.success) == (False, "unknown; keys of info: solved")
     env.reset([0, 1, 2], [start(4), start(5), start(4)])
     state = np.zeros((3, 2), np.float32)
     env.observe([0, 1, 2], NO_IMAGES[:3], state)
