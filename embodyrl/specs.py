@@ -112,8 +112,7 @@ class GoalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSpec:
-    """State columns of committed actions, which are executed after the observation: the delay before the next chunk, the
-    number of actions left in the previous chunk (0 at the start of an episode), and these actions, row by row."""
+    """State columns of committed actions: the delay, the number of actions left, and these actions, row by row."""
 
     rows: int
     """Maximum number of committed actions: the overlap of two consecutive chunks."""
