@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from settings import env_of
 
+import embodyrl
 from embodyrl.envs.metaworld.factory import FACTORY
 from embodyrl.envs.metaworld.settings import BENCHMARKS, TASKS
 from embodyrl.envs.protocol import EnvContext
@@ -74,6 +75,24 @@ def test_an_expert_reaches_the_goal():
     assert result.success.any()
     assert result.terminated.any()
     env.close()
+
+
+@pytest.mark.sim
+def test_default_reward_does_not_pay_for_waiting():
+    """The expert stops before the goal; the package's sum of rewards would be 237 with and 4,860 without success."""
+    pytest.importorskip("metaworld.policies")
+    env = embodyrl.make_env("metaworld", "env.id=reach-v3", "env.pixels=false", "env.eval.max_episode_steps=500")
+    returns = []
+    for active in (500, 25):
+        env.reset(options={"reset_id": 7})
+        total, over, steps = 0.0, False, 0
+        while not over:
+            action = env.env._sims.expert(0) if steps < active else np.zeros(4, np.float32)
+            _, reward, terminated, truncated, _ = env.step(action)
+            total, over, steps = total + float(reward), terminated or truncated, steps + 1
+        returns.append((round(total, 1), terminated))
+    env.close()
+    assert returns == [(1.5, True), (1.0, False)]
 
 
 @pytest.mark.sim
