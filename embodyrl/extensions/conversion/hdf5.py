@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, one_line
+from embodyrl.extensions.conversion.plan import ASSUMED_FPS
 from embodyrl.extensions.conversion.settings import ConversionSettings
 from embodyrl.extensions.conversion.source import (
     Column,
@@ -70,6 +71,7 @@ class Hdf5Source:
         self._episodes: list[tuple[Path, str, str | None]] = []
         self._known: dict[str, tuple[str, str]] = {}
         left_out: Counter[str] = Counter()
+        defaults, declares_rate = {"macros_image_convention": "opengl", "control_freq": data.fps or ASSUMED_FPS}, False
         columns: dict[str, Column] = {}
         for path in files:
             with _opened(path) as file:
@@ -88,7 +90,9 @@ class Hdf5Source:
                     elif not _succeeded(where, attributes):
                         left_out["success=False"] += 1
                     else:
-                        self._check_conventions(where, attributes)
+                        found = _conventions(attributes)
+                        declares_rate |= "control_freq" in found
+                        self._check_conventions(where, {**defaults, **found})
                         self._episodes.append((path, name, _instruction(attributes)))
         if left_out and not self._episodes:
             raise EmbodyError(f"{source}: no demonstration is left; skipped: {_listed(left_out)}. Convert other files.")
@@ -107,19 +111,19 @@ class Hdf5Source:
             name=source.stem.removesuffix("_demo"),
             episodes=len(self._episodes),
             columns=columns,
-            fps=known.get("control_freq"),
+            fps=known["control_freq"] if declares_rate else None,
             conventions=_libero(source, known) if is_libero else Conventions(keys=_COMMON),
             left_out=_listed(left_out),
             doubts=(_ABSOLUTE,) if "control_delta" in known else (),
         )
 
-    def _check_conventions(self, where: str, attributes: Sequence[Mapping[str, Any]]) -> None:
+    def _check_conventions(self, where: str, found: Mapping[str, Any]) -> None:
         """Check that the conventions of an episode equal those of all earlier episodes that declare them.
 
         Raises:
             ConfigError: they differ.
         """
-        for key, value in _conventions(attributes).items():
+        for key, value in found.items():
             shown = json.dumps(value, sort_keys=True)
             other, place = self._known.setdefault(key, (shown, where))
             if other != shown:
@@ -321,7 +325,7 @@ def _libero(source: Path, known: Mapping[str, Any]) -> Conventions:
             f"{source} has the columns of LIBERO, but {_ABSOLUTE}, as env=libero does. Record the demonstrations with "
             "control_delta=true."
         )
-    rotations, convention = {"opengl": 180, "opencv": 0}, known.get("macros_image_convention", "opengl")
+    rotations, convention = {"opengl": 180, "opencv": 0}, known.get("macros_image_convention")
     if convention not in rotations:
         raise ConfigError(
             f"{source}: macros_image_convention is {convention!r}, expected {' or '.join(rotations)}. Correct it."

@@ -15,7 +15,8 @@ from embodyrl.extensions.demonstrations.settings import FrameFormat
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
-_FPS = 20.0
+ASSUMED_FPS = 20.0
+"""Frame rate of sources that do not declare one, in Hz."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
     collected = {"converted": origin, "keys": dict(keys), "instruction": data.instruction, "split": data.split}
     card = Card(
         env=env,
-        fps=data.fps or described.fps or _FPS,
+        fps=data.fps or described.fps or ASSUMED_FPS,
         video=data.images is FrameFormat.mp4 and bool(env.cameras.names),
         without=tuple(str(target) for target, missing in without.items() if missing),
         names=_names(described, keys),

@@ -98,6 +98,19 @@ def test_differing_conventions_and_unknown_groups_are_refused(
     assert re.search(error, refused(source, capsys))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("macros_image_convention", "opencv"), ("env_args", json.dumps({"env_kwargs": {"control_freq": 10}}))],
+)
+def test_missing_conventions_have_defaults(tmp_path: Path, capsys: Any, name: str, value: str) -> None:
+    source = write_libero(tmp_path / "libero", demos=1)
+    change(source, FIRST, lambda file: file["data"].attrs.__delitem__(name))
+    change(source, SECOND, lambda file: file["data"].attrs.__setitem__(name, value))
+    assert "Convert files with different conventions to separate data sets." in refused(source, capsys)
+    change(source, SECOND, lambda file: file["data"].attrs.__delitem__(name))
+    converted(source, tmp_path / "out")
+
+
 def test_controllers_of_two_files_must_be_equal(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero", demos=1)
     for name, kind in ((FIRST, "OSC_POSE"), (SECOND, "JOINT_VELOCITY")):
