@@ -24,6 +24,8 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
 """Name of the file of an SFT run that contains the settings of the demonstrations' environment."""
+START_FOLDER = "start"
+"""Name of the folder of an SFT run that contains the initial weights with the statistics of the run's data."""
 _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
@@ -119,6 +121,12 @@ def on_base(
     return [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
 
 
+def _with_own_statistics(saved: Sequence[Setting], start: Path) -> list[Setting]:
+    """Replace `model.path` by the copy of the initial weights with statistics of the run's data, if there is one."""
+    whole = start.is_dir() and all(path.exists() for path in start.iterdir())
+    return [replace(s, value=str(start)) if whole and s.key == "model.path" else s for s in saved]
+
+
 def _base_settings(
     base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
@@ -127,7 +135,7 @@ def _base_settings(
     These are all settings except the sections of command-line groups. `train` inherits only environment and model from
     a run of another command.
     """
-    saved = read_saved(base)
+    saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
     made_by = command_of(saved)
     left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
     if "eval" in groups:

@@ -43,8 +43,9 @@ def _derive(cfg: Any) -> Mapping[str, Any]:
     """
     if isinstance(cfg.data, RowSettings) and not cfg.reads_rows:
         return {"model.num_action_chunks": 1}
-    named = "unnorm_key" in type(cfg.model).model_fields and getattr(cfg.objective, "name", None) != "dpo"
-    if cfg.command != "sft" or not isinstance(cfg.data, DemonstrationSettings) or not named:
+    if cfg.command != "sft" or not isinstance(cfg.data, DemonstrationSettings) or cfg.objective.name == "dpo":
+        return {}
+    if "unnorm_key" not in type(cfg.model).model_fields:
         return {}
     # Imported only if needed: pyarrow takes long.
     from embodyrl.extensions.demonstrations.cards import read_card

@@ -26,7 +26,7 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.sft_setup import action_log_std, augments, load_material, sft_facts
-from embodyrl.plan.saved import ENVIRONMENT_FILE, read_saved
+from embodyrl.plan.saved import ENVIRONMENT_FILE, START_FOLDER, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
@@ -35,8 +35,6 @@ from embodyrl.types import BoolArray, IntArray
 LOG_EVERY = 10
 """Number of optimizer steps per row of metrics."""
 VALIDATION_SAMPLES = 512
-START_FOLDER = "start"
-
 
 DECIDES = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
 """Config sections and keys that determine the weights of a run, except the keys in `FREE`."""

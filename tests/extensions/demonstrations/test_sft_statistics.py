@@ -9,6 +9,9 @@ import pytest
 import torch
 from lerobot_sets import numbers, write_set
 
+from embodyrl.commands.dry_run import describe
+from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.demonstrations.sft_setup import data_statistics, load_material, sft_facts
 from embodyrl.extensions.demonstrations.statistics import scaling_text
 from embodyrl.plan.config import load_config
@@ -207,6 +210,33 @@ def test_sft_ignores_statistics_of_other_data(kind: str, sets: dict[str, int], a
         material = load_material(cfg, tmp_path / "start")
         assert material.model.unnorm_key == "my_robot"
         assert [*json.loads((tmp_path / "start" / "dataset_statistics.json").read_text())] == ["my_robot"]
+
+
+@pytest.mark.needs("tabletop")
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["openvla_oft_tiny56px", "smolvla_tiny"])
+def test_runs_from_checkpoints_of_other_robots_are_evaluated(kind: str, tmp_path: Path) -> None:
+    root, oft = tmp_path / "data", kind.startswith("openvla")
+    columns = {"action": numbers(7), "observation.state": numbers(4)}
+    write_set(root, columns=columns, cameras=("observation.images.front",))
+    base, rows = shutil.copytree(ASSETS / kind, tmp_path / "base"), dict.fromkeys(("q01", "q99"), [1.0] * 14)
+    if oft:
+        sets = {"aloha": {"action": rows}, "other": {"action": rows}}
+        (base / "dataset_statistics.json").write_text(json.dumps(sets))
+    else:
+        (base / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": rows, "actions": rows}}))
+    model = "model=openvla_oft_tiny" if oft else f"model={kind}"
+    more = ["data.gripper=[-1,1]", "model.num_images_in_input=1", *(["model.use_proprio=false"] if oft else [])]
+    words = [f"data.path={root}", model, f"model.path={base}", f"runner.output_dir={tmp_path}", *more]
+    small = ["launcher=inline", "runner.max_steps=1", "actor.global_batch_size=2", "actor.micro_batch_size=2"]
+    run = sft(load_config("sft", [*words, *small, "runner.val_check_interval=-1"])).run
+    size = [f"env.init_params.camera_{side}=32" for side in ("heights", "widths")]
+    words = ["env=tabletop", f"ckpt={run}", *size]
+    cfg = load_config("eval", words, base=run / "config.yaml")
+    assert cfg.model.path == str(run / "start")
+    assert str(run) in describe(cfg)
+    with pytest.raises(EmbodyError, match="aloha" if oft else "norm_stats"):
+        describe(load_config("eval", [*words, f"model.path={base}"], base=run / "config.yaml"))
 
 
 def test_dpo_keeps_the_statistics_of_the_policy(arm_data: Path) -> None:
