@@ -8,12 +8,15 @@ from embodyrl.commands.facts import evaluation_facts, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import READS, Config
+from embodyrl.policies import POLICIES
 
 
 def describe(cfg: Config) -> str:
     """Return the output of `--dry-run` for a config; the command's function in `READS` provides the lines."""
     module, _, name = READS.get(cfg.command).dry_run.partition(":")
     lines: list[tuple[str, str]] = getattr(importlib.import_module(module), name)(cfg)
+    if cfg.has("model") and hasattr(factory := POLICIES.get(cfg.model.model_type), "prompt_facts"):
+        lines += factory.prompt_facts(cfg)
     if launcher := getattr(cfg, "launcher", None):
         hosts = LAUNCHERS.get(launcher.name).preview(getattr(cfg, "cluster", None))
         lines += [("hosts", hosts)] if hosts else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -292,6 +292,41 @@ def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatT
         )
     encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts), add_special_tokens=template is None)
     return [len(e.ids) for e in encoded]
+
+
+def count_unknown(
+    texts: Sequence[str], folder: Path, *, template: ChatTemplate | None
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """Return the number of tokens and of unknown tokens of each text, and the unknown parts of all texts.
+
+    A folder without tokenizer.json has no counts.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return [(0, 0)] * len(texts), []
+    from tokenizers import Tokenizer
+
+    model = read_json(file)["model"]
+    tokenizer = Tokenizer.from_file(str(file))
+    unk = model["unk_id"] if "unk_id" in model else tokenizer.token_to_id(str(model.get("unk_token")))
+    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=template is None)
+    places = [
+        [at for token, at in zip(e.ids, e.offsets, strict=True) if token == unk and at[0] < at[1]] for e in encoded
+    ]
+    parts = (text[start:end] for text, found in zip(texts, places, strict=True) for start, end in found)
+    counts = [(len(e.ids), len(found)) for e, found in zip(encoded, places, strict=True)]
+    return counts, [*dict.fromkeys(parts)]
+
+
+def unknown_doubts(texts: Sequence[str], folder: Path, *, template: ChatTemplate | None) -> Iterator[str]:
+    """Yield a warning if the tokenizer of a folder does not contain all characters or words of the texts."""
+    counts, unknown = count_unknown(texts, folder, template=template)
+    if unknown:
+        share = sum(strange for _, strange in counts) / sum(count for count, _ in counts)
+        yield (
+            f"the tokenizer does not contain {share:.0%} of the tokens in prompts and answers, such as "
+            f"{' '.join(unknown[:8])}, and reads all of them as one unknown token; fix: another model, or other rows"
+        )
 
 
 def count_turn_tokens(folder: Path | None, *, template: ChatTemplate | None) -> int:

@@ -20,6 +20,7 @@ from embodyrl.extensions.text.chat import (
     control_tokens,
     count_tokens,
     count_turn_tokens,
+    unknown_doubts,
     without_controls,
 )
 from embodyrl.extensions.text.conversation import TextRow, place_pictures
@@ -34,6 +35,8 @@ SOURCES: Registry[Any] = Registry(
 )
 """Registry of functions that return rows, by package.module:function or entry point."""
 SUFFIXES = (".jsonl", ".parquet")
+_COUNTED_ROWS = 1000
+"""Maximum number of rows that are checked for unknown tokens."""
 _VALUE_BYTES = 32
 """Assumed minimum size of a Python object for one value of a column, in bytes."""
 
@@ -101,7 +104,9 @@ class TextRows:
         raise IndexError(index)
 
 
-def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplate | None = None) -> TextRows:
+def open_rows(
+    cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplate | None = None, vocabulary: Path | None = None
+) -> TextRows:
     """Open the rows of a run and check every row of a file.
 
     Args:
@@ -109,6 +114,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
         tokenizer: folder with the tokenizer.json for prompt lengths; None: the small vocabulary has one token per
             character.
         template: chat template of prompts; None: prompts are concatenated messages.
+        vocabulary: folder of the tokenizer that is checked for unknown tokens; None: no check.
 
     Raises:
         ConfigError: a source cannot be read, a row is malformed, or no row is left.
@@ -128,23 +134,21 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
     keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
-        lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
+        prompts = [rendered_prompt(row, template, controls) for row in all_rows]
+        lengths = count_tokens(prompts, tokenizer, template=template)
         keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
     # Rows of a separate validation source are last and are the held-out rows.
-    own = len(rows._raw[0][1])
-    single = len(rows._raw) == 1
+    own, single = len(rows._raw[0][1]), len(rows._raw) == 1
     held_out = _undivided(all_rows, keep, round(cfg.val_share * len(keep))) if single else int((keep >= own).sum())
     if len(keep) - held_out < 1:
         raise ConfigError(
-            f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise "
-            f"data.max_prompt_length or "
-            "lower data.val_share."
+            f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
+            "or lower data.val_share."
         )
     border = len(keep) - held_out
     asked = {conversations[i] for i in keep[:border]}
-    longest = max(len(join_messages(conversations[i]).encode()) for i in keep)
     shown = [[picture.size for picture in all_rows[i].pictures] for i in keep]
     sizes = [size for row in shown for size in row] or [(0, 0)]
     return replace(
@@ -152,13 +156,13 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplat
         keep=keep if len(keep) < rows.total else None,
         held_out=held_out,
         repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
-        prompt_bytes=longest,
+        prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in keep),
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
         pictures=max(map(len, shown)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
-        doubts=tuple(_doubts([conversations[i] for i in keep], keep, controls)),
+        doubts=tuple(_doubts([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
     )
 
 
@@ -173,12 +177,22 @@ def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
     return len(keep) - border
 
 
-def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, controls: Collection[str]) -> Iterator[str]:
+def _doubts(
+    rows: Sequence[TextRow],
+    places: IntArray,
+    controls: Collection[str],
+    vocabulary: Path | None,
+    template: ChatTemplate | None,
+) -> Iterator[str]:
     found = [
         (place, control)
-        for place, messages in zip(places.tolist(), conversations, strict=True)
-        for control in [c for c in controls if any(c in m.content for m in messages)][:1]
+        for place, row in zip(places.tolist(), rows, strict=True)
+        for control in [c for c in controls if any(c in m.content for m in row.messages)][:1]
     ]
+    some = rows[:_COUNTED_ROWS]
+    if vocabulary is not None:
+        texts = [*(rendered_prompt(row, template, controls) for row in some), *(row.reference for row in some)]
+        yield from unknown_doubts(texts, vocabulary, template=template)
     if found:
         place, control = found[0]
         first = f"row {place + 1}, {control}"
@@ -370,7 +384,7 @@ def _content(content: Any) -> str:
     return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
 
 
-def _written(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
+def rendered_prompt(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
     """Return the rendered prompt of a row, without its images."""
     texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
     texts = [without_controls(text, controls) for text in texts]

@@ -1,19 +1,23 @@
 """Setup and config checks of runs with text tasks or language models."""
 
+import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.extensions.text.chat import ChatTemplate
-from embodyrl.extensions.text.dataset import TextRows, open_rows
+from embodyrl.extensions.text.chat import ChatTemplate, control_tokens, count_unknown
+from embodyrl.extensions.text.dataset import TextRows, open_rows, rendered_prompt
 from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
+
+_SHOWN = 600
+"""Maximum number of characters of the prompt in `--dry-run`."""
 
 ANY_TEXT = EnvSpec(name="text", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("text",), states_per_task=(1,))
 """Environment spec for the SFT or export of a language model without a text task."""
@@ -35,13 +39,38 @@ def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
     Raises:
         ConfigError: see `open_rows`.
     """
+    from embodyrl.policies import POLICIES
+
     folder = tokenizer_folder(cfg)
-    return open_rows(data, tokenizer=folder, template=None if folder is None else ChatTemplate.of(cfg.model, folder))
+    template = None if folder is None else ChatTemplate.of(cfg.model, folder)
+    own = getattr(POLICIES.get(cfg.model.model_type), "start", None)
+    vocabulary = language_model_folder(own) if folder is None and own is not None else folder
+    return open_rows(data, tokenizer=folder, template=template, vocabulary=vocabulary)
 
 
 def tokenizer_folder(cfg: Config) -> Path | None:
     """Return the tokenizer folder for prompt lengths; None for a model with its own small vocabulary."""
     return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
+
+
+def prompt_facts(cfg: Config, folder: Path) -> list[tuple[str, str]]:
+    """Return lines (label, text) with the first prompt as the model gets it, and its number of unknown tokens.
+
+    Raises:
+        ConfigError: see `open_rows`.
+    """
+    if not cfg.has("data") or not isinstance(cfg.data, RowSettings) or cfg.data.path is None:
+        return []
+    template = ChatTemplate.of(cfg.model, folder)
+    controls = {} if template is None else control_tokens(folder, template)
+    text = rendered_prompt(checked_rows(cfg, cfg.data)[0], template, controls)
+    ((length, strange),), _ = count_unknown([text], folder, template=template)
+    shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+    lines = [("prompt", f"{json.dumps(shown, ensure_ascii=False)} ({length} tokens, {strange} of them unknown)")]
+    where = cfg.sources.get("data.prompt_template")
+    if where is not None and cfg.data.prompt_template != "{prompt}":
+        lines.append(("", f"with the text of data.prompt_template ({where})"))
+    return lines
 
 
 def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:

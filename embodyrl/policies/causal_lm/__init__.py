@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.extensions.text.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.extensions.text.gguf import language_model_folder
-from embodyrl.extensions.text.plan import sampling_problems
+from embodyrl.extensions.text.plan import prompt_facts, sampling_problems
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
@@ -141,6 +141,10 @@ class CausalLMFactory:
                 "Use a model with attention or hybrid layers, or rollout.backend=vllm."
             ]
         return sampling_problems(cfg, spec)
+
+    def prompt_facts(self, cfg: Any) -> list[tuple[str, str]]:
+        """Return the lines (label, text) of `--dry-run` about the first prompt and about unknown tokens. Optional."""
+        return prompt_facts(cfg, self._folder(cfg.model))
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or the included small model with weights from the seed.

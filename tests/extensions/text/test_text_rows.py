@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from embodyrl.commands.dry_run import describe
 from embodyrl.commands.facts import facts
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import Message, join_messages, split_messages, split_pictures
@@ -80,6 +81,19 @@ def test_parquet_folders_and_chat_messages_are_read(tmp_path: Path):
     assert split_messages("pick up the cup") == (Message(role="user", content="pick up the cup"),)
 
 
+def test_dry_run_shows_a_prompt_and_counts_unknown_tokens(tmp_path: Path):
+    """Of `1 + 1 = N?` and the answer 2, only N is unknown; the preset adds its instruction to each question."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "1 + 1 = N?", "answer": "#### 2"}] * 2)
+    model, data = "model=causal_lm_tiny", ["data.prompt_key=question", f"data.path={path}", "data.val_share=0.5"]
+    plain = describe(load_config("sft", [model, *data, "data.answer_pattern='#### (.+)'"]))
+    assert '  prompt       "1 + 1 = N?" (11 tokens, 1 of them unknown)\n' in f"{plain}\n"
+    assert "does not contain 8% of the tokens in prompts and answers, such as N, and" in plain
+    preset = describe(load_config("train", ["env=text/gsm8k", model, *data]))
+    assert "  prompt       \"1 + 1 = N?\\nLet's think step by step and output the final answer" in preset
+    assert "with the text of data.prompt_template (conf/env/text/gsm8k.yaml)" in preset
+    assert "does not contain" not in describe(load_config("train", ["env=text/arithmetic", model]))
+
+
 def test_held_out_rows_repeated_in_training_are_counted(tmp_path: Path):
     asked = ["a", "b", "c", "d", "a", "e", "b", "b"]
     path = jsonl(tmp_path / "again.jsonl", [{"prompt": word, "answer": str(i)} for i, word in enumerate(asked)])
@@ -91,7 +105,7 @@ def test_held_out_rows_repeated_in_training_are_counted(tmp_path: Path):
     words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
     cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
     told = dict(facts(build_run_plan(cfg, training=True)))
-    assert told["warning"] == "3 of the 4 held-out rows have the prompt of a training row"
+    assert told["warning"].startswith("3 of the 4 held-out rows have the prompt of a training row; the tokenizer")
 
 
 @pytest.mark.parametrize(
