@@ -97,12 +97,13 @@ def require_history(cfg: Config, root: Path) -> None:
         spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
     except EmbodyError:  # reported later, with the history
         return
-    read = spec.observed_steps
-    if read != steps * env.history and (read or steps > 1):
-        reads = f"reads {read} observation steps per sample" if read else "has no n_obs_steps"
-        raise ConfigError(
-            f"data.history={steps}: model '{spec.name}' {reads}. Set data.history={max(1, read // env.history)}."
-        )
+    read, stored = spec.observed_steps, env.history
+    if read != steps * stored and (read or steps > 1):
+        reads = f"reads {read} observation step{'s' * (read > 1)} per sample" if read else "has no n_obs_steps"
+        cure = f"Set data.history={read // stored or 1}."
+        if read % stored:
+            cure = f"The data contain {stored} steps per sample. Collect them with env.history=1."
+        raise ConfigError(f"data.history={steps}: model '{spec.name}' {reads}. {cure}")
 
 
 def _labelled(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from demos import ENV
+from demos import ENV, demonstration
 from lerobot_sets import numbers, write_set
 
 from embodyrl.cli.main import main
@@ -16,6 +17,7 @@ from embodyrl.envs.history.observed import with_history
 from embodyrl.extensions.demonstrations.augment import augment, draw_samples
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import Card
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.plan.run_plan import mismatches
 from embodyrl.types import PolicySpec
 
@@ -40,10 +42,10 @@ def test_all_steps_of_a_history_are_augmented_equally(cameras: int) -> None:
 @pytest.mark.parametrize(
     ("model", "error"),
     [
-        ("flow_small", "model 'flow_small' reads 1 observation steps per sample. Set data.history=1."),
+        ("flow_small", "model 'flow_small' reads 1 observation step per sample. Set data.history=1."),
         ("cnn", "model 'cnn' has no n_obs_steps. Set data.history=1."),
-        ("act", "model 'act' reads 1 observation steps"),
-        ("smolvla_tiny", "model 'smolvla' reads 1 observation steps"),
+        ("act", "model 'act' reads 1 observation step"),
+        ("smolvla_tiny", "model 'smolvla' reads 1 observation step"),
     ],
 )
 def test_history_needs_a_policy_that_reads_it(
@@ -52,6 +54,17 @@ def test_history_needs_a_policy_that_reads_it(
     root = write_set(tmp_path / "set", columns={"action": numbers(7), "observation.state": numbers(4)})
     assert main(["sft", f"data.path={root}", f"model={model}", "data.history=2", "--dry-run"]) == 2
     assert f"data.history=2: {error}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_data_with_a_history_need_a_policy_that_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = DatasetWriter(tmp_path / "set", Card(env=with_history(ENV, 2), fps=20, video=False))
+    d = demonstration(0)
+    writer.append(replace(d, images=np.tile(d.images, (1, 2, 1, 1, 1)), state=np.tile(d.state, 2)))
+    writer.flush()
+    writer.close()
+    assert main(["sft", f"data.path={tmp_path}/set", "model=flow_small", "--dry-run"]) == 2
+    error = "model 'flow_small' reads 1 observation step per sample. The data contain 2 steps per sample."
+    assert error in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(("history", "status"), [(2, 0), (1, 2), (3, 2)])
