@@ -16,7 +16,6 @@ import yaml
 
 from embodyrl.config.paths import PACKAGE
 from embodyrl.config.plain_yaml import is_yaml_only, read_plain_yaml
-from embodyrl.config.settings import plain, spell
 from embodyrl.errors import ConfigError, short
 from embodyrl.registry import closest
 
@@ -153,6 +152,8 @@ def write_word(name: str, value: object) -> str:
     >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)"), write_word("env.kwargs.x", ["1e5", 2, None])
     ('ckpt=runs/a', 'ckpt="runs/a (1)"', 'env.kwargs.x=["1e5",2,null]')
     """
+    from embodyrl.config.settings import plain  # here, because `list` needs no pydantic
+
     return f"{name}={_written(plain(value))}"
 
 
@@ -162,7 +163,7 @@ def _written(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if not isinstance(value, str):
-        return spell(value)
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     try:
         if value and parse_word(f"a=[{value}]") == ("a", [value]) and parse_word(f"a={value}") == ("a", value):
             return value
