@@ -161,3 +161,13 @@ def test_scratch_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     files.remove_scratch(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"eval/eval.json"}
+
+
+def test_hidden_copies_are_skipped(tmp_path: Path) -> None:
+    root = tmp_path / ".cache" / "set"  # hidden folders above the data set do not matter
+    names = ["part_10.jsonl", "part_9.PARQUET", "._part_9.parquet", ".ipynb_checkpoints/part_9.parquet", "note.txt"]
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (root / "folder.jsonl").mkdir()
+    assert files.visible_files(root, ".jsonl", ".parquet") == [root / "part_9.PARQUET", root / "part_10.jsonl"]
