@@ -18,7 +18,7 @@ from pydantic import Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel
-from embodyrl.config.settings import Positive, Settings
+from embodyrl.config.settings import Settings
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 class ClipSettings(Settings):
     """Clip range of the probability ratio in PPO."""
 
-    clip_ratio_low: Annotated[float, Field(gt=0, le=100)] = 0.2
-    """Lower PPO clip range: ratios are clipped at 1 - clip_ratio_low; 1 or more: no lower bound."""
-    clip_ratio_high: Positive = 0.28
+    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Lower PPO clip range: ratios are clipped at 1 - clip_ratio_low; 1: no lower bound."""
+    clip_ratio_high: Annotated[float, Field(gt=0, le=10)] = 0.28
     """Upper PPO clip range: ratios are clipped at 1 + clip_ratio_high."""
 
 

@@ -30,6 +30,5 @@ def run_facts(cfg: Config) -> list[tuple[str, str]]:
     if not training:
         find_baseline(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
-    if training:
-        lines += training_facts(run_plan)
+    lines += training_facts(run_plan) if training else run_plan.resources.facts(run_plan)
     return [*lines, *evaluation_facts(run_plan)]

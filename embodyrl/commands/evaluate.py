@@ -70,6 +70,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         lines = [
             *facts(run_plan),
             *evaluation_facts(run_plan),
+            *run_plan.resources.facts(run_plan),
             *weight_facts(cfg, weights, run_plan.env),
             ("output", str(folder.root)),
         ]

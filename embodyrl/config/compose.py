@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from embodyrl.config.paths import PACKAGE
+from embodyrl.config.paths import PACKAGE, resolve_asset
 from embodyrl.config.plain_yaml import is_yaml_only, read_plain_yaml
 from embodyrl.errors import ConfigError, short
 from embodyrl.registry import closest
@@ -74,14 +74,33 @@ def compose(
     groups, typed = split_words(command, words, config_dirs, problems)
     for group in [group for group in groups if group in unread]:
         typed.append(Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}"))
-    chosen = groups
-    if on_run and groups.get("experiment", "null") == "null" and "model" not in groups:
-        # What suits an environment and a shipped model does not suit the weights of a run.
-        chosen = groups | ({"start": "none"} if "optional start" in _defaults(command) else {})
     try:
-        return groups, typed, compose_groups(command, chosen, config_dirs)
+        values = compose_groups(command, groups, config_dirs)
+        # An experiment selects all values, although a run is the base.
+        replaced = on_run and groups.get("experiment", "null") == "null"
+        if replaced or _has_other_weights(values, typed, config_dirs):
+            values = compose_groups(command, groups | _no_start(command), config_dirs)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
+    return groups, typed, values
+
+
+def _no_start(command: str) -> dict[str, str]:
+    return {"start": "none"} if "optional start" in _defaults(command) else {}
+
+
+def _has_other_weights(values: Sequence[Setting], typed: Sequence[Setting], config_dirs: Sequence[Path]) -> bool:
+    """Return True if conf/start/ENV-MODEL.yaml sets `model.path`, but another file or the command line replaces it."""
+    starts = {Path(setting.source) for setting in values if Path(setting.source).parent.name == "start"}
+    folders = search_path(config_dirs)
+    if not any("model.path" in dict(_keys_of(f"start/{file.stem}", folders)) for file in starts):
+        return False
+    path = next(setting for setting in values if setting.key == "model.path")
+    named = [s.value for s in typed if s.key == "model.path" or (s.key == "ckpt" and s.value is not None)]
+    if Path(path.source) not in starts or not isinstance(path.value, str):
+        return True
+    own = resolve_asset(path.value).resolve()
+    return any(not isinstance(name, str) or resolve_asset(name).resolve() != own for name in named)
 
 
 def split_words(

@@ -17,7 +17,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan.checks import checked, contradictions, nested, validated
 from embodyrl.plan.keys import unused_keys
-from embodyrl.plan.saved import check_trust, command_of, on_base, read_saved
+from embodyrl.plan.saved import check_trust, command_of, on_base, read_saved, settings_of_weights
 from embodyrl.plan.schema import READS, SELECTORS, THIS_HOST, Config, choose
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.registry import Registry, takes
@@ -66,7 +66,9 @@ def load_config(
         chosen = on_base(base, command, groups, chosen, typed, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in typed):
         chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
-    return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems, fetch=fetch)
+    own, warnings = settings_of_weights(command, [*chosen, *typed], problems)
+    settings = [*chosen, *own, *_protocol([*chosen, *typed], problems), *typed]
+    return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
 
 
 def load_saved_config(
@@ -117,7 +119,14 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
     return found
 
 
-def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
+def _finish(
+    command: str,
+    settings: Sequence[Setting],
+    problems: list[str],
+    *,
+    fetch: bool = True,
+    warnings: Sequence[str] = (),
+) -> Any:
     # The kind of data decides which keys exist; weights are downloaded once nothing else is wrong.
     if fetch:
         latest = {setting.key: setting for setting in settings}
@@ -143,7 +152,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
             said = last[name].text if value is last[name].value else None
             read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
     unread = unused_keys(command, unknown, root, unclear, values, last, problems) if unknown else []
-    cfg = checked(root, read, last, unread, problems)
+    cfg = checked(root, read, last, [*unread, *warnings], problems)
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
     cfg = cfg.updated(_derived(cfg))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import Setting, flat, parse_word
+from embodyrl.config.compose import Setting, flat, parse_word, write_word
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
 from embodyrl.config.settings import plain, spell
@@ -17,11 +17,14 @@ from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
+from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
 
 _REMOVED = ("rollout.dump",)
 """Removed keys of version 0.1, which are ignored in configs of old runs."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 _REPLY = "algorithm.sampling_params.max_new_tokens"
+EXPORTED_CONFIG = "embodyrl_config.yaml"
+"""Name of the run's config in an exported folder."""
 ENVIRONMENT_FILE = "environment.yaml"
 """Name of the file of an SFT run that contains the settings of the demonstrations' environment."""
 START_FOLDER = "start"
@@ -36,11 +39,19 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 
 
 def run_config(path: Path) -> Path | None:
-    """Return the config.yaml of the run that contains a path; None if no run with checkpoints contains the path."""
+    """Return the config of the run that contains a path or exported a folder; None: the path is of no run."""
+    exported = path / EXPORTED_CONFIG
+    if exported.is_file() and "launcher" in read_plain_yaml(exported):
+        return exported
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder / "config.yaml"
     return None
+
+
+def record_of(path: Path) -> Path | None:
+    """Return `run_config`, or the record of an included checkpoint, which contains a part of the config."""
+    return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else run_config(path)
 
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
@@ -137,6 +148,9 @@ def _base_settings(
     """
     saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
     made_by = command_of(saved)
+    if base.name == EXPORTED_CONFIG:  # the folder contains all weights, with merged adapters
+        own = {"model.path": str(base.parent), "model.is_lora": False, "model.lora.path": None}
+        saved = [replace(setting, value=own.get(setting.key, setting.value)) for setting in saved]
     left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
     if "eval" in groups:
         left.add("runner.val_suites")
@@ -180,13 +194,73 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
 
 
 def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Return True if the setting comes from the file of a command-line group or of a group derived from it."""
+    """Return True if the setting comes from the file of a command-line group and fits the weights of the run."""
     folders = Path(setting.source).parts[-3:-1]
-    return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
+    fits = "start" not in folders or "model" in groups or not setting.key.startswith("model.")
+    return fits and any(group in folders for group in groups)
+
+
+_IMAGES = [f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")]
+_CHUNK, _NUM_IMAGES = "model.num_action_chunks", "model.num_images_in_input"
+_HORIZONS = ["env.train.max_episode_steps", "env.eval.max_episode_steps"]
+_TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
+"""Keys that two environments with the same time limit share."""
+
+
+def settings_of_weights(
+    command: str, settings: Sequence[Setting], problems: list[str]
+) -> tuple[list[Setting], list[str]]:
+    """Return image size, chunk length and time limit that belong to the weights, and a warning about typed values.
+
+    These settings replace values of presets, but not values of the file that sets `model.path`. Time limit and images
+    are those of the same environment.
+    """
+    last = {setting.key: setting for setting in settings}
+    named = next((last[key] for key in ("ckpt", "model.path") if key in last and last[key].value), None)
+    if named is None or not isinstance(named.value, str):
+        return [], []
+    here = {key: last[key].value for key in _TASK_KEYS if key in last}
+    try:
+        file, made = _record(resolve_run(named.value), here)
+    except ConfigError as error:
+        problems += error.problems
+        return [], []
+    keys = [_CHUNK]
+    keys += [_NUM_IMAGES] if made.get("model.model_type") == _values(settings).get("model.model_type") else []
+    keys += _IMAGES if made.get("env.env_type") == here.get("env.env_type") else []
+    keys += _HORIZONS if here and all(made.get(key) == value for key, value in here.items()) else []
+    found = [Setting(key, made[key], str(file)) for key in keys if key in made]
+    own = made.get(_CHUNK)
+    if command != "sft" and isinstance(own, int) and _CHUNK in last and last[_CHUNK].typed:
+        longer = isinstance(chunk := last[_CHUNK].value, int) and chunk > own
+        text = f"{last[_CHUNK].where}the weights {named.value} output chunks of {own} actions. Use at most {own}."
+        problems += [text] if longer else []
+    changed = [s for s in found if s.key in last and last[s.key].typed and last[s.key].value != s.value]
+    typed, own = (" ".join(write_word(s.key, one[s.key]) for s in changed) for one in (_values(settings), made))
+    warnings = [f"{typed}: the weights {named.value} were trained with {own}."] if changed else []
+    return [s for s in found if named.typed or s.key not in last or last[s.key].source != named.source], warnings
+
+
+def _record(folder: Path, here: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return the file that describes the training of the weights in a folder, and its values by dotted key.
+
+    `here` contains the values of `_TASK_KEYS`. A copy of a checkpoint contains only the policy's inputs.
+    """
+    if (file := record_of(folder)) is not None:
+        saved = read_saved(file)
+        if command_of(saved) not in ("train", "eval"):
+            saved += _played_environment(file.parent, saved, [])
+        return file, _values(saved)
+    inputs = read_saved_inputs(folder)
+    alike = {"env.env_type": here.get("env.env_type")} if inputs.pop("environment", None) in here.values() else {}
+    return folder / INPUTS_FILE, inputs | alike
+
+
+def _values(settings: Sequence[Setting]) -> dict[str, Any]:
+    return {setting.key: setting.value for setting in settings}
 
 
 def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
     """Raise an error for untrusted values in a saved config. Call this function before any component is imported."""
-    values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
-    if found := distrusted(values[0], values[1], file):
+    if found := distrusted(_values(saved), _values(typed), file):
         raise ConfigError([*problems, *found])

@@ -6,6 +6,7 @@ from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.inputs import missing_weights
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
@@ -28,6 +29,9 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
         CheckpointStore(path.parent).verify(path)
         return path / POLICY_FOLDER
     if (path / "config.json").is_file():
+        # A policy without an index may store its adapter in a subfolder.
+        if (problem := missing_weights(path)) and not any(path.glob("*/*.safetensors")):
+            raise CheckpointError(f"{key}={ckpt}: {problem}")
         return path
     raise CheckpointError(
         f"{key}={ckpt}: {path} is neither a run, a checkpoint (runs/<id>/checkpoints/step_...), nor a folder "

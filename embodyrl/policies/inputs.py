@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, ConfigError, reason_of
 from embodyrl.files import read_json
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
+_INDEX_FILE = "model.safetensors.index.json"
 _MOST_INSTRUCTIONS = 1000
 """Maximum number of instructions that are saved with the weights."""
 
@@ -25,11 +26,52 @@ def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
     return {
         "environment": env.name,
         "cameras": list(env.cameras.names[: policy.inputs.num_images]),
+        "image_size": list(env.cameras.size),
+        "num_action_chunks": policy.num_action_chunks,
         "gripper": None if policy.gripper is None else asdict(policy.gripper),
         # A policy that rotates the frames always receives upright ones.
         "image_rotation_deg": 0 if policy.inputs.rotates_images else env.cameras.rotation_deg,
         "instructions": _instructions_of(env) if policy.inputs.instructions else [],
     } | ({"longest_demonstration": env.longest_demonstration} if env.longest_demonstration else {})
+
+
+def read_saved_inputs(folder: Path) -> dict[str, Any]:
+    """Return chunk length, image size and cameras of the training by config key, and the name of the environment.
+
+    The result is empty without the file, which `write_inputs` writes, and for files of earlier versions.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = folder / INPUTS_FILE
+    try:
+        saved = read_json(path) if path.is_file() else {}
+        if "image_size" not in saved:
+            return {}
+        height, width = saved["image_size"]
+        cameras = {"camera_heights": height, "camera_widths": width, "camera_names": saved["cameras"]}
+        images = {f"env.init_params.{key}": value for key, value in cameras.items()} if saved["cameras"] else {}
+        return images | {"model.num_action_chunks": saved["num_action_chunks"], "environment": saved["environment"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from None
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Return an error if a folder has no weights in safetensors files, or lacks files that its index names."""
+    try:
+        index = read_json(folder / _INDEX_FILE)
+        names = {str(name) for name in index["weight_map"].values()}
+    except FileNotFoundError:
+        return (
+            None if any(folder.glob("*.safetensors")) else f"{folder} contains no *.safetensors; download the weights."
+        )
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{folder / _INDEX_FILE} cannot be read ({reason_of(error)}); download the file again."
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    text = (
+        f"{folder} lacks {len(missing)} of {len(names)} weight files, for example {missing[:1]}; download the weights."
+    )
+    return text if missing else None
 
 
 def _instructions_of(env: EnvSpec) -> list[str]:

@@ -56,6 +56,7 @@ BAD = [
     ("seed=${nowhere}", ["cannot be resolved"]),
     ("seed=???", ["cannot be resolved"]),
     # ranges
+    ("algorithm.clip_ratio_low=20", ["greater than 0 and at most 1"]),
     ("env.train.total_num_envs=0", ["must be an integer at least 1"]),
     ("seed=-1", ["at least 0"]),
     ("actor.optim.learning_rate=1", ["Did you mean 'actor.optim.lr'?"]),
@@ -123,7 +124,7 @@ def test_config_problems_are_reported_together() -> None:
     problems = problems_of(bad.split(" "))
     text = "\n".join(problems)
     assert len(problems) == 7, text
-    for fragment in ("libero_11", "'seed'", "++x=2", "an integer", "at most 100", "parse 'b=['", "resolved"):
+    for fragment in ("libero_11", "'seed'", "++x=2", "an integer", "at most 1.", "parse 'b=['", "resolved"):
         assert fragment in text
 
 

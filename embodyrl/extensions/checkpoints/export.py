@@ -11,13 +11,13 @@ from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.hub.download import hub_errors
 from embodyrl.files import read_json, replacing
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
+from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG
 from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
@@ -77,6 +77,8 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         else:
             shutil.copytree(source, scratch)
         shutil.copyfile(run / "config.yaml", scratch / EXPORTED_CONFIG)
+        if (run / ENVIRONMENT_FILE).is_file():
+            shutil.copyfile(run / ENVIRONMENT_FILE, scratch / ENVIRONMENT_FILE)
         (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
     return out
 

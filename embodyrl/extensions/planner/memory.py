@@ -2,16 +2,16 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.devices import visible_gpus
-from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.extensions.planner.simulators import rendering_bytes
-from embodyrl.files import available_bytes, read_json
+from embodyrl.files import read_json
 from embodyrl.plan.episodes import groups_per_step
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
@@ -19,7 +19,7 @@ from embodyrl.policies.protocol import policy_costs
 from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
 
 MIB, GIB = 2**20, 2**30
-_PROCESS = 290 * MIB
+PROCESS = 290 * MIB
 """Host memory in bytes of a process with torch and a policy."""
 _ADAPTERS = 180 * MIB
 """Additional host memory of the adapter library, which imports transformers."""
@@ -159,7 +159,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
     replay, loading = _replay(run_plan, cfg)
-    process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
+    process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
     acting_batch = _acting_batch(run_plan, cfg, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
@@ -190,6 +190,27 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         + (whole if run_plan.policy.steering else 0)  # frozen weights are saved with the steering weights
         + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )
+
+
+def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
+    """Estimate the memory of a run without training, whose policy has no gradients and no optimizer."""
+    cfg, costs, on_gpu = run_plan.cfg, run_plan.policy_costs, bool(visible_gpus())
+    adapters = getattr(cfg.model, "uses_adapters", False)
+    engine = 2 * costs.num_parameters + _ENGINE if cfg.rollout.backend == "vllm" and on_gpu else 0
+    unused: dict[str, Any] = {part.name: 0 for part in fields(MemoryPlan)}
+    used: dict[str, Any] = {
+        "weights": costs.num_parameters * (2 if cfg.model.half else 4),
+        "acting_batch": _acting_batch(run_plan, cfg, replace(costs, num_trained=0)),
+        "engine": engine,
+        "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
+        "env_worker": _ENV_PROCESS + run_plan.env_costs.task_bytes,
+        "env_gpu": rendering_bytes(run_plan),
+        "arena": run_plan.layout.offsets(run_plan.capacity)[1],
+        "on_gpu": on_gpu,
+        "sleeps": False,
+        "gradient_sync": "micro_batch",
+    }
+    return MemoryPlan(**unused | used)
 
 
 def _prompts(run_plan: RunPlan) -> float:
@@ -328,64 +349,6 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
         left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
     # vLLM takes its fraction of the total memory, even if another process uses a part.
     return max(0.05, int(100 * (left / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
-
-
-def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
-    """Raise an error if a run does not fit in memory.
-
-    Raises:
-        ConfigError: the run does not fit; the message names needed and available memory, and keys that reduce memory.
-    """
-    smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
-    if visible_gpus():
-        gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
-        if gpu and needed > gpu:
-            raise ConfigError(
-                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU need "
-                f"{needed / GIB:.1f} GiB, but the smallest GPU has only {gpu / GIB:.1f} GiB free. "
-                f"Try {_smaller_on_gpu(run_plan, plan)}."
-            )
-    policies, workers = _fullest_host(run_plan, plan)
-    envs = plan.env_worker * workers
-    needed, free = policies + envs + plan.arena, available_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
-            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
-            f"only {free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, "
-            f"{smaller}."
-        )
-
-
-def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
-    """Return a list of unused settings that would reduce GPU memory, as text."""
-    cfg, workers = run_plan.cfg, len(run_plan.env_workers)
-    drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
-    if drawn and not run_plan.env.simulator.lockstep:
-        keys.append(f"MUJOCO_GL=osmesa, which renders on the CPU and frees {drawn / GIB:.1f} GiB")
-    if drawn and workers > 1:
-        keys.append(f"launcher.env_workers below {workers}")
-    if not cfg.actor.gradient_checkpointing:
-        keys.append("actor.gradient_checkpointing=true")
-    if getattr(cfg.actor, "micro_batch_size", 1) > 1:
-        keys.append("a smaller actor.micro_batch_size")
-    if run_plan.policy_costs.num_trained is None:
-        keys.append("model.is_lora=true" + (" with rollout.backend=hf" if cfg.rollout.backend == "vllm" else ""))
-    return ", ".join([*keys, "more actor ranks or actor.fsdp.cpu_offload=true"])
-
-
-def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
-    """Return the bytes of policy processes and the number of env workers on the host with the highest memory demand."""
-    policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
-    for number in range(run_plan.ranks + run_plan.cfg.acting_processes):
-        trains = number < run_plan.ranks
-        own = plan.policy if trains else plan.acting
-        policies[run_plan.policy_node(number)] += _PROCESS + plan.offloaded * trains if gpus else own
-    policies[run_plan.policy_node(0)] += plan.saving
-    for number in range(len(run_plan.env_workers)):
-        workers[run_plan.env_node(number)] += 1
-    fullest = max({*policies, *workers}, key=lambda node: policies[node] + plan.env_worker * workers[node])
-    return policies[fullest], workers[fullest]
 
 
 def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:

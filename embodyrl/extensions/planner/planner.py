@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embodyrl.extensions.planner.memory import MemoryPlan, engine_share, plan_memory, require_memory
+from embodyrl.extensions.planner.limits import require_memory
+from embodyrl.extensions.planner.memory import MemoryPlan, engine_share, plan_evaluation, plan_memory
 from embodyrl.extensions.planner.rates import predict
 from embodyrl.plan.resources import Resources
 from embodyrl.plan.run_plan import RunPlan
@@ -12,7 +13,7 @@ from embodyrl.plan.run_plan import RunPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedResources(Resources):
-    """Resources of a training run, including the memory plan."""
+    """Resources of a run, including the memory plan."""
 
     memory: MemoryPlan
 
@@ -23,6 +24,8 @@ class PlannedResources(Resources):
             ConfigError: the run needs more memory than the machine has.
         """
         require_memory(run_plan, self.memory)
+        if run_plan.algorithm is None:
+            return self.memory.lines(run_plan.ranks, len(run_plan.env_workers))
         rates, vllm = predict(run_plan), ("", f"vLLM gets {self.engine_share:.0%} of its GPU")
         return [
             *self.memory.lines(run_plan.ranks, len(run_plan.env_workers)),
@@ -40,7 +43,7 @@ def plan_resources(run_plan: RunPlan) -> Resources:
     memory = plan_memory(run_plan) if learns else None
     share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
     if memory is None:
-        return Resources(engine_share=share)
+        return PlannedResources(engine_share=share, memory=plan_evaluation(run_plan))
     return PlannedResources(
         gradient_sync=memory.gradient_sync,
         sleeps=memory.sleeps,

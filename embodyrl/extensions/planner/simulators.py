@@ -8,6 +8,8 @@ def rendering_bytes(run_plan: RunPlan) -> int:
     """Return the planned GPU memory of an env worker in bytes: rendering context, and textures of cached tasks."""
     env, count = run_plan.env_costs, len(run_plan.env_workers[0].slots)
     if env.task_bytes:
-        tasks = len(run_plan.cfg.env.train.task_ids or run_plan.env.tasks)
+        cfg = run_plan.cfg
+        split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.evaluates else "train"]
+        tasks = len(split.task_ids or run_plan.env.tasks)
         count = min(count, tasks, tasks_in_memory(env.task_bytes, run_plan.env_workers_per_node))
     return env.gpu_bytes[0] + env.gpu_bytes[1] * count

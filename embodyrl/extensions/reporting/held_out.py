@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.compose import flat
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import read_plain_yaml
@@ -19,7 +18,7 @@ from embodyrl.extensions.reporting.history import other_worlds
 from embodyrl.plan.episodes import eval_episodes, rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.plan.saved import run_config
+from embodyrl.plan.saved import EXPORTED_CONFIG, record_of
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 
@@ -42,7 +41,7 @@ _RENDERING = ("render_profile", *(f"init_params.camera_{part}" for part in ("nam
 def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return a warning if the rendering settings of an evaluation differ from those of the training run."""
     cfg = run_plan.cfg
-    if run_plan.algorithm is not None or cfg.ckpt is None or (file := _record_of(resolve_run(cfg.ckpt))) is None:
+    if run_plan.algorithm is not None or cfg.ckpt is None or (file := record_of(resolve_run(cfg.ckpt))) is None:
         return []
     made, here = flat(read_plain_yaml(file)), dict(leaves(cfg))
     keys = [f"env.{key}" for key in _RENDERING] if made.get("env.env_type") == here["env.env_type"] else []
@@ -54,7 +53,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield one line for a checkpoint's run and each parent run: the overlap of `states` with the run's states."""
     known: set[Path] = set()
-    while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
+    while (file := record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
         # Only numbers are read; no component in it is loaded.
         made = flat(read_plain_yaml(file))
@@ -64,18 +63,11 @@ def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator
         start = made.get("model.path")
         if isinstance(made.get("ckpt"), str):
             ckpt = made["ckpt"]
-        elif isinstance(start, str) and _record_of(resolve_run(start)):  # other initial weights have no record
+        elif isinstance(start, str) and record_of(resolve_run(start)):  # other initial weights have no record
             ckpt = start
         else:
             return
     yield f"unknown: the training data of {ckpt} is not recorded"
-
-
-def _record_of(path: Path) -> Path | None:
-    """Return the path of the config of the run that wrote a weights folder, or of the config in an exported folder."""
-    if (path / EXPORTED_CONFIG).is_file():
-        return path / EXPORTED_CONFIG
-    return run_config(path)
 
 
 def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:

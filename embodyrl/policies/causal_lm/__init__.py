@@ -17,6 +17,7 @@ from embodyrl.extensions.text.plan import prompt_facts, sampling_problems
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
+from embodyrl.policies.inputs import missing_weights
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
@@ -62,9 +63,12 @@ class CausalLMFactory:
                 return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; remove model.chat."]
         except ConfigError as error:
             return [str(error)]
-        return [
+        problems = [
             f"model.path={cfg.path}: no {file} there; use a folder written by `save_pretrained`." for file in missing
         ]
+        if not problems and (problem := missing_weights(folder)):
+            problems.append(f"model.path={cfg.path}: {problem}")
+        return problems
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec: a chunk is a reply, an action is one token.

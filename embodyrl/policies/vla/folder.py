@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json, read_small
+from embodyrl.policies.inputs import missing_weights
 from embodyrl.registry import closest
 
 CONFIG_FILE = "config.json"
@@ -58,8 +59,8 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
     if not starts_random(folder):
-        if not any(folder.glob("model*.safetensors*")):
-            yield f"model.path: {folder} contains no model*.safetensors; download the weights, too."
+        if problem := missing_weights(folder):
+            yield f"model.path: {problem}"
     elif adapted:
         yield (
             f"model.is_lora=true or model.lora.path: {folder} has no trained weights, and adapters on random ones "

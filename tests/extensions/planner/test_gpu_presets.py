@@ -25,7 +25,7 @@ from embodyrl.envs.libero.factory import chunk_name
 from embodyrl.envs.maniskill import factory as maniskill
 from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.planner import memory, rates
+from embodyrl.extensions.planner import limits, memory, rates
 from embodyrl.extensions.planner.measured import keep_measured
 from embodyrl.plan import run_plan
 from embodyrl.plan.config import load_config
@@ -47,7 +47,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for module in (run_plan, rates, command_facts):
         monkeypatch.setattr(module, "available_cores", lambda: 96)
-    for module in (memory, command_facts, env_factory):
+    for module in (limits, command_facts, env_factory):
         monkeypatch.setattr(module, "available_bytes", lambda: 900 * 2**30)
     monkeypatch.setattr(command_facts, "_free_disk", lambda cfg: 2**42)
 
@@ -239,7 +239,7 @@ def test_memory_is_planned_per_node(tmp_path, monkeypatch):
     needed = memory.plan_memory(plan)
     assert memory.fullest_gpu(plan, needed) == needed.policy + 12 * needed.env_gpu
     with pytest.raises(ConfigError, match="96 env workers"):
-        memory.require_memory(plan, replace(needed, env_worker=20 * 2**30))
+        limits.require_memory(plan, replace(needed, env_worker=20 * 2**30))
 
 
 def test_rank_count_covers_all_nodes(tmp_path, monkeypatch):

@@ -24,8 +24,9 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import Card, info_of
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
-from embodyrl.extensions.planner import memory
-from embodyrl.extensions.planner.memory import GIB, MemoryPlan, plan_memory, require_memory
+from embodyrl.extensions.planner import limits, memory
+from embodyrl.extensions.planner.limits import require_memory
+from embodyrl.extensions.planner.memory import GIB, MemoryPlan, plan_memory
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.run_plan import build_run_plan
@@ -139,8 +140,24 @@ def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
     require_memory(run_plan, plan)
     with pytest.raises(ConfigError, match=r"needs about .*free.*actor.micro_batch_size"):
         require_memory(run_plan, replace(plan, optimizer=10_000 * GIB))
-    with pytest.raises(ConfigError, match=r"env workers.*launcher.env_workers"):
+    with pytest.raises(ConfigError, match=r"env workers.*env.train.total_num_envs"):
         require_memory(run_plan, replace(plan, env_worker=10_000 * GIB))
+
+
+def test_evaluation_is_planned_and_unused_settings_are_suggested(tmp_path, monkeypatch):
+    plan = build_run_plan(load_config("eval", ["env=tabletop", "model=flow_small"]), training=False)
+    ((_, first), _) = plan.resources.facts(plan)
+    assert "weights" in first
+    assert "optimizer" not in first
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=r"Try launcher.env_workers below \d+, env.eval.total_num_envs") as raised:
+        plan.resources.facts(plan)
+    assert not any(key in str(raised.value) for key in ("micro_batch", "is_lora", "checkpointing", "actor ranks"))
+    words = ["actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=1"]
+    learner = build_run_plan(toy_config(tmp_path, *words), training=True)
+    with pytest.raises(ConfigError, match="free") as raised:
+        learner.resources.facts(learner)
+    assert not any(key in str(raised.value) for key in ("micro_batch", "checkpointing=", "env_workers below"))
 
 
 def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
@@ -352,9 +369,9 @@ def test_host_memory_includes_arena_rollout_and_task_data(tmp_path, monkeypatch)
     on_gpus = build_run_plan(toy_config(tmp_path, *words), training=True)
     # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
     rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 4 * memory.PROCESS)
     require_memory(on_gpus, rest)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS - 1)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 4 * memory.PROCESS - 1)
     with pytest.raises(ConfigError, match="of memory"):
         require_memory(on_gpus, rest)
 

@@ -11,7 +11,6 @@ import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.commands.facts import evaluation_facts
-from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.compose import flat
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.plain_yaml import read_plain_yaml
@@ -21,7 +20,7 @@ from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.plan.saved import ENVIRONMENT_FILE, dump_config, save_config
+from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG, dump_config, save_config
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
 SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spatial")
@@ -158,7 +157,9 @@ def test_images_that_differ_from_training_images_give_a_warning() -> None:
         return dict(evaluation_facts(build_run_plan(load_config("eval", words), training=False))).get("rendering")
 
     sizes = "env.init_params.camera_heights=128 env.init_params.camera_widths=128"
-    assert f"; env.render_profile=lean {sizes} renders" in (told("env=libero_object") or "")
+    assert "; env.render_profile=lean renders" in (told("env=libero_object") or "")
+    typed = sizes.replace("128", "64").split()
+    assert f"; env.render_profile=lean {sizes} renders" in (told("env=libero_object", *typed) or "")
     laptop = "experiment=libero_object_laptop"
     assert told(laptop) is None
     assert "; env.render_profile=lean renders" in (told(laptop, "eval=libero_pro") or "")
@@ -190,7 +191,8 @@ def test_used_states_include_validation_suites(tmp_path: Path) -> None:
     (run / "checkpoints").mkdir(parents=True)
     words = ["env.eval.state_ids=[3000,3001]", "runner.val_suites=[base,colours]", "runner.val_check_interval=5"]
     save_config(load_config("train", words), run / "config.yaml")
-    cfg = load_config("eval", [f"ckpt={run}", *words[:2], "model.path=assets/openvla_oft_tabletop"])
+    tasks = "env.eval.task_ids=[0,1,2]"
+    cfg = load_config("eval", [f"ckpt={run}", *words[:2], tasks, "model.path=assets/openvla_oft_tabletop"])
     told = "\n".join(text for _, text in evaluation_facts(build_run_plan(cfg, training=False)))
     assert f"of these 12 initial states training of {run} uses 0, validation of {run} uses 12;" in told
     shown = load_config(
