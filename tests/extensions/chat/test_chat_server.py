@@ -167,7 +167,8 @@ def test_seed_determines_the_sample_and_choices_differ(port: int):
 
 def test_stop_string_ends_the_reply_and_is_excluded(port: int):
     (whole,) = texts(chat(port, "12=", seed=1, min_tokens=8))
-    stop = whole[2:4]
+    assert texts(chat(port, "12=", seed=1, min_tokens=8, stop=whole[2:4])) == [whole], "too early"
+    stop = whole[8:10]
     expected = whole[: whole.index(stop)]
     for stops in (stop, ["@@", stop]):
         body = chat(port, "12=", seed=1, min_tokens=8, stop=stops)
