@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     only_eval = cfg.trains and cfg.runner.only_eval
     start = COMMANDS.get("eval" if only_eval else args.command)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        result = start(cfg, overrides=args.words, **more)
+        flags = [part for folder in args.config_dir for part in ("--config-dir", str(folder))]
+        result = start(cfg, overrides=[*args.words, *flags], **more)
     if args.json:
         print(json_text(dataclasses.asdict(result)), end="")
     return getattr(result, "exit_code", 0)

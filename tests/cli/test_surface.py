@@ -157,8 +157,12 @@ def test_sweep_ends_with_a_table_and_a_report(
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests}")
     words = toy_words(tmp_path, "runner.max_steps=1", "launcher=inline", "video=none")
-    assert main(["train", "-m", *words, "seed=3"]) == 0
-    *_, heading, row, last = capfd.readouterr().out.splitlines()
+    (tmp_path / "own").mkdir()
+    flags = ["--config-dir", str(tmp_path / "own")]
+    assert main(["train", "-m", *words, "seed=3", *flags]) == 0
+    first, *_, heading, row, last = capfd.readouterr().out.splitlines()
+    assert first.endswith(f" seed=3 {' '.join(flags)}")
+    assert (tmp_path / "run" / "overrides.txt").read_text().endswith(f" seed=3 {' '.join(flags)}\n")
     assert heading.split() == ["run", "settings", "step", "success", "return"]
     assert row.split()[:2] == ["run", "1"]
     assert last == f"next  embodyrl report {tmp_path / 'run'} --open"

@@ -74,7 +74,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     with running.listening():
         for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
             before = _written(place)
-            print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join(job)}", flush=True)
+            print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join([*job, *flags])}", flush=True)
             codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
             # Also a run that `runner.on_existing=resume` resumed.
             found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
