@@ -154,7 +154,8 @@ def test_no_tracked_file_is_generated_or_huge():
 def test_loading_cannot_run_code():
     """No pickle, no YAML objects, no eval of text; `torch.load` only with `weights_only=True`.
 
-    `sandboxed.py` and `sandboxed_calls.py` run a language model's programs with limits, and load nothing;
+    `sandboxed.py`, `sandboxed_calls.py` and `sandboxed_tests.py` run a language model's programs with limits, and load
+    nothing;
     `channel.py` reads messages of the run's own processes, as `multiprocessing` does, and
     `isolation` those of its parent process.
     """
@@ -169,6 +170,7 @@ def test_loading_cannot_run_code():
             boxed = (str(path), name) in (
                 ("embodyrl/extensions/text/sandboxed.py", "exec"),
                 ("embodyrl/extensions/text/sandboxed_calls.py", "exec"),
+                ("embodyrl/extensions/text/sandboxed_tests.py", "exec"),
                 ("embodyrl/channels/channel.py", "pickle.loads"),
                 ("embodyrl/extensions/isolation/__init__.py", "pickle.load"),
             )

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import ConfigError
 from embodyrl.extensions.text.chat import ChatTemplate, control_tokens, count_unknown
 from embodyrl.extensions.text.dataset import TextRows, open_rows, rendered_prompt
 from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
+from embodyrl.extensions.text.rewards.programs import reference_problems
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
@@ -30,7 +32,24 @@ def give_task(cfg: Config, context: EnvContext) -> EnvContext:
         ConfigError: a file, a row or a reward setting is invalid.
     """
     judge = build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
-    return replace(context, parts={"rows": checked_rows(cfg, cfg.data), "judge": judge})
+    rows = checked_rows(cfg, cfg.data)
+    if "code" in judge.names:
+        _check_tests(rows)
+    return replace(context, parts={"rows": rows, "judge": judge})
+
+
+def _check_tests(rows: TextRows) -> None:
+    """Check the tests of `reward.name=code`.
+
+    Raises:
+        ConfigError: tests of a row cannot verify a program in another process.
+    """
+    found = [f"row {i + 1}: {why}" for i in range(len(rows)) for why in reference_problems(rows[i].reference)]
+    if found:
+        raise ConfigError(
+            f"reward.name=code: {len(found)} tests of {rows.name} cannot verify a program. {'; '.join(found[:3])}. "
+            "Change these tests or remove the rows."
+        )
 
 
 def checked_rows(cfg: Config, data: RowSettings) -> TextRows:

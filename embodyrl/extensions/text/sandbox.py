@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 MEMORY = 512 * 2**20
 SECONDS = 4.0
@@ -22,6 +23,8 @@ _REACHES = {
     "the network": "socket.socket()",
     "local sockets": "socket.socket(socket.AF_UNIX).bind('\\0embodyrl')",
     "other files": "open('../there', 'w').close()",
+    "files outside of libraries": "open('/etc/passwd').close()",
+    "other folders": "os.listdir('/proc')",
     "shared memory": "open('/dev/shm/embodyrl', 'w').close()",
     "files in memory": "os.memfd_create('embodyrl')",
     "kernel keys": "call(250 if machine == 'x86_64' else 219, 0, -3, 1)",
@@ -44,7 +47,10 @@ libc, machine, parent = ctypes.CDLL(None, use_errno=True), platform.machine(), o
 def call(number, *args):
     if libc.syscall(number, *args) < 0: raise OSError(ctypes.get_errno(), "refused")
 """
-_RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
+_RUNNER, *_MODULES = (
+    Path(__file__).with_name(f"sandboxed{name}.py") for name in ("", "_objects", "_values", "_calls", "_tests")
+)
+_SYSTEM = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /etc/localtime /usr/share/zoneinfo"
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -126,22 +132,33 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
     """Run a program once for each test, all within `seconds`; return the outcome of each test.
 
     A test is Python code that uses names of the program and runs in a separate process, or an `input` with the expected
-    `output` of the program. Trailing blanks of the output are ignored.
+    `output` of the program. Trailing blanks of the output are ignored. Each test that fails because it needs an
+    operation that the sandbox refuses gives a `RefusedTest` warning.
     """
     each = max(1.0, seconds / len(tests))
-    return [passed for passed, _, _ in _carry_out(program, tests, seconds=seconds, each=each)]
+    outcomes = _carry_out(program, tests, seconds=seconds, each=each)
+    for test, (passed, _, why) in zip(tests, outcomes, strict=True):
+        if why and not passed and isinstance(test, str):
+            warnings.warn(f"the test {test[:80]!r} {why}", RefusedTest, stacklevel=2)
+    return [passed for passed, _, _ in outcomes]
+
+
+class RefusedTest(UserWarning):
+    """Warning that a test failed because the program would decide about its own result."""
 
 
 def _carry_out(
     program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float, each: float
 ) -> list[tuple[bool, int | None, str]]:
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
-    calls = _CALLS.read_text(encoding="utf-8")
-    request: dict[str, Any] = {"program": program, "calls": calls, "folder": folder, "memory": MEMORY, "seconds": each}
+    modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
+    request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
+    request |= {"seconds": each, "readable": [str(path) for path in _readable() if path.exists()]}
     lifeline, ours = os.pipe()  # its other end closes with this process, however that ends
-    with tempfile.TemporaryFile() as held:
-        request["tests"] = [_put(held, test) for test in tests]
-        command = [*_bubblewrap(), sys.executable, "-I", "-c", _RUNNER.read_text(encoding="utf-8")]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as held:
+        json.dump([test if isinstance(test, str) else dict(test) for test in tests], held)
+        held.seek(0)
+        command = [*(_bubblewrap() or (sys.executable, "-I", "-c")), _RUNNER.read_text(encoding="utf-8")]
         try:
             done = subprocess.run(
                 [*command, str(lifeline), str(held.fileno())],
@@ -157,22 +174,17 @@ def _carry_out(
         except subprocess.TimeoutExpired:
             return [(False, None, "")] * len(tests)
         except ValueError:  # it was killed, by a program of the same user or for memory
-            return [(False, 1, "the sandbox crashed: " + done.stderr[-200:].strip())] * len(tests)
+            return [(False, 1, "crashed the sandbox: " + done.stderr[-200:].strip())] * len(tests)
         finally:
             os.close(ours)
             os.close(lifeline)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
-    """Write a test to a file; return the request entry, which contains the test's position in the file."""
-    if not test:
-        return {}
-    text = json.dumps(test if isinstance(test, str) else dict(test)).encode()
-    place = [held.tell(), len(text)]
-    held.write(text)
-    held.flush()
-    return {"place": place} if isinstance(test, str) else {"place": place, "input": test["input"]}
+def _readable() -> list[Path]:
+    """Return the libraries that programs may read."""
+    prefixes = [Path(prefix) for prefix in {sys.base_prefix, sys.prefix}]
+    return [*(prefix / part for prefix in prefixes for part in ("lib", "lib64")), *map(Path, _SYSTEM.split())]
 
 
 def attempts() -> str:
@@ -188,25 +200,28 @@ def confinement() -> tuple[bool, str]:
     reached = said.splitlines() if ended else [f"an unknown part of the system: the check failed with {said!r}"]
     beyond = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
     if _bubblewrap():
-        return True, f"bubblewrap (no network, read-only files, home hidden) and limits, {beyond}, {who}"
+        return True, f"bubblewrap (no network, only libraries readable) and limits, {beyond}, {who}"
     why = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
     return False, f"limits of time, memory, output and processes, {beyond}, {who}; bubblewrap {why}"
 
 
 @functools.cache
 def _bubblewrap() -> tuple[str, ...]:
-    """Return the command that starts a process in separate namespaces; empty if namespaces are unavailable."""
-    hidden = [p for p in {tempfile.gettempdir(), str(Path.home())} if p != "/" and Path(p).is_dir()]
+    """Return the command that runs Python source in separate namespaces; empty if namespaces are unavailable."""
     # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
     # id.
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
-    places = "--ro-bind / / --dev /dev --proc /proc --unshare-pid --unshare-net"
+    places = f"--dev /dev --proc /proc --tmpfs {tempfile.gettempdir()} --unshare-pid --unshare-net --chdir /"
     command = [shutil.which("bwrap") or "bwrap", *places.split()]
-    command += [word for place in hidden for word in ("--tmpfs", place)]
-    command += [word for place in {sys.base_prefix, sys.prefix} for word in ("--ro-bind", place, place)]
-    command += [*rights, "--new-session", "--as-pid-1"]
+    python = Path(sys.executable)
+    started = [python.parent, python.resolve().parent, Path(sys.prefix, "pyvenv.cfg"), Path(sys.base_prefix, "bin")]
+    for path in [*_readable(), *started]:
+        # Folders that are created for a mount would be as private as they are outside.
+        command += [word for above in [*path.parents][-2::-1] for word in ("--dir", str(above))]
+        command += ["--ro-bind-try", str(path), str(path)]
+    command += [*rights, "--new-session", "--as-pid-1", sys.executable, "-I", "-c"]
     try:
-        tried = subprocess.run([*command, "true"], capture_output=True, timeout=_GRACE_S, check=False)
+        tried = subprocess.run([*command, ""], capture_output=True, timeout=_GRACE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(command) if tried.returncode == 0 else ()

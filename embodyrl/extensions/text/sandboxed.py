@@ -1,14 +1,15 @@
 """Sandbox process for programs of a language model; `sandbox.py` runs this source with `python -I -c`.
 
-This process is trusted. For each test it forks a restricted child for the program and, if functions of the program
-are tested, another child for the test (`sandboxed_calls.py`). Changes of a program to its own process affect no
-result. At the end, or when the requesting process exits, all remaining processes of children are killed and their
-folder is removed.
+This process is trusted. Before it reads the tests, it forks a process that starts the programs, so that programs
+inherit neither tests nor descriptors. For each test of functions, it forks another restricted child for the test
+(`sandboxed_tests.py`). Changes of a program to its own process affect no result. At the end, or when the requesting
+process exits, all remaining processes of children are killed and their folder is removed.
 """
 
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -25,7 +27,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 NOBODY = 65534
 OUTPUT_BYTES = 1 << 20
@@ -84,104 +86,145 @@ _DENIED_WITH = {
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 _PASSED = b"passed"
 """Message that a passed test writes to a pipe that programs cannot access."""
+_PACKAGE = "embodyrl.extensions.text"
 _libc = ctypes.CDLL(None)
 _prctl = _libc.prctl
-calls = ModuleType("calls")
-"""Module with the content of `sandboxed_calls.py`, loaded by `main`."""
 
 
 def main() -> None:
     """Read a request from stdin and write the outcome of each test to stdout.
 
-    argv[1] is a descriptor that stays open while the requesting process waits. argv[2] contains the tests. This
-    process never reads the tests, because forked programs would inherit them in memory.
+    argv[1] is a descriptor that stays open while the requesting process waits. argv[2] contains the tests.
     """
     lifeline, tests, request = int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin)
     sys.argv = [""]
     _prctl(_SUBREAPER, 1, 0, 0, 0)
     _prctl(_DUMPABLE, 0, 0, 0, 0)  # programs of the same user may not reach into this process
-    exec(compile(request["calls"], "<calls>", "exec"), calls.__dict__)
+    for name, source in request.pop("modules").items():
+        module = sys.modules[name] = ModuleType(name)
+        exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     os.mkdir(request["folder"], 0o711)
+    programs, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        for descriptor in (lifeline, tests, programs.detach()):
+            os.close(descriptor)
+        _start_programs(request, orders)
+    orders.close()
     try:
-        outcomes = [_attempt(request, test, tests, lifeline) for test in request["tests"]]
+        with open(tests, encoding="utf-8") as file:
+            outcomes = [_attempt(request, test, programs, lifeline) for test in json.load(file)]
     finally:
+        programs.close()
+        os.waitpid(pid, 0)
         shutil.rmtree(request["folder"], ignore_errors=True)
     sys.stdout.write(json.dumps(outcomes))
 
 
-def _attempt(request: dict[str, Any], test: dict[str, Any], tests: int, lifeline: int) -> tuple[bool, int | None, str]:
-    """Run the program and one test; return success, exit code (None: timeout) and the program's output.
+def _attempt(
+    request: dict[str, Any], test: str | dict[str, str], programs: socket.socket, lifeline: int
+) -> tuple[bool, int | None, str]:
+    """Run the program and one test; return success, exit code (None: timeout), and the output or the reason.
 
-    A test has `place`: start and length of its source, or of the expected output, in the file `tests`. A test with
-    `input` compares the output of the program. Without `place` and `input`, only the program runs.
+    A dictionary compares the output of the program. With an empty test, only the program runs.
     """
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
         return False, None, ""
-    reads = "input" in test or "place" not in test
     with contextlib.ExitStack() as kept:
         place = kept.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
         os.chmod(place, 0o711)
         given, said, wrong = (kept.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
-        given.write(test.get("input", "").encode())
+        files = [file.fileno() for file in (given, said, wrong)]
+        if test and isinstance(test, str):
+            passed, refused = _run_test(request, test, place, files, end, programs, lifeline)
+            return passed, None, refused
+        given.write(test["input"].encode() if isinstance(test, dict) else b"")
         given.seek(0)
-        done, report = os.pipe()
-        if reads:
-            files = [given.fileno(), said.fileno(), wrong.fileno(), report]
-            pid = _start(request, place, files, lambda: _run(request["program"]))
-        else:
-            pid = _start_test(
-                request, test["place"], place, [given.fileno(), said.fileno(), wrong.fileno(), report, tests]
-            )
-        os.close(report)
-        heard, over, why = _listen(done, lifeline, end, place)
-        os.close(done)
-        code = _sweep(pid)
-        texts = [_tail(said, whole="input" in test), _tail(wrong)]
-    if not reads:
-        return over and heard == _PASSED, code if over else None, ""
-    code = 1 if why else code
-    last = why or texts[1].strip().rpartition("\n")[2][-200:] or f"exit code {code}"
-    passed = code == 0 and over and ("place" not in test or _compare(texts[0], test["place"], tests))
-    return passed, code if over or why else None, texts[0][-2000:] if code == 0 else last
+        _order(programs, place, files)
+        over, why = _wait(programs.fileno(), lifeline, end, place)
+        code = _stop(programs)
+        code = 1 if why else code
+        text, errors = _tail(said, whole=bool(test)), _tail(wrong)
+        last = why or errors.strip().rpartition("\n")[2][-200:] or f"exit code {code}"
+        passed = code == 0 and over and (not test or _lines(text) == _lines(test["output"]))
+        return passed, code if over or why else None, text[-2000:] if code == 0 else last
 
 
-def _start_test(request: dict[str, Any], where: list[int], place: str, files: list[int]) -> int:
-    """Start the program, and the test in a separate process connected to it; return the pid of the test."""
-    given, said, wrong, report, tests = files
+def _run_test(
+    request: dict[str, Any], test: str, place: str, files: list[int], end: float, programs: socket.socket, lifeline: int
+) -> tuple[bool, str]:
+    """Run a test in a process that is connected to the program; return success, and why the test is refused or ""."""
+    given, said, wrong = files
     asked, ask = os.pipe()
     answered, answer = os.pipe()
+    done, report = os.pipe()
 
-    def serve() -> None:
-        calls.serve_program(request["program"], 3, 4)  # type: ignore[attr-defined]
+    def verify() -> None:
+        refused = sys.modules[f"{_PACKAGE}.sandboxed_tests"].run_test(test, 3, 4)
+        os.write(5, f"refused {refused}".encode() if refused else _PASSED)
 
-    def judge() -> None:
-        calls.run_test(json.loads(os.pread(6, where[1], where[0])), 3, 4)  # type: ignore[attr-defined]
-        os.write(5, _PASSED)
-
-    _start(request, os.path.join(place, "program"), [given, said, said, asked, answer], serve)
-    pid = _start(request, os.path.join(place, "test"), [given, wrong, wrong, answered, ask, report, tests], judge)
-    for descriptor in (asked, ask, answered, answer):
+    _order(programs, os.path.join(place, "program"), [given, said, said, asked, answer])
+    own = os.path.join(place, "test")
+    pid = _fork(request, own, _own_user(own), [given, wrong, wrong, answered, ask, report], verify)
+    for descriptor in (asked, ask, answered, answer, report):
         os.close(descriptor)
-    return pid
+    try:
+        over, _ = _wait(done, lifeline, end, place)
+        heard = os.read(done, 4096) if over else b""
+    finally:
+        os.close(done)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        _stop(programs)
+    return heard == _PASSED, heard.decode().removeprefix("refused ") if heard.startswith(b"refused") else ""
 
 
-def _compare(said: str, where: list[int], tests: int) -> bool:
-    """Return True if a program printed the expected output.
+def _order(programs: socket.socket, place: str, files: list[int]) -> None:
+    """Start the program in a new folder `place`; its file descriptors 0, 1, ... are `files`.
 
-    The comparison runs in a separate process, so that later programs cannot read the expected output.
+    A program with more than three descriptors serves a test by the other two.
     """
-    pid = os.fork()
-    if pid == 0:
-        wanted = json.loads(os.pread(tests, where[1], where[0]))["output"]
-        os._exit(_lines(said) != _lines(wanted))
-    return os.waitpid(pid, 0)[1] == 0
+    order = {"place": place, "owner": _own_user(place), "serves": len(files) > 3}
+    socket.send_fds(programs, [json.dumps(order).encode()], files)
 
 
-def _start(request: dict[str, Any], place: str, files: list[int], action: Callable[[], Any]) -> int:
+def _stop(programs: socket.socket) -> int:
+    """Kill the program if it still runs, and return its exit code."""
+    programs.send(b"{}")
+    return int(programs.recv(64))
+
+
+def _start_programs(request: dict[str, Any], orders: socket.socket) -> NoReturn:
+    """Start programs until the other end of `orders` is closed; send the exit code of each program."""
+    _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    source = request["program"]
+
+    def run(serves: bool) -> None:
+        if serves:
+            return sys.modules[f"{_PACKAGE}.sandboxed_calls"].serve_program(source, 3, 4)
+        module = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(source, "<program>", "exec"), module.__dict__)
+
+    while True:
+        message, files, _, _ = socket.recv_fds(orders, 4096, 8)
+        if not message:
+            os._exit(0)
+        if not files:  # the program to be killed has exited
+            continue
+        order = json.loads(message)
+        pid = _fork(request, order["place"], order["owner"], files, functools.partial(run, order["serves"]))
+        for descriptor in files:
+            os.close(descriptor)
+        ended = os.pidfd_open(pid)
+        if ended not in select.select([ended, orders], [], [])[0]:
+            orders.recv(64)
+        os.close(ended)
+        orders.send(str(_sweep(pid)).encode())
+
+
+def _fork(request: dict[str, Any], place: str, owner: int | None, files: list[int], action: Callable[[], Any]) -> int:
     """Fork a child that drops its privileges and calls `action`; its file descriptors 0, 1, ... are `files`."""
-    os.makedirs(place, exist_ok=True)
-    owner = _own_user(place) if os.getuid() == 0 else None
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -193,8 +236,11 @@ def _start(request: dict[str, Any], place: str, files: list[int], action: Callab
     return pid
 
 
-def _own_user(place: str) -> int:
-    """Make an unused user id the owner of a folder; return the user id."""
+def _own_user(place: str) -> int | None:
+    """Make a folder and, as root, an unused user id its owner; return the user id."""
+    os.makedirs(place, exist_ok=True)
+    if os.getuid() != 0:
+        return None
     # In a container the kernel may have only 65536 user ids.
     for user in (2**20 + secrets.randbelow(2**30), 20_000 + secrets.randbelow(40_000), NOBODY):
         with contextlib.suppress(OSError):
@@ -204,21 +250,17 @@ def _own_user(place: str) -> int:
     raise SystemExit("The sandbox found no unused user id for a program.")
 
 
-def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """Wait for a child process until `end`; return its message, True if it exited, and the exceeded limit or ""."""
-    heard = b""
+def _wait(done: int, lifeline: int, end: float, place: str) -> tuple[bool, str]:
+    """Wait until `done` is readable or `end`; return True if it is readable, and the exceeded limit or ""."""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
-            return heard, False, f"more than {FILES} files"
+            return False, f"more than {FILES} files"
         ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
         if lifeline in ready:
-            _sweep(0)
             sys.exit("the requesting process is gone")
-        part = os.read(done, 64) if ready else b""
-        if ready and not part:
-            return heard, True, ""
-        heard += part
-    return heard, False, ""
+        if ready:
+            return True, ""
+    return False, ""
 
 
 def _tail(file: Any, *, whole: bool = False) -> str:
@@ -261,43 +303,55 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
     for name, value in (*limits, (resource.RLIMIT_FSIZE, OUTPUT_BYTES), (resource.RLIMIT_NOFILE, FILES)):
         resource.setrlimit(name, (value, value))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    # Without this flag the kernel lets only root set filters.
+    _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
+    barred = _bar_files(request["readable"])
     if owner is not None:  # the kernel counts no processes of root
-        prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
+        os.fchown(0, owner, owner)  # for programs that open /dev/stdin
         # In this order: without root, a process cannot change its groups.
         os.setgroups([])
         os.setgid(owner)
         os.setuid(owner)
-        for prefix, descriptor in prefixes.items():
-            if not os.access(prefix, os.X_OK):  # a Python below /root: its modules are found by descriptor
-                for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
-                    paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
-    # Without this flag the kernel lets only root set filters.
-    _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    # After the change of user, which resets this setting.
+    for prefix, descriptor in prefixes.items():
+        if os.access(prefix, os.X_OK) or not barred:
+            os.close(descriptor)
+            continue
+        # A Python below /root: its modules are found by a descriptor, behind which Landlock allows only libraries.
+        for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
+            paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
+    # After the change of user, which resets these settings.
     _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _bar_files()
+    _prctl(_DUMPABLE, 0, 0, 0, 0)
     _bar_calls()
 
 
-def _bar_files() -> None:
-    """Restrict file writes to the working folder with Landlock (Linux 5.13 or later; linux/landlock.h).
+def _bar_files(readable: list[str]) -> bool:
+    """Restrict file access with Landlock (Linux 5.13 or later; linux/landlock.h); return False without Landlock.
 
-    Newer kernels also block TCP connections (6.7) and signals to other processes (6.12).
+    Programs may write to the working folder, and read only libraries, their input and this folder. Newer kernels also
+    block TCP connections (6.7) and signals to other processes (6.12).
     """
     version = _libc.syscall(444, None, 0, 1)
     if version < 1:
-        return
-    write, remove, make, truncate = 1 << 1, 1 << 5, 1 << 8, (1 << 14 if version >= 3 else 0)
-    every = write | truncate | 0x1FF0 | (1 << 13 if version >= 2 else 0)  # remove, make anything; 13: move, link
+        return False
+    write, read, remove, make, truncate = 1 << 1, 3 << 2, 1 << 5, 1 << 8, (1 << 14 if version >= 3 else 0)
+    # 0: execute, 2 and 3: read files and folders, 4 to 12: remove and make anything, 13: move, link
+    every = 0x1FFF | truncate | (1 << 13 if version >= 2 else 0)
     rules = [every, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # bind, connect; sockets, signals
     ruleset = _libc.syscall(444, struct.pack(f"{len(rules)}Q", *rules), 8 * len(rules), 0)
-    places = ((".", write | remove | make | truncate), (os.devnull, write))
-    for place, allowed in places:
-        descriptor = os.open(place, os.O_PATH)
+    places: list[tuple[str | int, int]] = [
+        (".", write | read | truncate | remove | make),
+        (os.devnull, write | 4),
+        (0, 4),
+    ]
+    for place, allowed in [*places, *((path, read if os.path.isdir(path) else 4) for path in readable)]:
+        descriptor = os.open(place, os.O_PATH) if isinstance(place, str) else os.dup(place)
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
         os.close(descriptor)
     _libc.syscall(446, ruleset, 0)
     os.close(ruleset)
+    return True
 
 
 def _bar_calls() -> None:
@@ -324,12 +378,6 @@ def _bar_calls() -> None:
     lines += [(answer, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
     _prctl(_SECCOMP, 2, struct.pack("@HP", len(lines), ctypes.addressof(code)), 0, 0)
-
-
-def _run(program: str) -> None:
-    """Execute the source of a program as the module `__main__`."""
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(program, "<program>", "exec"), module.__dict__)
 
 
 def _exit_code(action: Callable[[], Any]) -> int:

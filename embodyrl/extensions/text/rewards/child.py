@@ -5,15 +5,18 @@ import math
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 
 from embodyrl.extensions.text.rewards.services import find
+from embodyrl.extensions.text.sandbox import RefusedTest
 
 
 def main() -> None:
     """Compute rewards until the input ends; SIGALRM ends the process at the time limit of an answer."""
     names, timeout_s = json.loads(sys.argv[1])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    warnings.simplefilter("error", RefusedTest)  # reported as a reward error
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what reward functions print must not mix with the replies
     try:

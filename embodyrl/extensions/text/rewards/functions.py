@@ -9,6 +9,7 @@ from collections import Counter
 from embodyrl.extensions.conversation.answers import boxes, chosen_letter, last_box
 from embodyrl.extensions.text.rewards.expressions import equal_expressions
 from embodyrl.extensions.text.rewards.numbers import Number, equal, first_number, last_number, only_number, restates
+from embodyrl.extensions.text.rewards.programs import find_program
 from embodyrl.extensions.text.sandbox import SECONDS, evaluate, run_tests
 
 
@@ -127,14 +128,12 @@ def countdown(prompt: str, response: str, reference: str) -> float:
 
 
 def code(prompt: str, response: str, reference: str) -> float:
-    """Return the fraction of tests that the last code block of the response passes.
+    """Return the fraction of tests that the program of the response passes (see `find_program`).
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
     programs that read and print. Each test runs in a separate process. A test has a second,
     or its share of the total time if that is longer; the total is most of `reward.timeout_s`.
     """
-    blocks = re.findall(r"```(?:python)?\n(.*?)```", response, re.DOTALL)
-    program = blocks[-1] if blocks else response
     tests: list[str | dict[str, str]] = json.loads(reference)
     left, _ = signal.getitimer(signal.ITIMER_REAL)
-    return sum(run_tests(program, tests, seconds=0.8 * left or SECONDS)) / len(tests)
+    return sum(run_tests(find_program(response, tests), tests, seconds=0.8 * left or SECONDS)) / len(tests)

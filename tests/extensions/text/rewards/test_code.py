@@ -197,6 +197,38 @@ def test_program_can_access_its_own_folder_only(tmp_path: Path):
     assert not Path("/dev/shm/embodyrl-left").exists()
 
 
+LEAKS = """
+import os, sys
+wanted, found, frame = (str(int("4831906") + 1), "'out" "put'"), [], sys._getframe().f_back
+while frame:
+    found += [one for one in wanted for texts in (frame.f_locals, frame.f_globals) if one in repr(texts)]
+    frame = frame.f_back
+for place in PLACES:
+    try: found.append(open(place).read())
+    except OSError: pass
+for n in range(3, 64):
+    for up in (".", "..", "../.."):
+        try: found.append(os.listdir(os.open(up, os.O_RDONLY, dir_fd=n)))
+        except OSError: pass
+print(found)
+"""
+
+
+@pytest.mark.skipif(LANDLOCK < 1, reason="the kernel has no Landlock")
+def test_program_reads_neither_tests_nor_data_nor_inherited_folders(tmp_path: Path):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    (tmp_path / "rows.jsonl").write_text("4831907")
+    places = [str(tmp_path / "rows.jsonl"), "/proc/1/cmdline", "/etc/passwd"]
+    program = LEAKS.replace("PLACES", repr(places))
+    ((_, code, said),) = sandbox._carry_out(program, [{"input": "", "output": "4831907\n"}], seconds=30, each=30)
+    assert (code, said) == (0, "[]\n")
+
+
+def test_program_may_read_its_input_as_a_file():
+    assert run_tests("print(open('/dev/stdin').read())", [{"input": "4", "output": "4"}], seconds=20) == [True]
+
+
 def test_program_may_use_files_and_asyncio():
     source = "open('f', 'w').write('4'); open('/dev/null', 'w').write('x'); import asyncio, os\n"
     source += "asyncio.run(asyncio.sleep(0)); print(open('f').read()); os.remove('f')"

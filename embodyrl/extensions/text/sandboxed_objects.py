@@ -1,0 +1,144 @@
+"""Proxies for objects of another process: for a program of a language model and its tests, in two processes."""
+
+import collections
+import functools
+import importlib
+import types
+from typing import Any
+
+BASES = {
+    **{int: int.__pos__, float: float.__pos__, complex: complex.__pos__, str: str.__str__},
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    tuple: lambda value: tuple.__getitem__(value, slice(None)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+}
+"""Functions that return the plain value of objects of immutable types, and of classes derived from these types."""
+DATA = {kind.__name__: kind for kind in (list, dict, set, bytearray, collections.deque)}
+KINDS = DATA | {kind.__name__: kind for kind in (types.GeneratorType, types.FunctionType, types.AsyncGeneratorType)}
+"""Types of which objects of the other process may be instances, by name."""
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
+BINARY = {prefix + name for name in _ARITHMETIC.split() for prefix in ("", "r", "i")}
+NUMBERS = ("abs", "int", "float", "complex", "round", "trunc", "floor", "ceil", "index", "bool")
+_OTHERS = (
+    "call iter next len getitem setitem delitem contains reversed missing str repr format bytes fspath enter exit "
+    "aiter anext aenter aexit neg pos invert instancecheck subclasscheck dir hash"
+)
+SPECIAL = (*_OTHERS.split(), *COMPARISONS, *sorted(BINARY), *NUMBERS)
+"""Special methods that are forwarded if the class of the object defines them, without underscores."""
+_READABLE = {
+    f"__{name}__" for name in ("name", "qualname", "dict", "members", "mro", "bases", "annotations", "wrapped")
+}
+
+
+class Refused(BaseException):
+    """An operation of a test in which the program would decide about a value of the test."""
+
+
+class Remote:
+    """Proxy for an object in the other process; its subclasses have the special methods of the object's class."""
+
+    __slots__ = ("_link", "_number")
+    _link: Any
+    _number: int
+    __doc__ = property(lambda self: self._link.ask("attribute", self, "__doc__"))  # type: ignore[assignment]
+    kind = ""
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name not in _READABLE:
+            raise AttributeError(name)
+        return self._link.ask("attribute", self, name)
+
+    def __setattr__(self, name, value):
+        self._link.ask("set", self, name, value)
+
+    def __delattr__(self, name):
+        self._link.ask("delete", self, name)
+
+    def __copy__(self):
+        return self._link.ask("copy", self)
+
+    def __deepcopy__(self, _):
+        return self._link.ask("deepcopy", self)
+
+    @property
+    def __class__(self):  # type: ignore[override]
+        return KINDS.get(type(self).kind, type(self))
+
+
+class _Awaitable(Remote):
+    """Proxy for a coroutine, which runs to its end in its own process when it is awaited."""
+
+    __slots__ = ()
+
+    def __await__(self):
+        return self._link.ask("await", self)
+        yield
+
+    def send(self, _):
+        raise StopIteration(self._link.ask("await", self))
+
+    def throw(self, error, *_):
+        raise error
+
+    def close(self):
+        pass
+
+
+class Own:
+    """Base of copies of immutable values, such as named tuples, whose class is defined in the other process."""
+
+    kind: str
+
+    __getattr__ = Remote.__getattr__
+
+
+class Foreign(BaseException):
+    """Base of the local classes for exception classes of the other process."""
+
+    _link: Any
+    _number: int
+    _text: str
+
+    def __new__(cls, *args, **named):
+        return cls._link.ask("special", cls, "call", *args, **named)
+
+    def __init__(self, *args, **named):
+        pass
+
+    def __str__(self):
+        return self._text
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._link.ask("attribute", self, name)
+
+
+def is_theirs(value):
+    """Return True for an object or exception class of the other process."""
+    kind = type(value)  # `isinstance` would call the other process
+    return issubclass(kind, (Remote, Own, Foreign)) or (issubclass(kind, type) and issubclass(value, Foreign))
+
+
+def _forwarded(name):
+    """Return a special method that forwards to the other process."""
+
+    def method(self, *args, **named):
+        return self._link.operate(self, name, args, named)
+
+    return method
+
+
+@functools.cache
+def proxy_class(special, kind, fields):
+    """Return a class of proxies with these special methods, for objects of a type `kind` and a dataclass's fields."""
+    base = next((base for base in BASES if base.__name__ == kind), None)
+    bases = (Own, base) if base else (_Awaitable if kind == "coroutine" else Remote,)
+    methods = {f"__{name}__": _forwarded(name) for name in special.split() if name in SPECIAL}
+    if "__eq__" in methods and base:
+        methods["__hash__"] = base.__hash__
+    if fields:
+        dataclasses = importlib.import_module("dataclasses")
+        methods["__dataclass_fields__"] = dataclasses.make_dataclass("Fields", fields.split()).__dataclass_fields__
+    return type("Remote", bases, {"kind": kind} | methods | ({} if base else {"__slots__": ()}))
