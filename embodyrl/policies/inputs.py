@@ -68,10 +68,9 @@ def missing_weights(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{folder / _INDEX_FILE} cannot be read ({reason_of(error)}); download the file again."
     missing = sorted(name for name in names if not (folder / name).is_file())
-    text = (
-        f"{folder} lacks {len(missing)} of {len(names)} weight files, for example {missing[:1]}; download the weights."
-    )
-    return text if missing else None
+    if not missing:
+        return None
+    return f"{folder} lacks {len(missing)} of {len(names)} weight files, for example {missing[0]}; download the weights."
 
 
 def _instructions_of(env: EnvSpec) -> list[str]:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import INPUTS_FILE, input_problems, short_limits, unknown_instructions, write_inputs
+from embodyrl.policies.inputs import (
+    INPUTS_FILE,
+    input_problems,
+    missing_weights,
+    short_limits,
+    unknown_instructions,
+    write_inputs,
+)
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -134,3 +141,14 @@ def test_policies_without_instructions_give_no_warning(tmp_path: Path) -> None:
     write_inputs(tmp_path, POLICY, ENV)
     assert unknown_instructions(tmp_path, replace(ENV, tasks=("other",)), [0]) is None
     assert unknown_instructions(tmp_path / "elsewhere", ENV, [0]) is None
+
+
+def test_incomplete_weights_are_reported(tmp_path: Path) -> None:
+    assert "contains no *.safetensors" in (missing_weights(tmp_path) or "")
+    (tmp_path / "a.safetensors").touch()
+    assert missing_weights(tmp_path) is None
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
+    assert "lacks 1 of 2 weight files, for example b.safetensors" in (missing_weights(tmp_path) or "")
+    index.write_text("[]")
+    assert "cannot be read" in (missing_weights(tmp_path) or "")
