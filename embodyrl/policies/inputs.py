@@ -70,7 +70,7 @@ def missing_weights(folder: Path) -> str | None:
     missing = sorted(name for name in names if not (folder / name).is_file())
     if not missing:
         return None
-    return f"{folder} lacks {len(missing)} of {len(names)} weight files, for example {missing[0]}; download the weights."
+    return f"{folder} lacks {len(missing)} of {len(names)} weight files, such as {missing[0]}; download the weights."
 
 
 def _instructions_of(env: EnvSpec) -> list[str]:

@@ -149,6 +149,6 @@ def test_incomplete_weights_are_reported(tmp_path: Path) -> None:
     assert missing_weights(tmp_path) is None
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
-    assert "lacks 1 of 2 weight files, for example b.safetensors" in (missing_weights(tmp_path) or "")
+    assert "lacks 1 of 2 weight files, such as b.safetensors" in (missing_weights(tmp_path) or "")
     index.write_text("[]")
     assert "cannot be read" in (missing_weights(tmp_path) or "")
