@@ -169,7 +169,7 @@ class VideoRecorder:
         return canvas
 
     def _draw_caption(self, height: int, width: int) -> ByteArray:
-        """Return a picture with the instruction above an empty area of this size."""
+        """Return an image with the instruction above an empty area of this size."""
         from PIL import Image, ImageDraw, ImageFont
 
         size = min(FONT_SIZE, max(_SMALLEST_FONT, FONT_SIZE * width // _WIDTH_OF_FONT))
