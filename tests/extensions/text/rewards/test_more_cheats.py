@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from embodyrl.envs.text.protocol import Answer
 from embodyrl.extensions.text.rewards.functions import code
+from embodyrl.extensions.text.rewards.judge import build_judge
+from embodyrl.extensions.text.rewards.settings import JudgeSettings
 from embodyrl.extensions.text.sandbox import run_tests
 
 REPLACED = {
@@ -202,3 +205,15 @@ def test_tested_functions_may_have_names_of_builtins_and_modules():
         "x = deque([f(2)])\nassert list(x) == [4] and m.isclose(f(2), 4)",
     ]
     assert all(run_tests(program, tests, seconds=60))
+
+
+def test_refused_test_counts_as_a_reward_error():
+    program = "class E:\n def __sub__(s, o): return 0\ndef f(x): return E()"
+    judge = build_judge(JudgeSettings(name="code", timeout_s=60), 8)
+    try:
+        test = json.dumps(["assert abs(f(2) - 4) < 1"])
+        (found,) = judge([Answer(prompt="", response=program, reference=test, tokens=3)])
+    finally:
+        judge.close()
+    assert (found.reward, found.components) == (0.0, (0.0, 1.0))
+    assert "applies sub" in str(found.problem)
