@@ -63,7 +63,7 @@ def chat_page(run: Path, trust: Sequence[str]) -> PlayPage | None:
     models = {"start": _policy(cfg, first_weights(cfg, ANY_TEXT)), "trained": _policy(cfg, resolve_weights(str(run)))}
     rows = judge = None
     if cfg.reads_rows:
-        rows = checked_rows(cfg, cfg.data)
+        rows = checked_rows(cfg, cfg.data, json_answers=True)
         judge = build_judge(cfg.reward, cfg.model.num_action_chunks)
     chat = Chat(run.name, models, rows, judge, limit=cfg.model.num_action_chunks if cfg.reads_rows else 256)
     return PlayPage(gets={"/": page}, posts=chat.posts, close=chat.close)

@@ -13,7 +13,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.conversation import PICTURE, Message, join_messages, split_pictures
+from embodyrl.extensions.conversation import PICTURE, join_messages, split_pictures
 from embodyrl.extensions.text.chat import (
     ChatTemplate,
     RefusedMessages,
@@ -23,7 +23,14 @@ from embodyrl.extensions.text.chat import (
     unknown_doubts,
     without_controls,
 )
-from embodyrl.extensions.text.conversation import TextRow, place_pictures
+from embodyrl.extensions.text.conversation import (
+    TextRow,
+    column_value,
+    complete_messages,
+    is_conversation,
+    place_pictures,
+    read_texts,
+)
 from embodyrl.extensions.text.pictures import Picture, pictures_of
 from embodyrl.extensions.text.settings import PairSettings, RowSettings, is_function
 from embodyrl.files import LONGEST_LINE, available_bytes, read_lines, visible_files
@@ -105,7 +112,12 @@ class TextRows:
 
 
 def open_rows(
-    cfg: RowSettings, *, tokenizer: Path | None, template: ChatTemplate | None = None, vocabulary: Path | None = None
+    cfg: RowSettings,
+    *,
+    tokenizer: Path | None,
+    template: ChatTemplate | None = None,
+    vocabulary: Path | None = None,
+    json_answers: bool = False,
 ) -> TextRows:
     """Open the rows of a run and check every row of a file.
 
@@ -115,6 +127,7 @@ def open_rows(
             character.
         template: chat template of prompts; None: prompts are concatenated messages.
         vocabulary: folder of the tokenizer that is checked for unknown tokens; None: no check.
+        json_answers: accept lists and objects as answers, as JSON text.
 
     Raises:
         ConfigError: a source cannot be read, a row is malformed, or no row is left.
@@ -130,6 +143,9 @@ def open_rows(
         raise ConfigError(
             f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
         ) from error
+    if not json_answers and cfg.answer_pattern is None:
+        for key in (cfg.answer_key, *([cfg.rejected_key] if isinstance(cfg, PairSettings) else [])):
+            _require_text(rows, key)
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
@@ -164,6 +180,17 @@ def open_rows(
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
         doubts=tuple(_doubts([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
     )
+
+
+def _require_text(rows: TextRows, key: str) -> None:
+    for path, some in rows._raw:
+        for number, raw in enumerate(some, start=1):
+            answer = column_value(raw, key) if isinstance(raw, Mapping) else None
+            if isinstance(answer, list | Mapping) and not is_conversation(answer):
+                raise ConfigError(
+                    f"{path}, row {number}: column '{key}' is a list or an object, but must be one text. Set another "
+                    "column (data.answer_key), reward.name=code, or a reward function of your own."
+                )
 
 
 def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
@@ -306,6 +333,10 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
     if isinstance(raw, TextRow):
         if isinstance(cfg, PairSettings) and raw.rejected is None:
             raise ConfigError(f"{where}: the rejected answer is missing. Set TextRow(..., rejected=...).")
+        try:
+            raw = replace(raw, messages=complete_messages(raw.messages, cfg))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}. Correct the rows or the key.") from error
         return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")
@@ -313,13 +344,13 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
     columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
     columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
     for key, option in columns:
-        if _column(raw, key) is None:
+        if column_value(raw, key) is None:
             if key in raw:
                 raise ConfigError(f"{where}: column '{key}' is empty (null). Fill in a value, or remove the row.")
             raise ConfigError(
                 f"{where}: there is no column '{key}'. Set data.{option} to one of {', '.join(map(str, raw))}."
             )
-    reference = _answer(_column(raw, cfg.answer_key))
+    messages, reference, rejected = read_texts(raw, cfg, where)
     if cfg.answer_pattern is not None:
         match = re.search(cfg.answer_pattern, reference)
         found = match and match[1 if match.re.groups else 0]
@@ -329,13 +360,10 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
                 f"{reference[-60:]!r}. Correct the row or the pattern."
             )
         reference = found.strip()
-    system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
-    rejected = _answer(_column(raw, cfg.rejected_key)) if isinstance(cfg, PairSettings) else None
-    messages = system + _messages(_column(raw, cfg.prompt_key), cfg, where)
     row = TextRow(messages=messages, reference=reference, rejected=rejected)
     if cfg.image_key is None:
         return row
-    return _shown(row, pictures_of(_column(raw, cfg.image_key), folder, where, cfg.max_image_edge), where)
+    return _shown(row, pictures_of(column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where)
 
 
 def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
@@ -347,41 +375,6 @@ def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
             f"{where}: {error}. Use one {PICTURE} per image, or none to place the images first."
         ) from error
     return replace(row, messages=messages, pictures=pictures)
-
-
-def _answer(value: Any) -> str:
-    """Return an answer as text: a string, the last message of a conversation, or any other value as JSON."""
-    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
-        value = value[-1]["content"]
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _column(raw: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a field of a column: a.b is field b of column a."""
-    if key in raw or "." not in key:
-        return raw.get(key)
-    head, _, rest = key.partition(".")
-    inner = raw.get(head)
-    return _column(inner, rest) if isinstance(inner, Mapping) else None
-
-
-def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
-    if isinstance(prompt, str):
-        return (Message(role="user", content=cfg.prompt_template.replace("{prompt}", prompt)),)
-    try:
-        return tuple(Message(role=str(m["role"]), content=_content(m["content"])) for m in prompt)
-    except (TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
-            f"{str(prompt)[:60]!r}. Correct the row, or set data.prompt_key."
-        ) from error
-
-
-def _content(content: Any) -> str:
-    """Return the content of a message (a string, or a list of text and images) as text with image placeholders."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
 
 
 def rendered_prompt(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:

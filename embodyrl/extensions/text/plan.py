@@ -14,6 +14,7 @@ from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
 from embodyrl.extensions.text.rewards.programs import reference_problems
+from embodyrl.extensions.text.rewards.services import COMPARING
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
@@ -32,7 +33,7 @@ def give_task(cfg: Config, context: EnvContext) -> EnvContext:
         ConfigError: a file, a row or a reward setting is invalid.
     """
     judge = build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
-    rows = checked_rows(cfg, cfg.data)
+    rows = checked_rows(cfg, cfg.data, json_answers=not {*judge.names} & {*COMPARING})
     if "code" in judge.names:
         _check_tests(rows)
     return replace(context, parts={"rows": rows, "judge": judge})
@@ -52,7 +53,7 @@ def _check_tests(rows: TextRows) -> None:
         )
 
 
-def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
+def checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = False) -> TextRows:
     """Open and check the rows of a run, with its tokenizer and chat template.
 
     Raises:
@@ -64,7 +65,7 @@ def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
     template = None if folder is None else ChatTemplate.of(cfg.model, folder)
     own = getattr(POLICIES.get(cfg.model.model_type), "start", None)
     vocabulary = language_model_folder(own) if folder is None and own is not None else folder
-    return open_rows(data, tokenizer=folder, template=template, vocabulary=vocabulary)
+    return open_rows(data, tokenizer=folder, template=template, vocabulary=vocabulary, json_answers=json_answers)
 
 
 def tokenizer_folder(cfg: Config) -> Path | None:

@@ -57,9 +57,9 @@ class RowSettings(DataSettings):
     answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
     """Regular expression whose first group matches the reference in the answer column, for example '#### (.+)'."""
     prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
-    """Template of each prompt; {prompt} is replaced by the text of the prompt column."""
+    """Template of each prompt; {prompt} is replaced by the text of the prompt column, or of the last user message."""
     system_prompt: str | None = None
-    """System message that precedes each prompt."""
+    """System message that precedes each prompt; rows with a system message of their own are rejected."""
     image_key: str | None = None
     """Column of images for model=vision_lm: one image or a list, as files in the data folder or as bytes.
     `<image>` marks the position of an image in the prompt; without marks, the images come first."""

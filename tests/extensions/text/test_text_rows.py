@@ -256,13 +256,6 @@ def test_hub_image_can_be_a_symlink_into_its_cache(tmp_path: Path):
     assert open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None).image_size == (4, 4)
 
 
-def test_answer_can_be_the_last_chat_message(tmp_path: Path):
-    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    for answer, reference in ((talk, "2"), ([1, 2], "[1, 2]"), (2.5, "2.5")):
-        path = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": answer}])
-        assert open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None)[0].reference == reference
-
-
 @pytest.mark.parametrize(
     ("prompt", "shown", "says"),
     [

@@ -25,8 +25,9 @@ REWARDS: Registry[Reward] = Registry(
     wants="a function of (prompt, response, reference)",
     fits=lambda found: takes(3)(found) and not isinstance(found, type),
 )
-_BUILT_IN = ("exact", "overlap", "number", "math", "gsm8k", "gsm8k_flexible", "choice", "format", "countdown", "code")
-for _name in _BUILT_IN:
+COMPARING = ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "countdown")
+"""Built-in rewards that compare a reply with one text."""
+for _name in (*COMPARING, "number", "format", "code"):
     REWARDS.add(_name, f"embodyrl.extensions.text.rewards.functions:{_name if _name != 'format' else 'tagged'}")
 
 
