@@ -135,17 +135,7 @@ def open_rows(
     assert cfg.path is not None
     name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
-    try:
-        all_rows = [rows.row(i) for i in range(rows.total)]
-    except (TypeError, ValueError, LookupError) as error:
-        if isinstance(error, ConfigError) or not cfg.kwargs:
-            raise
-        raise ConfigError(
-            f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
-        ) from error
-    if not json_answers and cfg.answer_pattern is None:
-        for key in (cfg.answer_key, *([cfg.rejected_key] if isinstance(cfg, PairSettings) else [])):
-            _require_text(rows, key)
+    all_rows = _checked(rows, json_answers)
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
@@ -180,6 +170,22 @@ def open_rows(
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
         doubts=tuple(_doubts([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
     )
+
+
+def _checked(rows: TextRows, json_answers: bool) -> list[TextRow]:
+    cfg = rows.cfg
+    try:
+        found = [rows.row(i) for i in range(rows.total)]
+    except (TypeError, ValueError, LookupError) as error:
+        if isinstance(error, ConfigError) or not cfg.kwargs:
+            raise
+        raise ConfigError(
+            f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
+        ) from error
+    if not json_answers and cfg.answer_pattern is None:
+        for key in (cfg.answer_key, *([cfg.rejected_key] if isinstance(cfg, PairSettings) else [])):
+            _require_text(rows, key)
+    return found
 
 
 def _require_text(rows: TextRows, key: str) -> None:
