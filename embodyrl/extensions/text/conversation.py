@@ -10,6 +10,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.conversation import MARK, PICTURE, Message, join_messages
 from embodyrl.extensions.text.settings import PairSettings, RowSettings
 
+_WRITTEN = ("text", "input_text")
+"""Types of the parts of a message that contain text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRow:
@@ -92,7 +95,7 @@ def _text(content: Any, number: int, images: bool) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "image" and not _filled(part, "type") and images:
             texts.append(PICTURE)
-        elif kind == "text" and isinstance(part.get("text"), str) and not _filled(part, "type", "text"):
+        elif kind in _WRITTEN and isinstance(part.get("text"), str) and not _filled(part, "type", "text"):
             texts.append(part["text"])
         elif kind == "image":
             raise ValueError(f"message {number} contains an image; data.image_key names the column of the images")
