@@ -83,7 +83,7 @@ def prompt_facts(cfg: Config, folder: Path) -> list[tuple[str, str]]:
         return []
     template = ChatTemplate.of(cfg.model, folder)
     controls = {} if template is None else control_tokens(folder, template)
-    text = rendered_prompt(checked_rows(cfg, cfg.data)[0], template, controls)
+    text = rendered_prompt(checked_rows(cfg, cfg.data, json_answers=True)[0], template, controls)
     ((length, strange),), _ = count_unknown([text], folder, template=template)
     shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
     lines = [("prompt", f"{json.dumps(shown, ensure_ascii=False)} ({length} tokens, {strange} of them unknown)")]
