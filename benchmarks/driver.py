@@ -36,9 +36,10 @@ from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.extensions.timeline.timeline import Timeline
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, Wave
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.untrained.policy import UntrainedFactory
 from embodyrl.scheduler import scheduler as scheduling
 from embodyrl.scheduler.event_loop import PolicyClient

@@ -30,9 +30,10 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.files import available_cores
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, Wave
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import UntrainedFactory, UntrainedPolicy

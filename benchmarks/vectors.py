@@ -20,8 +20,8 @@ from embodyrl.cluster.protocol import WorkerDied
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.files import available_cores
+from embodyrl.plan.build import deal_slots
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import deal_slots
 from embodyrl.policies import POLICIES
 from embodyrl.types import EpisodeStart
 from embodyrl.workers.env_worker import EnvWorkerInit

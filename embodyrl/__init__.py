@@ -18,25 +18,28 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
 
-_NAMES = {name: f"embodyrl.program.commands:{name}" for name in ("compose", "evaluate", "train")}
-
-
-def _names() -> dict[str, str]:
-    """Return the `module:attribute` of each public name, including the names that extensions add."""
-    from embodyrl.manifests import declared
-
-    return {**_NAMES, **declared("embodyrl.program")}
+_NAMES = {
+    "GRPO": "embodyrl.extensions.text.program",
+    "LoadedPolicy": "embodyrl.extensions.own_loop.acting",
+    "collect": "embodyrl.extensions.demonstrations.program",
+    "compose": "embodyrl.program.commands",
+    "evaluate": "embodyrl.program.commands",
+    "load_policy": "embodyrl.extensions.own_loop.acting",
+    "make_env": "embodyrl.extensions.own_loop.environment",
+    "sft": "embodyrl.extensions.demonstrations.program",
+    "train": "embodyrl.program.commands",
+}
+"""Module of each public name."""
 
 
 def __dir__() -> list[str]:
-    return sorted([*_names(), "__version__"])
+    return sorted([*_NAMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     # Resolved on first use: every module imports this one, and the command line must start without heavy imports.
     if name == "__all__":
-        return sorted(_names())
-    if name.startswith("_") or (target := _NAMES.get(name) or _names().get(name)) is None:
+        return sorted(_NAMES)
+    if name not in _NAMES:
         raise AttributeError(f"module 'embodyrl' has no attribute '{name}'")
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(_NAMES[name]), name)

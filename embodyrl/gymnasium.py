@@ -11,18 +11,16 @@ from collections.abc import Mapping, Sequence
 import gymnasium
 
 from embodyrl.config import compose
+from embodyrl.envs.libero.factory import TASK_IDS as LIBERO
+from embodyrl.envs.maniskill.settings import TASK_IDS as MANISKILL
+from embodyrl.envs.metaworld.settings import TASK_IDS as METAWORLD
+from embodyrl.envs.tabletop.factory import TASK_IDS as TABLETOP
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.own_loop.environment import SingleEnv, make_env
-from embodyrl.registry import Registry
 
 Overrides = tuple[str, ...]
 
-TASK_IDS: Registry[Mapping[str, Overrides]] = Registry(
-    "Gymnasium ids",
-    group="embodyrl.gymnasium_ids",
-    wants="a mapping of names to overrides",
-    fits=lambda found: isinstance(found, Mapping),
-)
+TASK_IDS: Mapping[str, Overrides] = {**LIBERO, **MANISKILL, **METAWORLD, **TABLETOP}
 """Config overrides of each single-task id, such as `LIBERO-object-0-v0`. The first override is the value of `env=`."""
 
 
@@ -54,8 +52,7 @@ def register() -> None:
     names: dict[str, Overrides] = {
         f"{option.title().replace('_', '')}-v0": (option,) for option in compose.options("env") if "/" not in option
     }
-    for tasks in TASK_IDS.every():
-        names |= tasks
+    names |= TASK_IDS
     for name, overrides in names.items():
         if (full := f"embodyrl/{name}") not in gymnasium.registry:
             gymnasium.register(

@@ -1,4 +1,4 @@
-"""Registry of components by short name, "package.module:attr", or entry point of a package or extension."""
+"""Selection of parts by a name of `parts.py`, an entry point of an installed package, or an import path."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from embodyrl import parts
 from embodyrl.errors import UnknownNameError
-from embodyrl.manifests import declared
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
+_NONE: Mapping[str, str] = {}
 
 
 def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
@@ -39,12 +40,12 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
 
 
 def has(*names: str) -> Callable[[Any], bool]:
-    """Return a check for `Registry` that accepts objects with all of the attributes `names`, but no classes."""
+    """Return a check for `load` that accepts objects with all of the attributes `names`, but no classes."""
     return lambda found: not isinstance(found, type) and all(hasattr(found, name) for name in names)
 
 
 def takes(arguments: int) -> Callable[[Any], bool]:
-    """Return a check for `Registry` that accepts a callable with n arguments; 0: any number of arguments.
+    """Return a check for `load` that accepts a callable with n arguments; 0: any number of arguments.
 
     Callables of the standard library are rejected.
     """
@@ -65,7 +66,7 @@ def takes(arguments: int) -> Callable[[Any], bool]:
 
 
 def installed(**chosen: Any) -> Iterable[EntryPoint]:
-    """Return entry points of installed packages, filtered by `group` or `value`; `sys.path` is searched once."""
+    """Return the entry points of installed packages with the given `group`, `name` or `value`."""
     return _entry_points(tuple(sys.path)).select(**chosen)
 
 
@@ -85,111 +86,130 @@ def _found_here(module: str) -> str:
     return ""
 
 
-class Registry(Generic[T]):
-    """Named components of one kind. Values are objects, or "module:attr" strings that are imported on first use.
+def load(name: str, kind: str, *, wants: str, fits: Callable[[Any], bool], names: Mapping[str, str] = _NONE) -> Any:
+    """Import the object that a name of `names` or an import path `package.module:attr` selects, and check the object.
 
-    Components must pass the check `fits`, which does not call them; `wants` describes the requirement in errors.
+    Args:
+        name: name or import path.
+        kind: what the object is for error messages, for example a config key.
+        wants: description of the required object, for error messages.
+        fits: check of the object; it does not call the object.
+        names: import path of each short name.
 
-    >>> numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
-    >>> numbers.add("tau", "math:tau")
-    >>> numbers.get("tau")
+    Raises:
+        UnknownNameError: the name or path is unknown (the message suggests a similar name), or the object fails the
+            check.
+
+    >>> load("tau", "number", wants="a tau", fits=has("hex"), names={"tau": "math:tau"})
     6.283185307179586
     """
+    if ":" not in name and names and name not in names:
+        raise UnknownNameError(
+            f"Unknown {kind} '{name}'.{closest(name, names)} Known: {', '.join(sorted(names))}. To plug in your own, "
+            "use 'package.module:attr'."
+        )
+    target = names.get(name, name)
+    value = _import(target, kind)
+    if fits(value):
+        return value
+    module = target.partition(":")[0]
+    others = [other for other, candidate in vars(importlib.import_module(module)).items() if fits(candidate)]
+    hint = f" Did you mean {' or '.join(f'{module}:{other}' for other in others[:3])}?" if others else ""
+    raise UnknownNameError(f"{kind} '{name}' is {type(value).__name__} {value!r:.80}, not {wants}.{hint}")
 
-    def __init__(self, kind: str, *, group: str, wants: str, fits: Callable[[Any], bool]) -> None:
+
+def name_problems(key: str, names: Iterable[str], find: Callable[[str], Any]) -> list[str]:
+    """Return an error for each name in the value of `key` that `find` rejects with an UnknownNameError."""
+    problems: list[str] = []
+    for name in names:
+        try:
+            find(name)
+        except UnknownNameError as error:
+            problems.append(f"{key}: {error}")
+    return problems
+
+
+def _import(target: str, kind: str) -> Any:
+    module_name, _, attribute = target.partition(":")
+    if not re.fullmatch(r"[\w.]+:[\w.]+", target):
+        raise UnknownNameError(f"{kind} '{target}' must have the form package.module:attr.")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # The plugin lacks a dependency: that is its author's error, and its traceback shows where.
+        if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise
+        hint = _found_here(module_name) if error.name == module_name.partition(".")[0] else ""
+        raise UnknownNameError(f"Cannot import '{module_name}' for {kind} '{target}': {error}.{hint}") from error
+    except (SystemExit, Exception) as error:
+        if isinstance(error, ImportError):
+            raise
+        raise UnknownNameError(
+            f"Cannot import '{module_name}' for {kind} '{target}': {type(error).__name__}: {error}. Repair or "
+            "remove the package; --traceback shows the line."
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UnknownNameError(
+                f"Module '{module_name}' has no '{attribute}' ({kind} '{target}').{closest(part, dir(value))}"
+            )
+        value = getattr(value, part)
+    return value
+
+
+class Registry(Generic[T]):
+    """Parts of one kind, selected by a name of `parts.py`, the name of an entry point or an import path.
+
+    Each selected part must pass the check `fits`, which does not call the part; `wants` describes the requirement in
+    errors.
+    """
+
+    def __init__(
+        self, kind: str, *, group: str, parts: Mapping[str, str], wants: str, fits: Callable[[Any], bool]
+    ) -> None:
         self.kind = kind
         self.group = group
-        self._wants, self._fits = wants, fits
-        self._items: dict[str, Any] = {}
-
-    def add(self, name: str, value: T | str) -> None:
-        """Register an object or a "module:attr" string under a new name."""
-        if name in self._items and self._items[name] != value:
-            raise ValueError(f"{self.kind} '{name}' is already registered; choose another name.")
-        self._items[name] = value
+        self._parts, self._wants, self._fits = parts, wants, fits
 
     def names(self) -> list[str]:
-        """Return all short names, including entry points of extensions and installed packages."""
-        return sorted({*self._items, *declared(self.group), *(e.name for e in installed(group=self.group))})
-
-    def every(self) -> list[T]:
-        """Return all registered components, sorted by name."""
-        return [self.get(name) for name in self.names()]
+        """Return all names: built-in parts and entry points of installed packages."""
+        return sorted({*self._parts, *(entry.name for entry in installed(group=self.group))})
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
-        """Return an error for each unknown name in `names`, the value of `key`; short names are not imported."""
-        found: list[str] = []
-        others = {*names} - {*self._items, *declared(self.group)}
-        for name in others - {*self.names()} if others else ():  # names of installed packages take time to read
-            try:
-                self.get(name)
-            except UnknownNameError as error:
-                found.append(f"{key}: {error}")
-        return found
+        """Return an error for each unknown name in `names`, the value of `key`; built-in parts are not imported."""
+        return name_problems(key, {*names} - {*self._parts}, self.get)
 
     def get(self, name: str) -> T:
-        """Return the component that `name` selects.
+        """Return the part that `name` selects.
 
         Raises:
-            UnknownNameError: the name is unknown (the message suggests a similar name), or the component fails the
-                check.
+            UnknownNameError: the name is unknown (the message suggests a similar name) or belongs to several parts, or
+                the part fails the check.
         """
-        value: Any = name
-        if ":" not in name:
-            value = self._items[name] if name in self._items else self._entry_point(name)
-            if value is None:
-                known = ", ".join(self.names()) or "none"
-                raise UnknownNameError(
-                    f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {known}. "
-                    f"To plug in your own, use 'package.module:attr' or an '{self.group}' entry point."
-                )
-        found = self._load(value) if isinstance(value, str) else value
-        if not self._fits(found):
+        targets = self._targets(name)
+        if len(targets) > 1:
             raise UnknownNameError(
-                f"{self.kind} '{name}' is {type(found).__name__} {found!r:.80}, not {self._wants}."
-                f"{self._fitting(value)}"
+                f"{self.kind} '{name}' is defined by {' and by '.join(targets)}. Uninstall one of the packages, or "
+                "select the part by its import path package.module:attr."
             )
-        return found
-
-    def _fitting(self, target: Any) -> str:
-        """Return a hint with the components of this kind in the module of a "module:attr" string."""
-        if not isinstance(target, str):
-            return ""
-        module = target.partition(":")[0]
-        fitting = [name for name, value in vars(importlib.import_module(module)).items() if self._fits(value)]
-        return f" Did you mean {' or '.join(f'{module}:{name}' for name in fitting[:3])}?" if fitting else ""
-
-    def _entry_point(self, name: str) -> str | None:
-        """Return the target of an entry point; entry points of embodyrl's extensions take precedence."""
-        if (found := declared(self.group).get(name)) is not None:
-            return found
-        return next((entry.value for entry in installed(group=self.group) if entry.name == name), None)
-
-    def _load(self, target: str) -> Any:
-        module_name, _, attribute = target.partition(":")
-        if not re.fullmatch(r"[\w.]+:[\w.]+", target):
-            raise UnknownNameError(f"{self.kind} '{target}' must have the form package.module:attr.")
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            # The plugin lacks a dependency: that is its author's error, and its traceback shows where.
-            if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
-                raise
-            hint = _found_here(module_name) if error.name == module_name.partition(".")[0] else ""
+        if ":" not in name and not targets:
+            names = self.names()
             raise UnknownNameError(
-                f"Cannot import '{module_name}' for {self.kind} '{target}': {error}.{hint}"
-            ) from error
-        except (SystemExit, Exception) as error:
-            if isinstance(error, ImportError):
-                raise
-            raise UnknownNameError(
-                f"Cannot import '{module_name}' for {self.kind} '{target}': {type(error).__name__}: {error}. Repair or "
-                "remove the package; --traceback shows the line."
-            ) from error
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                raise UnknownNameError(
-                    f"Module '{module_name}' has no '{attribute}' ({self.kind} '{target}').{closest(part, dir(found))}"
-                )
-            found = getattr(found, part)
-        return found
+                f"Unknown {self.kind} '{name}'.{closest(name, names)} Known: {', '.join(names) or 'none'}. "
+                f"To plug in your own, use 'package.module:attr' or an '{self.group}' entry point."
+            )
+        target = next(iter(targets.values()), name)
+        return load(name, self.kind, wants=self._wants, fits=self._fits, names={name: target})
+
+    def _targets(self, name: str) -> dict[str, str]:
+        """Return the import paths of a short name by the package that defines the name."""
+        targets = {f"embodyrl ({self._parts[name]})": self._parts[name]} if name in self._parts else {}
+        for entry in installed(group=self.group, name=name) if ":" not in name else ():
+            targets[f"{entry.dist.name if entry.dist else 'a package'} ({entry.value})"] = entry.value
+        return targets
+
+
+REWARDS: Registry[Callable[..., Any]] = Registry(
+    "reward", group="embodyrl.rewards", parts=parts.REWARDS, wants="a function", fits=takes(0)
+)
+"""Reward functions of replies and of simulator steps; their users check the number of arguments."""

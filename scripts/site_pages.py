@@ -1,4 +1,4 @@
-"""MkDocs hook that generates pages while the site is built: keys, commands, Python API, extensions, checkpoints."""
+"""MkDocs hook that generates pages while the site is built: keys, commands, Python API, parts, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,29 +16,19 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from embodyrl import parts
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.output import about
 from embodyrl.config import compose
-from embodyrl.config.settings import Key, Settings, field_docs, keys_of, spell
-from embodyrl.manifests import Extension, extensions
+from embodyrl.config.settings import Key, Settings, field_docs, spell
 from embodyrl.plan.keys import all_keys
-
-
-def on_config(config: Any) -> Any:
-    """Add the page of each extension to the navigation."""
-    (reference,) = (part["Reference"] for part in config["nav"] if "Reference" in part)
-    (place,) = (part for part in reference if "Extensions" in part)
-    place["Extensions"] = [place["Extensions"], *(f"reference/extensions/{name}.md" for name in extensions())]
-    return config
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the generated pages."""
-    for page in (configuration, commands, api, overview, zoo):
-        name = "extensions" if page is overview else page.__name__
+    for page in (configuration, commands, api, registered, zoo):
+        name = "parts" if page is registered else page.__name__
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
-    for name in extensions():
-        files.append(File.generated(config, f"reference/extensions/{name}.md", content=extension_page(name)))
     return files
 
 
@@ -236,56 +226,27 @@ def api() -> str:
     return "\n".join(lines) + "\n"
 
 
-def overview() -> str:
-    """Return the page of all extensions."""
-    lines = ["# Extensions", "", "Optional parts of the package. To remove an extension, delete its folders."]
-    lines += ["`embodyrl list extensions` prints the command that installs missing dependencies."]
-    lines += ["", "| | |", "|---|---|"]
-    lines += [f"| [{name}](extensions/{name}.md) | {_cell(part.summary)} |" for name, part in extensions().items()]
-    return "\n".join(lines) + "\n"
-
-
-def extension_page(name: str) -> str:
-    """Return the page of an extension: installation, guide, registered names, commands and keys."""
-    part = extensions()[name]
-    extras = sorted({*part.requires.values()})
-    code = ", ".join(f"`embodyrl/{path}`" for path in part.paths)
-    lines = [f"# {name}", "", part.summary, "", "| | |", "|---|---|", f"| guide | [{part.guide}](../../{part.guide}) |"]
-    lines += [f"| install | `pip install 'embodyrl[{','.join(extras)}]'` |"] * bool(extras)
-    lines += [f"| uses | {', '.join(f'[{other}]({other}.md)' for other in part.imports)} |"] * bool(part.imports)
-    lines += [f"| code | {code} |"]
-    for group, entries in part.entry_points.items():
-        names = (f"[{n}](../commands.md#{n})" if group == "embodyrl.commands" else f"`{n}`" for n in entries)
-        lines += [f"| adds to `{group}` | {', '.join(names)} |"]
-    keys = {key.name: key for group, entries in part.entry_points.items() for key in _own_keys(part, group, entries)}
-    return "\n".join([*lines, *(["", "## Keys", "", *_key_list(keys.values())] if keys else [])]) + "\n"
-
-
-PREFIXES = {
-    "envs": "env",
-    "policies": "model",
-    "advantages": "algorithm",
-    "losses": "algorithm",
-    "launchers": "launcher",
+TABLES = {
+    "envs": ("Environments", parts.ENVIRONMENTS),
+    "policies": ("Policies", parts.POLICIES),
+    "advantages": ("Advantage estimators", parts.ADVANTAGES),
+    "losses": ("Policy losses", parts.LOSSES),
+    "rewards": ("Rewards", parts.REWARDS),
+    "monitors": ("Monitors", parts.MONITORS),
+    "launchers": ("Launchers", parts.LAUNCHERS),
+    "commands": ("Commands", parts.COMMANDS),
 }
+"""Title and table of each entry-point group `embodyrl.<group>`."""
 
 
-def _own_keys(part: Extension, group: str, entries: Mapping[str, str]) -> Iterator[Key]:
-    """Yield the keys that an extension defines for the components and sections of a group; none if not installed."""
-    if part.install_line():
-        return
-    homes = tuple(f"embodyrl.{path.replace('/', '.').removesuffix('.py')}" for path in part.paths)
-    kind = group.rpartition(".")[2]
-    for name, target in entries.items() if kind in PREFIXES or kind == "sections" else ():
-        module, _, attribute = target.partition(":")
-        found = getattr(importlib.import_module(module), attribute)
-        classes = found.kinds if kind == "sections" else (getattr(found, "settings", Settings),)
-        for owner in classes:
-            for key in keys_of(owner, f"{name if kind == 'sections' else PREFIXES[kind]}.").values():
-                leaf = key.name.rpartition(".")[2]
-                home = next((c.__module__ for c in key.owner.__mro__ if leaf in vars(c).get("__annotations__", ())), "")
-                if home.startswith(homes):
-                    yield key
+def registered() -> str:
+    """Return the page of the parts that a name selects."""
+    lines = ["# Parts", "", "A package adds parts with entry points of these groups. Each key that takes a name also"]
+    lines += ["takes `package.module:attribute`. `embodyrl list extras` shows the optional packages."]
+    for group, (title, table) in TABLES.items():
+        lines += ["", f"## {title}", "", f"Entry-point group `embodyrl.{group}`.", ""]
+        lines += [f"`{name}`\n:   `{target}`\n" for name, target in table.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _key_list(keys: Iterable[Key]) -> Iterator[str]:

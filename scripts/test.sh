@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up embodyrl in .venv, check style, types and import directions, and run the tests.
 # Arguments go to pytest: bash scripts/test.sh -m "not sim and not integration and not slow"
-# `bash scripts/test.sh core` runs only the tests that need no extension.
+# `bash scripts/test.sh fast` leaves out simulators, further processes and slow tests.
 EXTRAS=libero,maniskill,dev
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 say "style, types, import directions"
@@ -9,7 +9,7 @@ ruff check .
 ruff format --check .
 pyright --warnings  # embodyrl and tools/migrate, see pyproject.toml
 lint-imports
-[ "${1:-}" != core ] || { shift; set -- --core tests "$@"; }
+[ "${1:-}" != fast ] || { shift; set -- -m "not sim and not integration and not slow and not realmodel" "$@"; }
 say "tests"
 # Two processes, each with a file at a time; a later -n in the arguments counts, and -n 0 is plain pytest.
 exec python -m pytest -n 2 --dist loadfile "$@"

@@ -14,57 +14,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from needs import absent, needed_by, needed_by_folder
 from processes import MARK, marked_processes, wait_until
 
 os.environ[MARK] = str(os.getpid())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistyped path is never looked for on the network
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--core", action="store_true", help="run only tests that need no extension")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not config.getoption("--core"):
-        return None
-    is_test = collection_path.is_dir() or collection_path.name.startswith("test_")
-    return True if is_test and needed_by(collection_path) else None
-
-
-class _WithoutExtension:
-    """Skip a file or a folder before it is imported."""
-
-    def collect(self) -> list[pytest.Item]:
-        pytest.skip(f"needs {', '.join(absent(needed_by(self.path)))}, which this tree lacks", allow_module_level=True)
-
-
-class _Folder(_WithoutExtension, pytest.Dir):
-    pass
-
-
-class _File(_WithoutExtension, pytest.Module):
-    pass
-
-
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    return _Folder.from_parent(parent, path=path) if absent(needed_by_folder(path)) else None
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return _File.from_parent(parent, path=module_path) if absent(needed_by(module_path)) else None
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = []
-    for item in list(items):
-        needed = {name for mark in item.iter_markers("needs") for name in mark.args}
-        if needed and config.getoption("--core"):
-            left_out.append(item)
-            items.remove(item)
-        elif lacking := absent(needed):
-            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(lacking)}, which this tree lacks"))
-    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,8 @@ from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.learners import policy_gradient
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost

@@ -1,30 +1,86 @@
-"""Broken plug-ins are reported and do not affect others."""
+"""Parts are selected by name, entry point or import path; broken plug-ins are reported and do not affect others."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from embodyrl import parts
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+from embodyrl.cli.commands import of_packages
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.commands import COMMANDS
+from embodyrl.envs import ENVS
 from embodyrl.errors import UnknownNameError
-from embodyrl.registry import Registry, has
+from embodyrl.monitor import MONITORS
+from embodyrl.policies import POLICIES
+from embodyrl.registry import REWARDS, Registry, has, load
+
+NUMBERS = {"tau": "math:tau"}
+REGISTRIES: dict[str, tuple[Registry, str]] = {
+    "envs": (ENVS, "gym"),
+    "policies": (POLICIES, "mlp"),
+    "advantages": (ADVANTAGES, "grpo"),
+    "losses": (LOSSES, "ppo_clip"),
+    "rewards": (REWARDS, "exact"),
+    "monitors": (MONITORS, "jsonl"),
+    "launchers": (LAUNCHERS, "inline"),
+    "commands": (COMMANDS, "train"),
+}
+"""The registry of each entry-point group, and a built-in name."""
+
+
+def numbers() -> Registry[float]:
+    return Registry("number", group="my.numbers", parts=NUMBERS, wants="a tau", fits=has("hex"))
+
+
+def install(folder: Path, package: str, points: str) -> None:
+    """Write the metadata of an installed package with entry points."""
+    info = folder / f"{package}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(points)
 
 
 @pytest.mark.parametrize("body", ["import sys\nsys.exit(9)\n", "1 / 0\n", "def broken(:\n", "raise RecursionError\n"])
 def test_failing_plugin_import_is_reported(tmp_path, monkeypatch, body: str) -> None:
     (tmp_path / "plugin_that_fails.py").write_text(body)
-    entry = tmp_path / "failing-1.dist-info"
-    entry.mkdir()
-    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1\n")
-    (entry / "entry_points.txt").write_text("[my.numbers]\nbroken = plugin_that_fails:X\n")
+    install(tmp_path, "failing", "[my.numbers]\nbroken = plugin_that_fails:X\n")
     monkeypatch.syspath_prepend(tmp_path)
-    numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
-    numbers.add("tau", "math:tau")
-    assert numbers.names() == ["broken", "tau"]
+    assert numbers().names() == ["broken", "tau"]
     with pytest.raises(UnknownNameError, match=r"Cannot import 'plugin_that_fails' for number .*Repair or remove"):
-        numbers.get("broken")
-    assert numbers.get("tau") > 6
+        numbers().get("broken")
+    assert numbers().get("tau") > 6
 
 
-def test_unknown_name_error_suggests_a_component_of_the_same_module() -> None:
-    numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
+def test_unknown_name_error_suggests_a_part_of_the_same_module() -> None:
     with pytest.raises(UnknownNameError, match=r"not a tau\. Did you mean math:pi or math:e or math:tau\?$"):
-        numbers.get("math:cos")
+        numbers().get("math:cos")
+    with pytest.raises(UnknownNameError, match=r"Unknown tool 'tua'\. Did you mean 'tau'\?"):
+        load("tua", "tool", wants="a tau", fits=has("hex"), names=NUMBERS)
+
+
+@pytest.mark.parametrize("group", REGISTRIES)
+def test_package_adds_a_second_part_of_each_group(tmp_path, monkeypatch, group: str) -> None:
+    registry, name = REGISTRIES[group]
+    target = getattr(parts, {"envs": "ENVIRONMENTS"}.get(group, group.upper()))[name]
+    install(tmp_path, "outside", f"[embodyrl.{group}]\nsecond = {target}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.group == f"embodyrl.{group}"
+    assert "second" in registry.names()
+    assert registry.get("second") is registry.get(name) is registry.get(target)
+    assert group != "commands" or of_packages()["second"].target == target
+
+
+@pytest.mark.parametrize("group", REGISTRIES)
+def test_name_of_two_parts_is_an_error_that_names_both(tmp_path, monkeypatch, group: str) -> None:
+    registry, name = REGISTRIES[group]
+    install(tmp_path, "outside", f"[embodyrl.{group}]\n{name} = math:tau\nnew = math:tau\n")
+    install(tmp_path, "another", f"[embodyrl.{group}]\nnew = math:pi\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownNameError, match=rf"'{name}' is defined by embodyrl .* and by outside \(math:tau\)\."):
+        registry.get(name)
+    with pytest.raises(UnknownNameError, match=r"outside \(math:tau\)") as error:
+        registry.get("new")
+    assert "another (math:pi)" in str(error.value)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.commands.train import train
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.scheduler.start import Workers, start_workers
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from embodyrl import parts
 from embodyrl.algorithms.settings import AlgorithmSettings, BufferSettings, GroupSettings, ValueSettings
 from embodyrl.config.settings import Settings
 from embodyrl.registry import Registry
@@ -198,13 +199,14 @@ class PolicyLoss:
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
     "adv_type",
     group="embodyrl.advantages",
+    parts=parts.ADVANTAGES,
     wants="an AdvantageEstimator",
     fits=lambda found: isinstance(found, AdvantageEstimator),
 )
 LOSSES: Registry[PolicyLoss] = Registry(
-    "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
+    "loss_type",
+    group="embodyrl.losses",
+    parts=parts.LOSSES,
+    wants="a PolicyLoss",
+    fits=lambda found: isinstance(found, PolicyLoss),
 )
-
-ADVANTAGES.add("grpo", "embodyrl.algorithms.estimators:GRPO")
-ADVANTAGES.add("gae", "embodyrl.algorithms.estimators:GAE")
-LOSSES.add("ppo_clip", "embodyrl.algorithms.policy_losses:PPO_CLIP")

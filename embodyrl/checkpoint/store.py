@@ -388,3 +388,11 @@ def _is_other_process(pid: int) -> bool:
     except PermissionError:  # exists, with another owner
         pass
     return True
+
+
+def step_of(weights: Path | None) -> int:
+    """Return the training step of the evaluated weights; 0 for weights without a checkpoint of this package."""
+    if weights is None or not (weights.parent / MANIFEST_NAME).is_file():
+        return 0
+    CheckpointStore(weights.parent.parent).verify(weights.parent)
+    return int(read_json(weights.parent / LOOP_FILE)["step"])

@@ -1,4 +1,4 @@
-"""Commands of `embodyrl`, read from the commands.toml files of this folder and of extensions."""
+"""Commands of `embodyrl`: functions from `parts.py`, help and flags from commands.toml."""
 
 import shutil
 import textwrap
@@ -8,17 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodyrl.manifests import PACKAGE, extensions
+from embodyrl import parts
 from embodyrl.registry import installed
 
-GROUP, FILE = "embodyrl.commands", "commands.toml"
-
-
-def _open(folder: Path) -> dict[str, Any]:
-    return tomllib.loads((folder / FILE).read_text(encoding="utf-8"))
-
-
-_SURFACE = _open(Path(__file__).parent)
+_TEXTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +19,7 @@ class Command:
     """A command such as `embodyrl train`, with its function, flags and help texts."""
 
     target: str
-    """`module:function` that receives the parsed arguments and returns the exit code; default: the target of the entry
-    point."""
+    """`module:function` that receives the parsed arguments and returns the exit code."""
     summary: str
     usage: str
     words: str = "override"
@@ -48,30 +40,21 @@ class Command:
         return text
 
 
-def _read(surface: Mapping[str, Any], targets: Mapping[str, str]) -> dict[str, Command]:
-    """Return the commands of a parsed commands.toml; `targets` contains the default target of each command."""
-    known, found = _SURFACE["flags"] | surface.get("flags", {}), {}
-    for name, raw in surface["commands"].items():
-        flags = {f"--{flag}": dict(known[flag]) for flag in raw.get("flags", ())}
-        for options in flags.values():
-            if options.get("metavar") in ("DIR", "FILE", "PATH"):
-                options["type"] = Path
-        changed = {"flags": flags, "examples": tuple(raw["examples"])}
-        found[name] = Command(**{"target": targets.get(name, "")} | raw | changed)
-    return found
+def _read(name: str) -> Command:
+    """Return a command of `parts.py` with its texts and flags."""
+    fields = dict(_TEXTS["commands"][name])
+    flags = _TEXTS["flags"] | fields.pop("flag", {})
+    fields["flags"] = {f"--{flag}": dict(flags[flag]) for flag in fields.get("flags", ())}
+    for options in fields["flags"].values():
+        if options.get("metavar") in ("DIR", "FILE", "PATH"):
+            options["type"] = Path
+    target = "embodyrl.cli.run:run" if fields.pop("composes", False) else parts.COMMANDS[name]
+    return Command(**fields | {"target": target, "examples": tuple(fields["examples"])})
 
 
-def _of_extensions() -> dict[str, Command]:
-    found = _read(_SURFACE, {})
-    for extension in extensions().values():
-        if targets := extension.entry_points.get(GROUP):
-            found |= _read(_open(PACKAGE / extension.paths[0]), targets)
-    first = [name for name in _SURFACE["first"] if name in found]
-    return {name: found[name] for name in [*first, *sorted(found.keys() - first)]}
-
-
-COMMANDS = _of_extensions()
-"""Commands of the core and of extensions by name, the most common commands first."""
+_FIRST = [*_TEXTS["first"], *sorted(parts.COMMANDS.keys() - {*_TEXTS["first"]})]
+COMMANDS = {name: _read(name) for name in _FIRST}
+"""Commands of this package by name, the most common commands first."""
 
 
 def of_packages() -> dict[str, Command]:
@@ -84,7 +67,7 @@ def of_packages() -> dict[str, Command]:
             words_help="arguments of the command",
             own_flags=True,
         )
-        for entry in installed(group=GROUP)
+        for entry in installed(group="embodyrl.commands")
         if entry.name not in COMMANDS
     }
 
@@ -92,9 +75,9 @@ def of_packages() -> dict[str, Command]:
 def overview() -> str:
     """Return the text of `embodyrl --help`."""
     every = COMMANDS | of_packages()
-    first = {name: every.pop(name) for name in _SURFACE["first"] if name in every}
+    first = {name: every.pop(name) for name in _TEXTS["first"] if name in every}
     width = max(map(len, [*first, *every]))
-    return _SURFACE["overview"].format(first=_table(first, width), more=_table(every, width))
+    return _TEXTS["overview"].format(first=_table(first, width), more=_table(every, width))
 
 
 def _table(commands: Mapping[str, Command], width: int) -> str:
@@ -127,7 +110,7 @@ def _groups_and_keys() -> str:
             text = textwrap.shorten(about(group, option, file), max(30, columns - width - 6), placeholder="...")
             lines.append(f"   {mark} {option:<{width}}  {text}")
     lines += ["", "common keys (key=value):"]
-    for name in _SURFACE["common_keys"]:
+    for name in _TEXTS["common_keys"]:
         key = all_keys()[name]
         lines.append(f"  {name}: {key.type_text} = {spell(key.default)}")
         lines.append(textwrap.fill(key.doc, columns, initial_indent=" " * 6, subsequent_indent=" " * 6))

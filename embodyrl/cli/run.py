@@ -7,35 +7,20 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
-from embodyrl.config.compose import parse_word, write_word
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
-from embodyrl.errors import CheckpointError, ConfigError, masked
+from embodyrl.errors import ConfigError, masked
 from embodyrl.files import json_text
-from embodyrl.plan.config import is_on_hub, load_config, load_saved_config
+from embodyrl.plan.config import load_config, load_saved_config, load_with_ckpt, require_ckpt
 from embodyrl.plan.saved import config_of_ckpt, dump_config
 from embodyrl.plan.schema import Config
-from embodyrl.registry import Registry, closest, takes
-
-SWEEPERS: Registry[Callable[[str, Sequence[str], Sequence[Path]], int]] = Registry(
-    "sweeper",
-    group="embodyrl.sweepers",
-    wants="a function of a command, its arguments and folders that returns an exit code",
-    fits=takes(3),
-)
-SEQUENTIAL_TESTS: Registry[Callable[[Sequence[str], Sequence[str], Sequence[Path], bool], int]] = Registry(
-    "sequential test",
-    group="embodyrl.sequential_tests",
-    wants="a function of two runs, arguments, folders and the choice of JSON that returns an exit code",
-    fits=takes(4),
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,15 +34,15 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
             raise ConfigError("--resume, --print-config, --dry-run or --json cannot be combined with -m; remove one.")
-        for sweep in SWEEPERS.every():
-            return sweep(args.command, args.words, args.config_dir)
-        raise ConfigError("-m: the extension 'sweep' is missing; reinstall embodyrl to get it.")
+        from embodyrl.extensions.sweep.sweep import sweep
+
+        return sweep(args.command, args.words, args.config_dir)
     if args.command == "eval" and args.until_significant:
         if args.resume or args.print_config or args.dry_run:
             raise ConfigError("--resume, --print-config or --dry-run cannot be combined with --until-significant.")
-        for test in SEQUENTIAL_TESTS.every():
-            return test(args.until_significant, args.words, args.config_dir, args.json)
-        raise ConfigError("--until-significant: the extension 'results' is missing; reinstall embodyrl to get it.")
+        from embodyrl.extensions.results.sequential import until_significant
+
+        return until_significant(args.until_significant, args.words, args.config_dir, args.json)
     with no_collecting():
         cfg, more = _compose(args)
     if only_look(args, cfg):
@@ -70,23 +55,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json_text(dataclasses.asdict(result)), end="")
     return getattr(result, "exit_code", 0)
-
-
-def _require_ckpt(words: list[str]) -> None:
-    """Raise an error if the path in `ckpt=` does not exist, before the config is composed with the default model.
-
-    Raises:
-        CheckpointError: the path does not exist; suggests runs with a similar name.
-    """
-    named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
-    path = str(parse_word(f"ckpt={named[-1]}")[1]) if named else "null"
-    if path in ("null", "None", "") or "${" in path or is_on_hub(path) or resolve_run(path).exists():
-        return
-    runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
-    near = closest(path, [*runs, *(Path(run).name for run in runs)])
-    raise CheckpointError(
-        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list runs` shows all runs."
-    )
 
 
 def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
@@ -110,14 +78,13 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
 
 
 def compose_with_ckpt(args: argparse.Namespace) -> Any:
-    """Compose the config of a command that uses weights, on top of the config of the run in `ckpt=`.
+    """Compose the config of a command that uses weights (see `load_with_ckpt`).
 
     A first argument without `=` is the value of `ckpt`.
     """
     if args.words and "=" not in args.words[0]:
         args.words[0] = write_word("ckpt", args.words[0])
-    _require_ckpt(args.words)
-    return load_config(args.command, args.words, config_dirs=args.config_dir, base=config_of_ckpt(args.words))
+    return load_with_ckpt(args.command, args.words, config_dirs=args.config_dir)
 
 
 def _resumed(args: argparse.Namespace) -> Path:
@@ -148,7 +115,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
             )
         found = resolve_run(resume)
         return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
-    _require_ckpt(words)
+    require_ckpt(words)
     base = config_of_ckpt(words) if args.command == "train" else None
     cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:

@@ -2,7 +2,4 @@
 
 from embodyrl.cluster.protocol import LAUNCHERS
 
-LAUNCHERS.add("inline", "embodyrl.cluster.inline:InlineLauncher")
-LAUNCHERS.add("local", "embodyrl.cluster.local:LocalLauncher")
-
 __all__ = ["LAUNCHERS"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, Protoco
 
 from pydantic import Field
 
+from embodyrl import parts
 from embodyrl.clock import RunClock
 from embodyrl.config.settings import Index, Must, Seconds, Settings
 from embodyrl.errors import WorkerError
@@ -175,6 +176,7 @@ _NEEDED = ("settings", "sections", "in_process", "where", "lost", "preview", "no
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",
+    parts=parts.LAUNCHERS,
     wants=f"a class with {', '.join(_NEEDED)}",
     fits=lambda found: isinstance(found, type) and all(hasattr(found, name) for name in _NEEDED),
 )

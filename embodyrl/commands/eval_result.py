@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from embodyrl.channels.layout import decode_instruction
 from embodyrl.errors import WorkerError
+from embodyrl.extensions.conversation.evaluation import majority, turns_of
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
-from embodyrl.plan.episodes import own_tasks
-from embodyrl.registry import Registry, has
+from embodyrl.plan.initial_states import own_tasks
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
@@ -64,26 +64,6 @@ class TaskResult:
         low = -math.inf if self.return_low is None else self.return_low
         high = math.inf if self.return_high is None else self.return_high
         return Mean(self.mean_return, (low, high), self.episodes, self.states, self.effective_episodes)
-
-
-class Conversations(Protocol):
-    """Interface of an extension that reads the conversations of text tasks."""
-
-    def turns(self, instruction: str) -> tuple[tuple[str, str], ...]:
-        """Return (role, text) of each turn of a conversation; empty if the instruction is not a conversation."""
-        ...
-
-    def majority(self, episodes: Sequence[EpisodeRow]) -> float | None:
-        """Return the accuracy of majority voting over the answers to each initial state; None: no answers."""
-        ...
-
-
-CONVERSATIONS: Registry[Conversations] = Registry(
-    "conversations",
-    group="embodyrl.conversations",
-    wants="an object with turns and majority",
-    fits=has("turns", "majority"),
-)
 
 
 class Comparison(Protocol):
@@ -237,7 +217,7 @@ def _summarise_task(
 ) -> TaskResult:
     count, score = len(episodes), score_of(episodes)
     rate = score if isinstance(score, Rate) else None
-    voted = next((talks.majority(episodes) for talks in CONVERSATIONS.every()), None)
+    voted = majority(episodes)
     # Sorted, so that a resumed evaluation adds the numbers in the same order.
     earned = Mean.of((e.reset_id, e.episode_return) for e in sorted(episodes, key=lambda e: e.episode))
     return TaskResult(
@@ -294,7 +274,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     number = episode.spec.task_id
     # An environment that does not declare success may report success at the end of an episode.
     known = env.reward.reports_success or episode.success_once
-    turns = next((talks.turns(episode.instruction) for talks in CONVERSATIONS.every()), ())
+    turns = turns_of(episode.instruction)
     # The instruction is all messages of a conversation, or the last message of a game with several turns.
     named = bool(turns) or env.text.max_replies > 1
     suite = env.benchmark.suites[number] if env.benchmark.suites else ""

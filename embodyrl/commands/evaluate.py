@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,23 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import step_of
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import Comparison, EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import evaluation_facts, facts
 from embodyrl.commands.kept import keeps_episodes, open_writer, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
-from embodyrl.commands.session import LOOP_FILE, announce, screen_only
+from embodyrl.commands.session import announce, screen_only
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
-from embodyrl.files import json_text, read_json, write_atomically
+from embodyrl.extensions.reporting.history import read_baseline
+from embodyrl.extensions.reporting.samples import show_replies
+from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.protocols import protocol_record
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
@@ -92,14 +94,6 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         return result
 
 
-def step_of(weights: Path | None) -> int:
-    """Return the training step of the evaluated weights; 0 for weights without a checkpoint of this package."""
-    if weights is None or not (weights.parent / "manifest.json").is_file():
-        return 0
-    CheckpointStore(weights.parent.parent).verify(weights.parent)
-    return int(read_json(weights.parent / LOOP_FILE)["step"])
-
-
 def run_evaluation(
     run_plan: RunPlan, workers: Workers, run: RunFolder, monitor: Fanout, step: int, *, resume: bool = False
 ) -> EvalResult:
@@ -148,9 +142,8 @@ def run_evaluation(
     result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
-    for lines in LINES.every():
-        for line in lines(cfg, rows):
-            monitor.text(line)
+    for line in show_replies(cfg, rows):
+        monitor.text(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": run_plan.env.name}
     write_atomically(folder / TABLE_FILE, json_text(table))
     return result
@@ -178,31 +171,19 @@ def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]
     return {"baseline": Path(str(cfg.eval.baseline)).name, "paired": tuple(baseline(rows))}
 
 
-LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Registry(
-    "evaluation lines",
-    group="embodyrl.evaluation_lines",
-    wants="a function of a Config and its episodes that yields lines",
-    fits=takes(2),
-)
-"""Functions of extensions that yield additional output lines of a finished evaluation."""
 Baseline = Callable[[Sequence[EpisodeRow]], Sequence[Comparison]]
 """Function from the episodes of an evaluation to comparisons with an earlier evaluation, one per suite."""
-BASELINES: Registry[Callable[[Config], Baseline]] = Registry(
-    "baseline", group="embodyrl.baselines", wants="a function of a Config that returns a Baseline", fits=takes(1)
-)
 
 
 def find_baseline(cfg: Config) -> Baseline | None:
     """Return the function that compares episodes with the run `eval.baseline`; None: the key is not set.
 
     Raises:
-        ConfigError: the run has no comparable evaluation, or no extension reads runs.
+        ConfigError: the run has no comparable evaluation.
     """
     if cfg.eval.baseline is None:
         return None
-    for read in BASELINES.every():
-        return read(cfg)
-    raise ConfigError("eval.baseline: the extension 'reporting' is missing; reinstall embodyrl to get it.")
+    return read_baseline(cfg)
 
 
 def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:
@@ -265,22 +246,3 @@ class Compared:
     last: EvalResult
     videos: tuple[Path, ...] = ()
     lines: tuple[str, ...] = ()
-
-
-COMPARISONS: Registry[Callable[..., Compared]] = Registry(
-    "comparison of validations",
-    group="embodyrl.comparisons",
-    wants="a function of a RunPlan, Workers, two EvalResults, a folder and a printer of lines that returns Compared",
-    fits=takes(6),
-)
-
-
-def compare(
-    run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
-) -> Compared:
-    """Compare two validations with the function of an extension (`embodyrl.comparisons`), if one is installed."""
-    for comparison in COMPARISONS.every():
-        return comparison(run_plan, workers, first, last, videos, say)
-    if run_plan.cfg.video.startswith("changed:"):
-        say("no recordings: the extension 'reporting' is missing; reinstall embodyrl to get it")
-    return Compared(first=first, last=last)

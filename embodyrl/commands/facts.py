@@ -2,21 +2,22 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.config.compose import write_word
-from embodyrl.envs.factory import tasks_in_memory
+from embodyrl.envs import ENVS
+from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.held_out import held_out_facts, rendering_facts
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_asked, eval_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import THIS_HOST, Config
 from embodyrl.policies.inputs import gripper_text
-from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 MIB, GIB = 2**20, 2**30
@@ -76,12 +77,6 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     return list(lines.items())
 
 
-BANNER: Registry[Callable[[RunPlan], list[tuple[str, str]]]] = Registry(
-    "banner line", group="embodyrl.banner", wants="a function of a RunPlan that returns lines", fits=takes(1)
-)
-"""Functions of extensions that return additional banner lines (label, text) about an evaluation."""
-
-
 def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about an evaluation."""
     cfg, env = run_plan.cfg, run_plan.env
@@ -90,7 +85,13 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
     if (asked := count_asked(cfg, env)) > plan.num_episodes:
         text += f"; {asked} episodes were requested, but the others would be exact copies"
-    return [("evaluation", text), *(line for banner in BANNER.every() for line in banner(run_plan))]
+    return [("evaluation", text), *held_out_facts(run_plan), *rendering_facts(run_plan), *_facts_of_env(cfg)]
+
+
+def _facts_of_env(cfg: Config) -> list[tuple[str, str]]:
+    """Return the banner lines that the environment's factory adds."""
+    factory = ENVS.get(cfg.env.env_type)
+    return factory.facts(cfg.env) if isinstance(factory, SimFactory) else []
 
 
 def precision_facts(cfg: Config) -> list[tuple[str, str]]:

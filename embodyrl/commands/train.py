@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +14,24 @@ import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.eval_result import EvalResult, changes
-from embodyrl.commands.evaluate import Compared, compare, read_evaluation, run_evaluation
+from embodyrl.commands.evaluate import Compared, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
-from embodyrl.commands.kept import EpisodeWriter, keeps_episodes, open_writer
+from embodyrl.commands.kept import keeps_episodes, open_writer
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, weight_facts
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.experience.keeping import KeptEpisodesWriter
+from embodyrl.extensions.reporting.changes import record_changes
+from embodyrl.extensions.reporting.collapse import collapse_check
 from embodyrl.monitor.history import METRICS_FILE, read_rows
-from embodyrl.plan.episodes import greedy_episodes, group_sampler, groups_per_step, refill_episodes, train_episodes
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.episodes import greedy_episodes, groups_per_step, refill_episodes, train_episodes
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.registry import Registry, takes
+from embodyrl.plan.task_weights import note_outcomes, weighs_tasks
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
@@ -42,15 +46,6 @@ _NOTHING = PreparedBatch(
     has_signal=False,
 )
 
-
-StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
-"""Function from a training step and its metrics to warnings, one line each."""
-STEP_CHECKS: Registry[Callable[[RunPlan], StepCheck]] = Registry(
-    "check of training steps",
-    group="embodyrl.step_checks",
-    wants="a function of a RunPlan that returns a StepCheck",
-    fits=takes(1),
-)
 
 OnEval = Callable[[int, EvalResult], bool | None]
 """Callback with the number of completed steps and the result of a validation; True ends the run as in `OnStep`."""
@@ -114,7 +109,7 @@ class _Training:
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reasons: set[str] = set()
-        self.checks = [make(self.run_plan) for make in STEP_CHECKS.every()]
+        self.check_step = collapse_check(self.run_plan)
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
@@ -150,7 +145,7 @@ class _Training:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
             for row in read_rows(self.session.folder.root / METRICS_FILE):
-                self._warnings(row.get("step", 0), row)  # earlier steps of a resumed run
+                self.check_step(row.get("step", 0), row)  # earlier steps of a resumed run
             self._begin(workers)
             with open_writer(self.run_plan, workers.arena, self.session.folder.root, self.monitor.text) as writer:
                 self._loop(workers, actors, writer)
@@ -186,7 +181,7 @@ class _Training:
             return
         try:
             videos = self.session.folder.videos
-            found = compare(self.run_plan, workers, self.first, self.last, videos, self.monitor.text)
+            found = record_changes(self.run_plan, workers, self.first, self.last, videos, self.monitor.text)
         except OSError as error:  # the checkpoint is already saved
             self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
@@ -194,7 +189,7 @@ class _Training:
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
-    def _loop(self, workers: Workers, actors: Actors, writer: EpisodeWriter | None) -> None:
+    def _loop(self, workers: Workers, actors: Actors, writer: KeptEpisodesWriter | None) -> None:
         """Run the training steps: rollout, reference log-probabilities, advantages, update, logging, checkpoint."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.run_plan, workers, algorithm)
@@ -208,9 +203,10 @@ class _Training:
             if writer is not None:
                 writer.add(rollout.episodes, step)
             with workers.supervisor.shield():
-                if weights := group_sampler(self.cfg):
+                if self.cfg.algorithm.curriculum:
                     ended = [*rollout.episodes, *rollout.filtered]
-                    weights.note(self.cfg, self.run_plan.env, algorithm.seen, ended)
+                    by_task = weighs_tasks(self.run_plan.env, self.cfg.env.train)
+                    note_outcomes(algorithm.seen, ended, by_task=by_task)
                 # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)
@@ -241,15 +237,12 @@ class _Training:
                 clock = {name for one in observers for name in one.clock_metrics}
                 deterministic = self.cfg.runner.deterministic
                 self.monitor.log(session.step, split_clock_metrics(metrics, clock) if deterministic else metrics)
-            for line in self._warnings(session.step, metrics):
+            for line in self.check_step(session.step, metrics):
                 self.monitor.text(line)
             session.tell(self.on_step, metrics)
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a learning signal; the weights are unchanged")
             session.save_if_due(lambda: self._save(workers, actors))
-
-    def _warnings(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        return [line for check in self.checks for line in check(step, metrics)]
 
     def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:
         try:

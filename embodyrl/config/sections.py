@@ -1,11 +1,10 @@
-"""Config sections that extensions add: entry points of the group `embodyrl.sections`."""
+"""Config sections whose settings class depends on the command or on other values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.config.settings import Settings
-from embodyrl.registry import Registry
 
 
 def no_problems(_: Any) -> Iterator[str]:
@@ -27,7 +26,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A config section of an extension: the keys under `<name>.`, where <name> is the name of the entry point.
+    """A config section: the keys under `<name>.` (see `sections` in `plan/schema.py`).
 
     Every command imports the module of a section, so the module must not import large packages.
     """
@@ -49,8 +48,3 @@ class Section:
 def of_commands(kind: type[Settings], *commands: str) -> Section:
     """Return a section with a single settings class. The section exists only in the given commands."""
     return Section(kinds=(kind,), choose=lambda chosen: kind if chosen.command in commands else None)
-
-
-SECTIONS: Registry[Section] = Registry(
-    "section", group="embodyrl.sections", wants="a Section", fits=lambda found: isinstance(found, Section)
-)

@@ -8,8 +8,7 @@ from typing import Any
 from embodyrl.config.compose import conf_dir, write_word
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Settings, leaves
-from embodyrl.manifests import declared
-from embodyrl.registry import Registry, installed
+from embodyrl.registry import installed
 
 TRUST = "trust=true"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
@@ -17,12 +16,22 @@ _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
-_PLAIN = ("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop")
-"""Keys whose values are never code or addresses; extensions add keys as entry points of `embodyrl.plain_keys`."""
+_PLAIN = (
+    "video",
+    "runner.experiment_name",
+    "runner.logger.project_name",
+    "algorithm.sampling_params.stop",
+    "data.prompt_template",
+    "data.system_prompt",
+    "data.answer_pattern",
+)
+"""Keys whose values are never code or addresses."""
 _PROGRAMS = ("env.id",)
 """Keys whose value may be a hub repository (owner/name@revision) with code that the run executes."""
-STARTED: Registry[Any] = Registry("program key", group="embodyrl.program_keys", wants="a class", fits=callable)
-"""Keys whose value is the path of a program that a run starts, each registered with its settings class."""
+STARTED = ("env.python", "model.python")
+"""Keys whose value is the path of a program that a run starts."""
+_MOVED_MODULES = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
+"""Modules by their name in the configs of earlier versions."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
@@ -39,14 +48,13 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
     """
     if typed.get("trust") is True:
         return []
-    plain, started = (*_PLAIN, *declared("embodyrl.plain_keys")), STARTED.names()
     return [
         f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
         f"author of this run, add {TRUST}; to allow only this value, add {write_word(key, value)}."
         for key, value in saved.items()
-        if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in plain)
+        if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in (key, *_texts(value))
-        if (key in started and text == value)
+        if (key in STARTED and text == value)
         or _names_program(key, text)
         or (_may_execute_code_or_connect(text) and not _is_known(text))
     ]
@@ -79,8 +87,7 @@ def _is_known(path: str) -> bool:
     if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
         return True
     module, _, name = path.partition(":")
-    # Configs of version 0.1 contain the earlier names of modules.
-    path = f"{declared('embodyrl.moved_modules').get(module, module)}:{name}"
+    path = f"{_MOVED_MODULES.get(module, module)}:{name}"
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 
 

@@ -2,6 +2,4 @@
 
 from embodyrl.envs.protocol import ENVS
 
-ENVS.add("gym", "embodyrl.envs.gym.factory:FACTORY")
-
 __all__ = ["ENVS"]

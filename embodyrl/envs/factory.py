@@ -1,18 +1,21 @@
 """Base class of environment factories, and the interface of extensions that delay actions."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.reward import StepReward, StepRewardSettings
 from embodyrl.envs.simulators import Simulators
-from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
-from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from embodyrl.extensions.delay.env import Timing
 
 S = TypeVar("S", contravariant=True)
 
@@ -38,6 +41,10 @@ class SimFactory(ABC, Generic[S]):
     def own_suite(self, cfg: S) -> str | None:
         """Return the name of the configured suite, or None if the suite has no name."""
         return None
+
+    def facts(self, cfg: S) -> list[tuple[str, str]]:
+        """Return additional lines of the start banner as (label, text); empty by default."""
+        return []
 
     @abstractmethod
     def describe(self, cfg: S, context: EnvContext) -> EnvSpec:
@@ -84,40 +91,13 @@ class SimFactory(ABC, Generic[S]):
         return env if delay is None else delay.wrap(env, context.num_slots)
 
 
-class Delay(Protocol):
-    """Extension that delays action chunks (`env.control.latency_steps`, `rollout.chunk_overlap`)."""
-
-    def declare(self, spec: EnvSpec, chunk: int) -> EnvSpec:
-        """Add the delay to a spec, for a policy with `chunk` actions per chunk (0: unknown)."""
-        ...
-
-    def original(self, spec: EnvSpec) -> EnvSpec:
-        """Return the spec without the delay; the inverse of `declare`."""
-        ...
-
-    def wrap(self, env: ChunkedEnv, num_slots: int) -> Env:
-        """Wrap the environment so that chunks are executed with the delay."""
-        ...
-
-
-DELAYS: Registry[Callable[[Any, EnvContext], Delay]] = Registry(
-    "delay",
-    group="embodyrl.delays",
-    wants="a function of the settings and the EnvContext of an environment that returns a Delay",
-    fits=takes(2),
-)
-
-
-def _delay_of(cfg: Any, context: EnvContext) -> Delay | None:
+def _delay_of(cfg: Any, context: EnvContext) -> Timing | None:
     """Return the configured delay, or None if the config has neither a delay nor overlapping chunks."""
     if not cfg.delay[1] and not context.overlap:
         return None
-    for delay in DELAYS.every():
-        return delay(cfg, context)
-    raise ConfigError(
-        "env.control.latency_steps and rollout.chunk_overlap need the extension 'delay', which is missing. "
-        "Reinstall embodyrl."
-    )
+    from embodyrl.extensions.delay.env import delay_of
+
+    return delay_of(cfg, context)
 
 
 _SHARE = 0.8

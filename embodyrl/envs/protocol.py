@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from embodyrl import parts
 from embodyrl.config.settings import Settings
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
@@ -212,6 +213,7 @@ class GoalFactory(EnvFactory, Protocol):
 ENVS: Registry[EnvFactory] = Registry(
     "env",
     group="embodyrl.envs",
+    parts=parts.ENVIRONMENTS,
     wants="a factory with settings, validate, spec and make (docs/howto/add_an_env.md)",
     fits=has("settings", "validate", "spec", "make"),
 )

@@ -3,18 +3,18 @@
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path as SettingsPath
 from embodyrl.config.settings import Settings
-from embodyrl.errors import ConfigError
-from embodyrl.registry import Registry, takes
-from embodyrl.types import EnvSpec, FloatArray, ObservationOut
+from embodyrl.envs.reward_step import RewardStep
+from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.extensions.demonstrations.learned_reward import load_reward
+from embodyrl.registry import REWARDS, takes
+from embodyrl.types import EnvSpec
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
@@ -40,42 +40,6 @@ class StepRewardSettings(Settings):
             yield "reward.weights needs reward.path, which is not set. Set reward.path, or remove the weights."
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardStep:
-    """Executed env step; the argument of a reward function.
-
-    >>> def careful(step: RewardStep) -> float:
-    ...     return step.success - 0.01 * float(abs(step.action).sum())
-    """
-
-    slot: int
-    step: int
-    """Index of the step in the episode, counted from 1."""
-    reset_id: int
-    task_id: int
-    instruction: str
-    action: FloatArray
-    """Executed action [A]."""
-    reward: float
-    """Reward of the simulator after the action, before `use_rel_reward` and `reward_coef` are applied."""
-    success: bool
-    """True if the goal is reached after the action."""
-    terminated: bool
-    truncated: bool
-    look: Callable[[], ObservationOut] = field(repr=False)
-    ask: Callable[[], Mapping[str, Any]] = field(repr=False)
-
-    @cached_property
-    def observation(self) -> ObservationOut:
-        """Images [C, H, W, 3] uint8 and state [S] after the action; rendered at the first access."""
-        return self.look()
-
-    @cached_property
-    def info(self) -> Mapping[str, Any]:
-        """Simulator's info of the step, by name; may be empty."""
-        return self.ask()
-
-
 def success(step: RewardStep) -> float:
     """Return 1 if the goal is reached after the step, else 0.
 
@@ -88,27 +52,20 @@ StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
 """Function that returns the reward of a step, or a mapping of reward components, which are weighted and summed. The
 attribute `components` of the function contains the names of the components."""
 
-STEP_REWARDS: Registry[StepFunction] = Registry(
-    "step reward",
-    group="embodyrl.step_rewards",
-    wants="a function of a RewardStep",
-    fits=lambda found: takes(1)(found) and not isinstance(found, type),
-)
 
+def _find(name: str) -> StepFunction:
+    """Return the reward model in a folder, or the reward function of a name or of `package.module:attr`.
 
-REWARD_MODELS: Registry[Callable[[Path], StepFunction | None]] = Registry(
-    "reward model",
-    group="embodyrl.reward_models",
-    wants="a function of a folder that returns a function of a RewardStep or None",
-    fits=takes(1),
-)
-
-
-def _reward_model(path: str) -> StepFunction | None:
-    """Return the reward model in a folder; None if the path names a function."""
-    folder = resolve_asset(path)
-    found = (load(folder) for load in REWARD_MODELS.every()) if folder.is_dir() else ()
-    return next((model for model in found if model is not None), None)
+    Raises:
+        UnknownNameError: `name` selects no function of a RewardStep.
+    """
+    folder = resolve_asset(name)
+    if folder.is_dir() and (model := load_reward(folder)) is not None:
+        return model
+    function = REWARDS.get(name)
+    if isinstance(function, type) or not takes(1)(function):
+        raise UnknownNameError(f"reward '{name}' is {function!r:.80}, not a function of a RewardStep.")
+    return function
 
 
 class StepReward:
@@ -121,7 +78,7 @@ class StepReward:
             UnknownNameError: the path names no function.
         """
         assert cfg.path is not None
-        self._function = _reward_model(cfg.path) or STEP_REWARDS.get(cfg.path)
+        self._function = _find(cfg.path)
         self._names = tuple(getattr(self._function, "components", (cfg.path.rpartition(":")[2],)))
         self._adds = cfg.mode is RewardMode.add
         self.components = (*self._names, *([SIMULATOR] if self._adds else []), ERRORS)
@@ -178,8 +135,9 @@ def reward_problems(cfg: StepRewardSettings) -> list[str]:
     """Return errors in `reward.path` and `reward.weights`, one line each, without calling the function."""
     if cfg.path is None:
         return []
-    if _reward_model(cfg.path) is None and (found := STEP_REWARDS.problems([cfg.path], "reward.path")):
-        return found
-    known = StepReward(cfg).components[:-1]
+    try:
+        known = StepReward(cfg).components[:-1]
+    except UnknownNameError as error:
+        return [f"reward.path: {error}"]
     wrong = [name for name in cfg.weights if name not in known]
     return [f"reward.weights: unknown reward component {', '.join(wrong)}. Known: {', '.join(known)}."] if wrong else []

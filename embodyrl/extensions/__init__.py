@@ -1,1 +1,1 @@
-"""Extensions: optional features, one per folder, which the `extension.toml` of the folder registers."""
+"""Features, one per folder."""

@@ -1,11 +1,13 @@
 """Logger to the terminal: a live dashboard on a TTY if an extension provides one, otherwise one line per step."""
 
+from __future__ import annotations
+
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -15,11 +17,10 @@ from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import Monitor, RunInfo
 from embodyrl.monitor.timing import PHASES, step_seconds
-from embodyrl.registry import Registry
 
-DASHBOARDS: Registry[Callable[[RunInfo], Any]] = Registry(
-    "dashboard", group="embodyrl.dashboards", wants="a class that is created with a RunInfo", fits=callable
-)
+if TYPE_CHECKING:
+    from embodyrl.extensions.reporting.dashboard import Dashboard
+
 PROGRESS_PERIOD_S = 30.0
 """Minimum time in seconds between two progress lines without a TTY."""
 
@@ -95,7 +96,7 @@ class ConsoleMonitor(Monitor):
         self._clock = clock
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._total = 0
-        self._board: Any = None
+        self._board: Dashboard | None = None
         self._picture: Live | None = None
         self._quiet_since = clock()
         self._unread = 0
@@ -105,8 +106,10 @@ class ConsoleMonitor(Monitor):
         """See `Monitor.open`."""
         self._total = info.total_steps
         self._quiet_since = self._clock()
-        for board in DASHBOARDS.every() if self._live else ():
-            self._board = board(info)
+        if self._live:
+            from embodyrl.extensions.reporting.dashboard import Dashboard
+
+            self._board = Dashboard(info)
             for row in read_rows(run_dir / METRICS_FILE) if info.resume_step else ():
                 if row.get("step", 0) < info.resume_step:
                     self._board.log(row.get("step", 0), row)

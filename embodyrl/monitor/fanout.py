@@ -8,17 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError, masked
+from embodyrl.extensions.background_logging import BackgroundMonitor
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
-from embodyrl.registry import Registry, takes
 
 _log = logging.getLogger(__name__)
-
-
-BACKGROUND: Registry[Callable[[Monitor], Monitor]] = Registry(
-    "background logging", group="embodyrl.background_logging", wants="a function of a Monitor", fits=takes(1)
-)
-"""Wrappers of loggers: each returns a logger that calls the wrapped logger in a background thread."""
 
 
 def missing_loggers(backends: Sequence[str]) -> list[str]:
@@ -45,9 +39,7 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
         UnknownNameError: a logger does not exist.
     """
     monitors = {name: MONITORS.get(name)() for name in dict.fromkeys(backends)}
-    for in_background in BACKGROUND.every():
-        monitors = {name: m if m.prompt else in_background(m) for name, m in monitors.items()}
-    return Fanout(monitors)
+    return Fanout({name: m if m.prompt else BackgroundMonitor(m) for name, m in monitors.items()})
 
 
 class Fanout(Monitor):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from embodyrl import parts
 from embodyrl.monitor.intervals import Score
 from embodyrl.registry import Registry
 
@@ -67,6 +68,7 @@ class Monitor:
 MONITORS: Registry[type[Monitor]] = Registry(
     "logger",
     group="embodyrl.monitors",
+    parts=parts.MONITORS,
     wants="a subclass of embodyrl.monitor.Monitor",
     fits=lambda found: isinstance(found, type) and issubclass(found, Monitor),
 )

@@ -19,7 +19,8 @@ from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError, short
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.fanout import missing_loggers
-from embodyrl.plan.schema import READS, Config
+from embodyrl.plan.reads import get_reads
+from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
@@ -53,7 +54,7 @@ def checked(
         raise ConfigError(problems)
     cfg.note({name: last[name].source for name in read})
     if cfg.has("env"):
-        cfg.env.play(READS.get(cfg.command).plays)
+        cfg.env.play(get_reads(cfg.command).plays)
     if problems := [*contradictions(cfg)]:
         raise ConfigError(problems)
     cfg.note(warnings=[*unread, *inert(cfg, cfg.changed, cfg.conditions)])
@@ -276,7 +277,7 @@ def check_components(cfg: Config) -> None:
         CheckpointError: `algorithm.reference_path` has no weights.
         ConfigError: problems reported by a component, and missing keys of the command; one line each.
     """
-    problems = [*READS.get(cfg.command).problems(cfg)]
+    problems = [*get_reads(cfg.command).problems(cfg)]
     if cfg.has("runner"):
         problems += missing_loggers(cfg.runner.logger.backends)
     if cfg.trains and cfg.algorithm.reference_path is not None:

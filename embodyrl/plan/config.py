@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_word, split_words
-from embodyrl.config.paths import HUB_NAME
+from embodyrl.config.paths import HUB_NAME, resolve_run
 from embodyrl.config.settings import find_key, keys_of, leaves, parents_of, plain
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan.checks import checked, contradictions, nested, validated
 from embodyrl.plan.keys import unused_keys
-from embodyrl.plan.saved import check_trust, command_of, on_base, read_saved, settings_of_weights
-from embodyrl.plan.schema import READS, SELECTORS, THIS_HOST, Config, choose
+from embodyrl.plan.saved import check_trust, command_of, config_of_ckpt, on_base, read_saved, settings_of_weights
+from embodyrl.plan.schema import SELECTORS, THIS_HOST, Config, choose, selectors
 from embodyrl.plan.weights import resolve_weights
-from embodyrl.registry import Registry, takes
+from embodyrl.registry import closest
 
 log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
 _HORIZON = "env.eval.max_episode_steps"
 MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
-DOWNLOADERS: Registry[Callable[[str, str, str, bool], str]] = Registry(
-    "downloader",
-    group="embodyrl.downloaders",
-    wants="a function of key, name, kind of repository and the choice of programs that returns owner/name@commit",
-    fits=takes(4),
-)
 
 
 def load_config(
@@ -60,7 +54,7 @@ def load_config(
             value out of range, an unused key, and, after these are fixed, contradictions.
     """
     problems: list[str] = []
-    unread = SELECTORS.keys() - READS.get(command).selectors
+    unread = SELECTORS.keys() - selectors(command)
     groups, typed, chosen = compose(command, words, config_dirs, problems, unread=unread, on_run=base is not None)
     if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
         chosen = on_base(base, command, groups, chosen, typed, problems)
@@ -69,6 +63,29 @@ def load_config(
     own, warnings = settings_of_weights(command, [*chosen, *typed], problems)
     settings = [*chosen, *own, *_protocol([*chosen, *typed], problems), *typed]
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
+
+
+def load_with_ckpt(command: str, words: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Any:
+    """Compose the config of a command on top of the config of the run in `ckpt=` (see `load_config`)."""
+    require_ckpt(words)
+    return load_config(command, words, config_dirs=config_dirs, base=config_of_ckpt(list(words)))
+
+
+def require_ckpt(words: Sequence[str]) -> None:
+    """Raise an error if the path in `ckpt=` does not exist, before the config is composed with the default model.
+
+    Raises:
+        CheckpointError: the path does not exist; suggests runs with a similar name.
+    """
+    named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
+    path = str(parse_word(f"ckpt={named[-1]}")[1]) if named else "null"
+    if path in ("null", "None", "") or "${" in path or is_on_hub(path) or resolve_run(path).exists():
+        return
+    runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
+    near = closest(path, [*runs, *(Path(run).name for run in runs)])
+    raise CheckpointError(
+        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list runs` shows all runs."
+    )
 
 
 def load_saved_config(
@@ -269,11 +286,9 @@ def located(key: str, value: Any) -> Any:
 
 def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
     """Download a repository, with `programs` including its code, and return `owner/name@commit`."""
-    for download in DOWNLOADERS.every():
-        return download(key, path, kind, programs)
-    raise ConfigError(
-        f"{key}={path} is not a local folder, and the extension 'hub' for downloads is missing. Reinstall embodyrl."
-    )
+    from embodyrl.extensions.hub.download import download
+
+    return download(key, path, kind, programs)
 
 
 def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from embodyrl.algorithms.shaping import Outcomes
-from embodyrl.envs.settings import EnvSplit, TrainSplit
-from embodyrl.errors import ConfigError
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.plan.initial_states import reset_id_array, reset_ids_of, selected_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
-from embodyrl.registry import Registry, has
-from embodyrl.types import EnvSpec, Episode, EpisodeSpec, IntArray, PolicySpec
+from embodyrl.plan.task_weights import has_weights, weighted_ids
+from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
 
 _EVAL_SEED = 1000
 
@@ -70,105 +69,9 @@ class EpisodeList:
         return replace(self, waves=tuple(waves)) if episodes else self
 
 
-def own_tasks(env: EnvSpec) -> range:
-    """Return the task ids of the environment's main suite, which are the lowest ids."""
-    return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
-
-
-def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return the reset ids of the selected tasks and initial states in the main suite; with `across`, in all suites.
-
-    Raises:
-        ConfigError: a task id or initial state does not exist.
-    """
-    return _reset_ids(env, split, across=across).tolist()
-
-
-def _reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArray:
-    ids = (reset_ids_of(env, split, task) for task in selected_tasks(env, split, across=across))
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(own.start, own.stop) for own in ids)])
-
-
-def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return the split's task ids in the main suite; with `across`, the ids of the same tasks in all suites.
-
-    Raises:
-        ConfigError: a task id does not exist.
-    """
-    own = own_tasks(env)
-    tasks = list(split.task_ids) if split.task_ids is not None else list(own)
-    bad = [t for t in tasks if t not in own]
-    if bad:
-        raise ConfigError(f"task_ids {bad} do not exist: env '{env.name}' has tasks 0 to {len(own) - 1}.")
-    suites = len(env.tasks) // len(own) if across else 1
-    return [suite * len(own) + task for suite in range(suites) for task in tasks]
-
-
-def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
-    """Return the reset ids of a task in the split of training, evaluation or collection.
-
-    Raises:
-        ConfigError: the task has fewer initial states than `state_ids` requires.
-    """
-    ids, states = env.reset_ids_of(task), split.state_ids
-    if states is None:
-        states = rows_of(env, "train" if isinstance(split, TrainSplit) else "eval")
-    if states is None:
-        return ids
-    first, last = states
-    if last >= len(ids):
-        raise ConfigError(
-            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has only states 0 to {len(ids) - 1}."
-        )
-    return ids[first : last + 1]
-
-
-def rows_of(env: EnvSpec, split: str) -> list[int] | None:
-    """Return the first and last initial state of a split; None (all states) if the environment holds out no states."""
-    last = env.states_per_task[0] - 1
-    border = last - env.benchmark.held_out
-    return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
-
-
 def groups_per_step(cfg: Config) -> int:
     """Return the number of groups per training step."""
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
-
-
-class GroupSampler(Protocol):
-    """Interface that samples the initial states of groups with unequal probabilities."""
-
-    def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return one error for each invalid key that sets initial-state weights."""
-        ...
-
-    def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
-        """Return the reset ids of `count` groups, given the outcomes of earlier steps."""
-        ...
-
-    def note(self, cfg: Config, env: EnvSpec, seen: Outcomes, episodes: Sequence[Episode]) -> None:
-        """Add the outcomes of a training step to `seen`."""
-        ...
-
-
-SAMPLERS: Registry[GroupSampler] = Registry(
-    "sampler of groups", group="embodyrl.group_samplers", wants="a GroupSampler", fits=has("problems", "sample", "note")
-)
-
-
-def group_sampler(cfg: Config) -> GroupSampler | None:
-    """Return the extension that samples initial states by weight; None: the config sets no weights.
-
-    Raises:
-        ConfigError: no extension provides a sampler.
-    """
-    if not cfg.algorithm.curriculum and cfg.env.train.task_weights is None:
-        return None
-    for sampler in SAMPLERS.every():
-        return sampler
-    raise ConfigError(
-        "algorithm.curriculum and env.train.task_weights need the missing extension 'curriculum'; reinstall embodyrl."
-    )
 
 
 def train_episodes(
@@ -202,11 +105,11 @@ def refill_episodes(
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
     # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
     index = np.arange(first * size, (first + groups) * size)
-    if (sampler := group_sampler(cfg)) is not None:
+    if has_weights(cfg):
         seed = derive(cfg.seed, "curriculum-refill", step, attempt)
-        chosen = np.repeat(sampler.sample(cfg, env, groups, seen, seed), size)
+        chosen = np.repeat(weighted_ids(cfg, env, groups, seen, seed), size)
     else:
-        ids = _reset_ids(env, cfg.env.train)
+        ids = reset_id_array(env, cfg.env.train)
         chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
     return one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
 
@@ -290,9 +193,9 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -
 def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
     """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
-    if (sampler := group_sampler(cfg)) is not None:
-        return sampler.sample(cfg, env, count, seen, derive(cfg.seed, "curriculum", step))
-    ids = _reset_ids(env, cfg.env.train)
+    if has_weights(cfg):
+        return weighted_ids(cfg, env, count, seen, derive(cfg.seed, "curriculum", step))
+    ids = reset_id_array(env, cfg.env.train)
     stream: list[int] = []
     # Computed, not remembered: a resumed run finds its place in the stream again.
     position = step * count
@@ -317,7 +220,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     quota = -(-steps // cfg.chunk_steps)
     per_slot = quota if split.auto_reset else 1
     fixed_ids = split.use_fixed_reset_state_ids and not split.continue_episodes
-    choices = None if fixed_ids else _reset_ids(env, split)
+    choices = None if fixed_ids else reset_id_array(env, split)
     members = epoch * len(reset_ids) + np.arange(len(reset_ids))
 
     @cache

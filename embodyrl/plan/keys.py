@@ -21,7 +21,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError, short
 from embodyrl.plan.checks import wrong_value
-from embodyrl.plan.schema import READS, Config, choose, reads, sections
+from embodyrl.plan.reads import reads
+from embodyrl.plan.schema import Config, choose, sections, selectors
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
@@ -166,11 +167,11 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
         )
         if without is not None:
             return f"`embodyrl {command}` with {group} of this kind"
-        if within is not None and "env" in READS.get(command).selectors:
+        if within is not None and "env" in selectors(command):
             group = "env"
-    if group not in (selectors := READS.get(command).selectors):
+    if group not in selectors(command):
         return f"`embodyrl {command}`"
-    keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors[group],)
+    keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors(command)[group],)
     chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
     inside = {name, *parents_of(name)}
     others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]

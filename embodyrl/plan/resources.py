@@ -1,12 +1,9 @@
-"""Settings of a run that depend on available memory, chosen by an extension (entry point group `embodyrl.planners`)."""
+"""Settings of a run that depend on available memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from embodyrl.registry import Registry, takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +27,4 @@ class Resources:
             ConfigError: the run needs more memory than the machine has.
         """
         del run_plan
-        return [("memory", "not estimated: the extension 'planner' is missing; reinstall embodyrl to get it")]
-
-
-PLANNERS: Registry[Callable[[Any], Resources]] = Registry(
-    "planner", group="embodyrl.planners", wants="a function of a RunPlan that returns Resources", fits=takes(1)
-)
-
-
-def plan_resources(run_plan: Any) -> Resources:
-    """Return the settings from the first planner; without a planner, return the settings that need the least memory."""
-    for planner in PLANNERS.every():
-        return planner(run_plan)
-    cfg = run_plan.cfg
-    if not cfg.trains:
-        return Resources()
-    sync = cfg.actor.fsdp.gradient_sync
-    return Resources(
-        gradient_sync="micro_batch" if sync == "auto" else sync, sleeps=bool(cfg.rollout.vllm.enable_sleep_mode)
-    )
+        return []

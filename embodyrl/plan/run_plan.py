@@ -1,35 +1,22 @@
-"""Run plan: environment, policy, algorithm and workers of a run, checked for mismatches before a process starts."""
+"""Run plan: environment, policy, algorithm and workers of a run."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pkgutil import resolve_name
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.settings import BufferSettings
-from embodyrl.channels.layout import RecordLayout, record_layout
-from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ProcessSettings, place_rank
-from embodyrl.devices import Devices, Gpus, deal_devices, visible_gpus
-from embodyrl.envs import ENVS
+from embodyrl.channels.layout import RecordLayout
+from embodyrl.cluster.protocol import place_rank
+from embodyrl.devices import Devices, Gpus
 from embodyrl.envs.protocol import EnvContext, env_costs
-from embodyrl.envs.settings import CameraSettings, EnvSettings, EnvSplit
-from embodyrl.errors import ConfigError
-from embodyrl.files import available_cores
-from embodyrl.plan.checks import key_problems
-from embodyrl.plan.environment import env_context, timing_problems
-from embodyrl.plan.episodes import eval_episodes, group_sampler, groups_per_step, selected_reset_ids
-from embodyrl.plan.protocols import protocol_problems
-from embodyrl.plan.resources import Resources, plan_resources
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.plan.resources import Resources
 from embodyrl.plan.schema import Config
-from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.policies.protocol import policy_costs
-from embodyrl.types import ActionKind, EnvCosts, EnvSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvCosts, EnvSpec, PolicyCosts, PolicySpec
 
-log = logging.getLogger(__name__)
 C = TypeVar("C", bound=Config)
 
 
@@ -82,7 +69,7 @@ class RunPlan:
 
     def policy_node(self, number: int) -> int:
         """Return the host number of policy process `number`: actor ranks come first, then rollout processes."""
-        return _policy_node(self.nodes, number, self.ranks)
+        return place_policy(self.nodes, number, self.ranks)
 
     def env_node(self, number: int) -> int:
         """Return the host number of an env worker."""
@@ -114,272 +101,8 @@ class RunPlan:
         return self.env_workers[-1].slots.stop
 
 
-def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
-    """Derive the run plan from a config: specs of the components, worker processes, and resources.
-
-    Raises:
-        ConfigError: incompatible components, one line each.
-        MissingDependencyError: the environment's packages or libraries are missing.
-    """
-    context = env_context(cfg)
-    factory = ENVS.get(cfg.env.env_type)
-    settings = cfg.env
-    env = factory.spec(settings, context)
-    algorithm = Algorithm(cfg.algorithm) if training and cfg.trains else None
-    value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
-    policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
-    if algorithm:
-        algorithm.scored = policy.scored
-    cameras = max(policy.inputs.num_images, env.reward.cameras)
-    if isinstance(settings, CameraSettings) and policy.inputs.num_images and 0 < cameras < len(env.cameras.names):
-        # Every camera costs rendering time and memory in each record; policy and reward use the first cameras.
-        settings = settings.with_cameras(env.cameras.names[:cameras])
-        env = factory.spec(settings, context)
-    learner = cfg if algorithm and cfg.trains else None
-    learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
-    if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
-        raise ConfigError(problems)
-    for name, split in cfg.env.splits.items():
-        if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
-            # For its errors only: tasks and states that do not exist are refused now, not at the first validation.
-            selected_reset_ids(env, split)
-    slots = _count_slots(cfg, env, policy, learner)
-    devices = plan_devices(cfg, training=training)
-    samples = _max_samples(learner, algorithm) if learner and algorithm else 0
-    referred = algorithm is not None and algorithm.needs_reference
-    layout = record_layout(env, policy, with_reference=referred, top=cfg.rollout.logprobs)
-    rules = learner.algorithm if learner else None
-    updates = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
-    if isinstance(rules, BufferSettings):
-        # An off-policy update samples from the buffer, independent of the batch of this step and of `update_epoch`.
-        updates = max(1, round(samples * rules.updates_per_sample))
-    elif rules:
-        updates *= rules.update_epoch
-    run_plan = RunPlan(
-        cfg=cfg,
-        env_settings=settings,
-        context=replace(context, described=env),
-        env=env,
-        policy=policy,
-        algorithm=algorithm,
-        layout=layout,
-        capacity=_capacity(learner, env, algorithm, slots),
-        env_workers=deal_slots(slots, count_env_workers(cfg, env, devices, slots)),
-        total_steps=_total_steps(learner, env) if learner else 0,
-        optimizer_steps_per_step=updates,
-        max_samples=samples,
-        ranks=count_ranks(cfg),
-        devices=devices,
-        nodes=component_nodes(cfg),
-    )
-    return replace(run_plan, resources=plan_resources(run_plan))
-
-
-def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the reasons why environment and policy do not support the command, one line each."""
-    problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
-    problems += protocol_problems(cfg, env) + timing_problems(cfg, env, policy)
-    if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
-        problems.append(
-            f"env '{env.name}' steps all slots of a worker at once, so rollout.pipeline_stage_num="
-            f"{cfg.rollout.pipeline_stage_num} is not supported; set it to 1."
-        )
-    return problems
-
-
-def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the reasons why environment and policy do not support training, one line each."""
-    problems = []
-    seen = policy.inputs.num_images or env.action.kind is ActionKind.text
-    if env.cameras.needed and not seen and not policy.untrainable:
-        problems.append(
-            f"model '{policy.name}' reads no image, and the state of env '{env.name}' omits the scene, so the "
-            "policy cannot observe it. Choose a model with image input, for example model=openvla_oft_tiny."
-        )
-    if policy.untrainable:
-        problems.append(
-            f"model '{policy.name}' cannot be trained: {policy.untrainable}. Use another model, or `embodyrl eval`."
-        )
-    estimator = algorithm.estimator
-    if "env.train.continue_episodes" in cfg.changed and not estimator.counts_chunk_steps:
-        log.warning("warning: env.train.continue_episodes has no effect: steps end with their episodes.")
-    if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not estimator.counts_chunk_steps:
-        log.warning(
-            "warning: env.train.max_steps_per_rollout_epoch has no effect: adv_type '%s' counts episodes, not steps.",
-            cfg.algorithm.adv_type,
-        )
-    if sampler := group_sampler(cfg):
-        problems += sampler.problems(cfg, env, counts_chunk_steps=estimator.counts_chunk_steps)
-    sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
-    problems += resolve_name(estimator.check)(cfg, algorithm, env, policy) if estimator.check else []
-    if cfg.algorithm.transitions and (sharded or cfg.algorithm.max_staleness):
-        problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' trains in one process, without staleness: use actor.fsdp.size=1, "
-            "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
-        )
-    following = cfg.algorithm.reference_interval is not None
-    if following and (sharded or cfg.algorithm.reference_path):
-        problems.append(
-            "algorithm.reference_interval: the reference must be a copy of the policy in the same "
-            "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
-        )
-    if estimator.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
-        problems.append(
-            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
-            "reset id; set it to true."
-        )
-    return problems
-
-
-def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return mismatches between the environment's outputs and the policy's inputs, one line each."""
-    problems = []
-    if env.action.dim != policy.action_dim:
-        problems.append(
-            f"env '{env.name}' takes {env.action.dim}-dimensional actions, but model '{policy.name}' outputs "
-            f"{policy.action_dim} values; set model.action_dim={env.action.dim} or choose another model."
-        )
-    if env.action.kind not in policy.action_kinds:
-        can = ", ".join(sorted(policy.action_kinds))
-        problems.append(
-            f"env '{env.name}' takes {env.action.kind} actions, but model '{policy.name}' outputs only {can} actions; "
-            f"choose another model, for example {fitting_models(env)}."
-        )
-    if env.cameras.names and env.action.kind is ActionKind.text and not policy.inputs.num_images:
-        problems.append(
-            f"the rows of env '{env.name}' contain images, but model '{policy.name}' reads none; use model=vision_lm "
-            "with the folder of a vision-language model, or model=vision_lm_tiny."
-        )
-    if policy.inputs.num_images > len(env.cameras.names):
-        problems.append(
-            f"model '{policy.name}' reads {policy.inputs.num_images} camera images, but env '{env.name}' has "
-            f"{len(env.cameras.names)} ({', '.join(env.cameras.names) or 'none'}); "
-            + ("set model.num_images_in_input or the cameras." if env.cameras.names else f"try {fitting_models(env)}.")
-        )
-    if policy.inputs.state and not env.state_dim:
-        problems.append(
-            f"model '{policy.name}' reads a state vector, but env '{env.name}' has none; try {fitting_models(env)}."
-        )
-    if policy.observed_steps not in (0, env.history):
-        problems.append(
-            f"env '{env.name}' shows {env.history} observation steps, but model '{policy.name}' reads "
-            f"{policy.observed_steps}; set env.env_type=NAME_history env.history={policy.observed_steps}, or for "
-            f"`embodyrl sft` data.history={policy.observed_steps}."
-        )
-    if policy.scripted and not env.expert.tasks:
-        problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
-    if not policy.scripted and (env.action.gripper is None) != (policy.gripper is None):
-        has, lacks = ("env", "model") if env.action.gripper else ("model", "env")
-        problems.append(f"the {has} declares a gripper convention, but the {lacks} does not; declare it in both.")
-    return problems
-
-
-def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
-    """Divide the slots into contiguous blocks of nearly equal size, one per worker, so that groups stay together."""
-    env_workers, start = [], 0
-    for worker in range(num_workers):
-        size = num_slots // num_workers + (worker < num_slots % num_workers)
-        env_workers.append(WorkerSlots(name=f"env_{worker}", slots=range(start, start + size)))
-        start += size
-    return tuple(env_workers)
-
-
-def _count_slots(cfg: Config, env: EnvSpec, policy: PolicySpec, learner: Config | None) -> int:
-    slots = learner.env.train.total_num_envs if learner else 1
-    if cfg.evaluates and _validates(learner):
-        slots = max(slots, eval_episodes(cfg, env, policy).num_slots)
-    return slots
-
-
-def _validates(learner: Config | None) -> bool:
-    return learner is None or learner.runner.val_check_interval != -1
-
-
-def _in_process(cfg: Config) -> bool:
-    return LAUNCHERS.get(cfg.launcher.name).in_process
-
-
-def count_ranks(cfg: Config) -> int:
-    """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU if the run supports several ranks."""
-    if cfg.actor.fsdp.size != -1:
-        return cfg.actor.fsdp.size
-    acting = cfg.acting_processes if cfg.acts else 0
-    asynchronous = cfg.trains and cfg.algorithm.max_staleness > 0
-    has_engine = cfg.acts and cfg.rollout.backend != "hf"
-    replay = cfg.trains and cfg.algorithm.transitions
-    critic = cfg.trains and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
-    # Each of these works in one process only: further GPUs are left alone rather than the run refused.
-    alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
-    nodes, gpus = component_nodes(cfg), len(visible_gpus())
-    free = gpus * len({*nodes["actor"], *nodes["rollout"]}) - acting
-    return 1 if alone or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
-
-
-def component_nodes(cfg: Config) -> Mapping[str, tuple[int, ...]]:
-    """Return the host numbers of each component; 0 is the driver's host."""
-    return LAUNCHERS.get(cfg.launcher.name).nodes(getattr(cfg, "cluster", None))
-
-
-def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) -> int:
+def place_policy(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) -> int:
+    """Return the host number of policy process `number`: actor ranks come first, then rollout processes."""
     if number < ranks:
         return place_rank(number, ranks, nodes["actor"])
     return nodes["rollout"][(number - ranks) % len(nodes["rollout"])]
-
-
-def plan_devices(cfg: Config, *, training: bool) -> Devices:
-    """Return the visible GPU of each process of the run; a single process uses all GPUs.
-
-    All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
-    (`extensions/ray_cluster`).
-    """
-    acting = cfg.acting_processes if training and cfg.acts else 0
-    ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
-    placed = [_policy_node(nodes, number, ranks) for number in range(ranks + acting)]
-    if len({0, *placed, *nodes["env"]}) == 1:
-        return deal_devices(gpus, ranks + acting)
-    turns = [placed[:number].count(node) for number, node in enumerate(placed)]
-    return Devices(policies=tuple(gpus[turn % len(gpus)] for turn in turns) if gpus else (), simulators=gpus)
-
-
-def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -> int:
-    """Count env worker processes: one per core, or per GPU for batched simulators."""
-    if not isinstance(cfg.launcher, ProcessSettings):
-        return 1
-    if cfg.launcher.env_workers != "auto":
-        return min(cfg.launcher.env_workers, slots)
-    batched = env.simulator.lockstep and env.simulator.on_gpu
-    each = len(devices.simulators) if batched else available_cores()
-    return max(1, min(each * len(component_nodes(cfg)["env"]), slots))
-
-
-def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
-    """Return the maximum number of samples (action chunks) of one training step."""
-    split = cfg.env.train
-    steps = split.max_episode_steps
-    if algorithm.estimator.counts_chunk_steps:
-        steps = split.max_steps_per_rollout_epoch or steps
-    return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.chunk_steps)
-
-
-def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
-    in_flight = 2 * num_slots  # of each slot the record that is acted in and the one that is observed into
-    if cfg is None or algorithm is None:
-        return in_flight
-    samples = _max_samples(cfg, algorithm)
-    finals = 0
-    if algorithm.needs_finals:
-        # One more record per episode that is truncated or cut, for its last observation; with hindsight of all of them.
-        any_length = env.simulator.may_truncate or cfg.algorithm.needs_all_ends
-        shortest = 1 if any_length else cfg.env.train.max_episode_steps
-        # The shortest episode leaves the most last observations.
-        per_episode = -(-shortest // cfg.model.num_action_chunks)
-        finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
-    return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight
-
-
-def _total_steps(cfg: Config, env: EnvSpec) -> int:
-    steps = cfg.runner.max_steps
-    if cfg.runner.max_epochs >= 0:
-        ids = len(selected_reset_ids(env, cfg.env.train))
-        steps = min(steps, -(-cfg.runner.max_epochs * ids // groups_per_step(cfg)))
-    return steps

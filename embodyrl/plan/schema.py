@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +15,7 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.sections import SECTIONS, Chosen, Section, no_problems
+from embodyrl.config.sections import Chosen, Section
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
 from embodyrl.devices import multiplies_bfloat16
@@ -26,10 +24,10 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import ActorSettings, CriticSettings
+from embodyrl.plan.reads import get_reads, reads
 from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSettings, RunnerSettings, VideoChoice
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.registry import Registry
 
 THIS_HOST = "this host"
 """Source label of defaults that depend on the host."""
@@ -141,7 +139,7 @@ class Config(Settings):
     @property
     def conditions(self) -> dict[str, str]:
         """{condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
-        found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS.get(self.command).needs}
+        found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **get_reads(self.command).needs}
         for section in self.added.values():
             found |= section.needs
         return found
@@ -170,89 +168,17 @@ class Config(Settings):
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reads:
-    """Config sections that a command uses, and the conditions under which their keys have an effect.
-
-    The module of an extension's `Reads` is imported for each config of the command; it must not import large packages.
-    """
-
-    sections: str
-    """Names of the core's sections in addition to `seed`; extensions can add sections."""
-    dry_run: str = ""
-    """`module:function` that returns the lines of `--dry-run` from the config."""
-    plays: tuple[str, ...] = ("train", "eval")
-    """Splits of the environment in which the command runs episodes."""
-    needs: Mapping[str, str] = field(default_factory=dict)
-    """Conditions under which keys have an effect, as in `Settings.needs`."""
-    problems: Callable[[Any], Iterator[str]] = no_problems
-    """Function that yields one error with the fix per missing key, and raises ConfigError for an unsupported
-    environment."""
-
-    @property
-    def selectors(self) -> dict[str, str]:
-        """Name of the key that selects the settings class, by group; other groups have a fixed class."""
-        read = self.sections.split()  # acting alone takes keys that all algorithms have
-        return {g: key for g, (key, _) in SELECTORS.items() if g in read and (g != "algorithm" or "critic" in read)}
-
-
-READS: Registry[Reads] = Registry(
-    "command", group="embodyrl.reads", wants="a Reads", fits=lambda found: isinstance(found, Reads)
-)
-"""Config sections of each command, by command name."""
-
-_VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
-LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
-"""Keys of the training loop, separated by spaces."""
-RUN = "trust model runner launcher actor faults"
-"""Sections that every command with workers uses, separated by spaces."""
-ACT = f"{RUN} ckpt env algorithm rollout eval video_cfg"
-"""Sections that every command with episodes uses, separated by spaces."""
-SAMPLED = {
-    "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
-    "algorithm.sampling_params.top_p"
-}
-"""Sampling keys and their conditions (see `Settings.needs`), for commands that run episodes without RL training."""
-READS.add(
-    "train",
-    Reads(
-        sections=f"{ACT} video critic checkpoint",
-        dry_run="embodyrl.commands.dry_run:run_facts",
-        needs={
-            "runner.only_eval": "eval.baseline",
-            "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
-            "video!=none": _VIDEO,
-            "algorithm.value_coef": "critic.path",
-            "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
-        },
-    ),
-)
-READS.add(
-    "eval",
-    Reads(
-        sections=f"{ACT} video",
-        dry_run="embodyrl.commands.dry_run:run_facts",
-        plays=("eval",),
-        needs={
-            "video!=none": _VIDEO,
-            "never: nothing is trained": f"{LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
-            "never: `embodyrl eval` plays env.eval": "env.train",
-        }
-        | SAMPLED,
-    ),
-)
-
-
-def reads(command: str, section: str) -> bool:
-    """Return True if a command uses a section of the core."""
-    return section == "seed" or section in READS.get(command).sections.split()
+def selectors(command: str) -> dict[str, str]:
+    """Return the name of the key that selects the settings class, by group; other groups have a fixed class."""
+    read = get_reads(command).sections.split()  # acting alone takes keys that all algorithms have
+    return {g: key for g, (key, _) in SELECTORS.items() if g in read and (g != "algorithm" or "critic" in read)}
 
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
     """Return the config class for the chosen components, and the groups with an invalid component."""
     fields: dict[str, tuple[type[Settings], ...]] = {}
     unclear = set()
-    for group in READS.get(command).selectors:
+    for group in selectors(command):
         try:
             fields[group] = SELECTORS[group][1](values)
         except ConfigError as error:
@@ -272,7 +198,7 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
 def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
     """Create the config class of a command from the settings classes of its sections (`fields`)."""
     given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
-    if "algorithm" not in READS.get(command).selectors and reads(command, "algorithm"):
+    if "algorithm" not in selectors(command) and reads(command, "algorithm"):
         given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
     given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
     given["command"] = (ClassVar[str], command)
@@ -319,10 +245,17 @@ returns its settings classes. An algorithm has one class for its estimator and o
 
 @functools.cache
 def sections() -> Mapping[str, Section]:
-    """Return the config sections that extensions define, by name."""
-    found = {}
-    for name in SECTIONS.names():
-        # An extension may need a package that is not installed.
-        with contextlib.suppress(ConfigError, ImportError):
-            found[name] = SECTIONS.get(name)
-    return found
+    """Return the sections whose settings class depends on the command or on other values, by name."""
+    from embodyrl.extensions.demonstrations.section import SECTION as DATA
+    from embodyrl.extensions.demonstrations.settings import COLLECT, DAGGER, OBJECTIVE
+    from embodyrl.extensions.text.rewards.section import SECTION as REWARD
+    from embodyrl.policies.remote.settings import SECTION as SERVE
+
+    return {
+        "collect": COLLECT,
+        "dagger": DAGGER,
+        "data": DATA,
+        "objective": OBJECTIVE,
+        "reward": REWARD,
+        "serve": SERVE,
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+from embodyrl import parts
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry, has
@@ -200,6 +201,7 @@ def weights_version(module: nn.Module) -> int:
 POLICIES: Registry[PolicyFactory] = Registry(
     "model",
     group="embodyrl.policies",
+    parts=parts.POLICIES,
     wants="a factory with settings, validate, spec and build (`embodyrl new policy` writes one)",
     fits=has("settings", "validate", "spec", "build"),
 )

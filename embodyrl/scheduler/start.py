@@ -15,39 +15,18 @@ from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import OnNonfinite
-from embodyrl.cluster.supervisor import Callback, RequestObserver, Supervisor
+from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.devices import Devices, visible_gpus
-from embodyrl.errors import ConfigError
+from embodyrl.extensions.sharded.rendezvous import Rendezvous, rendezvous
+from embodyrl.extensions.timeline.timeline import open_timeline
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Rendezvous at which the actor ranks connect to each other; open while the driver runs."""
-
-    rank_info: RankInfo
-    """Connection data for all ranks."""
-
-    def close(self) -> None:
-        """Close the rendezvous; idempotent."""
-
-
-RENDEZVOUS: Registry[Callable[..., Rendezvous]] = Registry(
-    "rendezvous", group="embodyrl.rendezvous", wants="a function of address and timeout to a Rendezvous", fits=takes(2)
-)
-
-
-def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Open a rendezvous store for `ranks` processes at an address of this host that all ranks can reach."""
-    return Rendezvous(RankInfo()) if ranks == 1 else RENDEZVOUS.get("store")(host, timeout_s)
 
 
 def plan_hosts(
@@ -227,14 +206,6 @@ class Started:
         self.arena.close()
 
 
-OBSERVERS: Registry[Callable[[RunPlan, Arena, Path], RequestObserver]] = Registry(
-    "request observer",
-    group="embodyrl.request_observers",
-    wants="a function of a RunPlan, an Arena and the folder of the logs that returns a RequestObserver",
-    fits=takes(3),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(Started):
     """Running worker processes of a run that executes episodes, and their scheduler."""
@@ -249,9 +220,7 @@ def start_workers(
     cfg = run_plan.cfg
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     names = [worker.name for worker in run_plan.env_workers]
-    observers = [observe(run_plan, arena, log_dir) for observe in OBSERVERS.every()]
-    if cfg.runner.trace and not observers:
-        raise ConfigError("runner.trace=true needs the extension 'timeline', which is missing. Reinstall embodyrl.")
+    observers = [open_timeline(run_plan, arena, log_dir)]
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     supervisor = Supervisor(launcher, cfg.faults, say, observers)
     # One bucket is filled while the other is read.

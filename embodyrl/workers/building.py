@@ -1,6 +1,5 @@
 """Construction of the components of a policy process: policy, reference policy, process group, learner."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,7 +14,6 @@ from embodyrl.learners.ranks import OneRank, Ranks
 from embodyrl.learners.training import Trainer
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
 from embodyrl.policies.tensors import best_device
-from embodyrl.registry import Registry
 from embodyrl.workers.lifecycle import PolicyHostInit
 
 
@@ -27,17 +25,14 @@ def build_policy(init: PolicyHostInit) -> Policy:
     return policy
 
 
-RANKS: Registry[Callable[..., Ranks]] = Registry(
-    "process group", group="embodyrl.ranks", wants="a class of Ranks", fits=callable
-)
-
-
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     """Join the process group of the actor ranks and shard the policy's weights (collective)."""
     if not init.shards:
         return OneRank(init.rank_info)
     sync = init.gradient_sync or init.actor.fsdp.gradient_sync
-    return RANKS.get("fsdp")(
+    from embodyrl.extensions.sharded.ranks import ShardedRanks
+
+    return ShardedRanks(
         policy.module, init.rank_info, init.actor.fsdp, gradient_sync=sync, half=init.model.half, acts=init.acts
     )
 

@@ -1,9 +1,9 @@
 """Env worker: runs action chunks and writes observations directly into the arena."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, T
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.registry import Registry, takes
+from embodyrl.extensions.recording.recordings import Mp4Recordings
 from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
 
@@ -36,36 +36,6 @@ class EnvWorkerInit(WorkerInit):
     """True: execute only the first action of each chunk, so that every env step has its own record."""
 
 
-class Recordings(Protocol):
-    """Video recorder of an env worker. Methods return problems, because a failed video must not end an episode."""
-
-    @property
-    def slots(self) -> Set[int]:
-        """Slots whose episode is recorded."""
-        ...
-
-    def begin(self, request: ResetRequest) -> Recording | None:
-        """Record the episode that has just begun; return a problem, if any."""
-        ...
-
-    def add(self, slot: int, success: bool) -> Recording | None:
-        """Append the current frame of a slot; on failure, stop the recording and return the problem."""
-        ...
-
-    def end(self, slot: int) -> Recording:
-        """Complete the recording of an ended episode."""
-        ...
-
-    def discard(self, slot: int) -> None:
-        """Stop and delete the recording of a slot, if there is one."""
-        ...
-
-
-RECORDERS: Registry[Callable[[Env, VideoSettings], Recordings]] = Registry(
-    "recorder", group="embodyrl.recorders", wants="a function of an Env and VideoSettings", fits=takes(2)
-)
-
-
 class EnvWorker:
     """Env worker: runs slots 0 to num_slots-1 of one environment in this process."""
 
@@ -73,7 +43,7 @@ class EnvWorker:
         self._init = init
         self._arena = init.open_arena()
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
-        self._recordings: Recordings | None = None
+        self._recordings: Mp4Recordings | None = None
         self._problems: list[Recording] = []
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
@@ -184,7 +154,7 @@ class EnvWorker:
 
     def _start_recording(self, request: ResetRequest) -> None:
         try:
-            self._recordings = self._recordings or RECORDERS.get("mp4")(self._env, self._init.video)
+            self._recordings = self._recordings or Mp4Recordings(self._env, self._init.video)
             problem = self._recordings.begin(request)
         except EmbodyError as error:
             problem = Recording(slot=request.slot, path=None, problem=str(error))

@@ -20,7 +20,6 @@ from embodyrl.algorithms.protocol import ADVANTAGES, Scores
 from embodyrl.algorithms.settings import RewardLevel
 
 
-@pytest.mark.needs("objectives")
 @pytest.mark.parametrize("level", list(RewardLevel))
 def test_reinforce_pp_matches_reference(level: RewardLevel):
     """With one action per chunk both levels are the token level of the reference."""
@@ -29,7 +28,6 @@ def test_reinforce_pp_matches_reference(level: RewardLevel):
     np.testing.assert_allclose(batch.advantage[:, 0], np.array(REINFORCE_PP)[VALID], atol=2e-6)
 
 
-@pytest.mark.needs("objectives")
 @pytest.mark.parametrize(
     ("adv_type", "expected"),
     [
@@ -58,7 +56,6 @@ def test_single_remaining_episode_of_a_crashed_group_has_zero_advantage(adv_type
     assert batch.advantage[2, 0] == 0
 
 
-@pytest.mark.needs("objectives")
 def test_gigpo_compares_steps_with_equal_states_within_a_group():
     """Two episodes of a group visit state 7; their returns-to-go there are 1 and 0."""
     episodes = [
@@ -73,7 +70,6 @@ def test_gigpo_compares_steps_with_equal_states_within_a_group():
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
 
 
-@pytest.mark.needs("objectives")
 def test_gigpo_skips_chunks_without_an_executed_action():
     """The third episode ended before its second chunk, whose record also contains state 7."""
     episodes = [
@@ -86,7 +82,6 @@ def test_gigpo_skips_chunks_without_an_executed_action():
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 0.5, -0.5, -0.5 - 0.5, 0.0])
 
 
-@pytest.mark.needs("objectives")
 def test_remax_applies_reward_shaping_to_the_greedy_episode():
     """Returns of the six episodes are 1, 0, 0.5, 2, -1, 2; one greedy episode was lost."""
     greedy = [make_episode([[r]]) for r in (1.0, 0.5, 1.0, 1.0, 1.0)]
@@ -100,14 +95,12 @@ def test_remax_applies_reward_shaping_to_the_greedy_episode():
         np.testing.assert_allclose(batch.advantage[:, 0], expected, atol=1e-6)
 
 
-@pytest.mark.needs("objectives")
 def test_remax_uses_the_return_to_go():
     cfg = algorithm_of(adv_type="remax", loss_type="pg", group_size=1)
     batch = Algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], Scores(greedy=(make_episode([[2.0]]),)))
     np.testing.assert_allclose(batch.advantage[:, 0], [4.0 - 2.0, 1.0 - 2.0])
 
 
-@pytest.mark.needs("objectives")
 def test_remax_baselines_stay_aligned_after_masking():
     """The first episode was truncated; its greedy return of 5 must not affect the second episode."""
     episodes = [make_episode([[1.0]], terminated=False), make_episode([[4.0]], episode_id=1, first_record=1)]
@@ -117,7 +110,6 @@ def test_remax_baselines_stay_aligned_after_masking():
     assert batch.advantage.tolist() == [[3.0]]
 
 
-@pytest.mark.needs("objectives")
 def test_gigpo_states_stay_aligned_after_filtering():
     """Both members of the first group succeed; the second group gets the credit that it would get alone."""
     outcomes = ((0, True), (0, True), (1, True), (1, False))
@@ -134,7 +126,6 @@ def test_gigpo_states_stay_aligned_after_filtering():
     assert len(set(alone.advantage[:, 0].tolist())) > 2
 
 
-@pytest.mark.needs("objectives")
 def test_gdpo_uses_the_reward_components():
     parts = [(1.0, 0.0), (0.0, 0.0), (1.0, 40.0), (1.0, 0.0)]
     episodes = [
@@ -189,7 +180,6 @@ def test_normalize_per_task_balances_reward_scales():
     np.testing.assert_array_equal(apart.returns, together.returns)
 
 
-@pytest.mark.needs("off_policy")
 def test_filtered_bc_weights_all_actions_of_successful_episodes():
     """Only the return of executed actions is compared with the threshold."""
     from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings, filtered_credits
@@ -199,7 +189,6 @@ def test_filtered_bc_weights_all_actions_of_successful_episodes():
     assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 
-@pytest.mark.needs("objectives")
 def test_opo_baseline_is_weighted_by_executed_actions():
     """Lengths 1 and 4 with one chunk each: the baseline of returns 1 and 0 is 1 / 5."""
     episodes = [
@@ -210,7 +199,6 @@ def test_opo_baseline_is_weighted_by_executed_actions():
     np.testing.assert_allclose(batch.advantage[:, 0], [1 - 0.2, -0.2], rtol=1e-6)
 
 
-@pytest.mark.needs("objectives")
 @pytest.mark.parametrize(("unbiased", "scale"), [(True, np.sqrt(1 / 2)), (False, 1 / 2)])
 def test_std_unbiased_selects_the_denominator(unbiased: bool, scale: float):
     """Returns 1 and 0, each half of their difference from the mean; steps of one state use the same denominator."""

@@ -425,8 +425,8 @@ def test_batch_with_zero_advantages_has_zero_gradient(level: TokenLevel):
         {"kl_beta": 0.1},
         {"entropy_bonus": 0.01},
         {"entropy_bonus": -0.01},
-        pytest.param({"loss_type": "dro"}, marks=pytest.mark.needs("objectives")),
-        pytest.param({"loss_type": "kl_cov", "cov_share": 1.0}, marks=pytest.mark.needs("objectives")),
+        pytest.param({"loss_type": "dro"}),
+        pytest.param({"loss_type": "kl_cov", "cov_share": 1.0}),
     ],
 )
 def test_samples_without_gradient_are_detected_exactly(changes: dict):

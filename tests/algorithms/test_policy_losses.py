@@ -93,7 +93,7 @@ OTHER_LOSSES: list[tuple[Any, ...]] = [
         ("ppo_clip", bounds(0.1, 0.1), "token-mean", 0.075962, 0.064870, 0.137686),
         ("ppo_clip", bounds(0.1, 0.2), "token-mean", 0.067142, -0.080704, 0.162555),
         ("ppo_clip", {**bounds(0.1, 0.1), "clip_ratio_c": 1.05}, "token-mean", 0.072586, -0.096006, 0.101639),
-        *(pytest.param(*case, marks=pytest.mark.needs("objectives")) for case in OTHER_LOSSES),
+        *(pytest.param(*case) for case in OTHER_LOSSES),
     ],
 )
 def test_loss_and_gradient_match_reference(
@@ -105,7 +105,6 @@ def test_loss_and_gradient_match_reference(
     assert gradient.norm().item() == pytest.approx(grad_norm, abs=2e-6)
 
 
-@pytest.mark.needs("objectives")
 def test_gspo_uses_the_mean_token_ratio():
     value, _, terms = compute("gspo", bounds(0.03, 0.04), "token-mean")
     assert value == pytest.approx(0.095901, abs=2e-6)
@@ -129,7 +128,7 @@ def test_every_loss_has_the_policy_gradient_at_ratio_one(name: str):
     [
         ("ppo_clip", bounds(0.2, 0.28)),
         ("ppo_clip", {**bounds(0.2, 0.28), "clip_ratio_c": 1.05}),
-        pytest.param("aipo_ratio", {}, marks=pytest.mark.needs("objectives")),
+        pytest.param("aipo_ratio", {}),
     ],
 )
 def test_clip_mask_marks_exactly_the_tokens_without_gradient(name: str, keys: dict):
@@ -165,7 +164,6 @@ def covariance_units() -> Units:
     )
 
 
-@pytest.mark.needs("objectives")
 def test_clip_cov_drops_tokens_of_large_covariance():
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.5, cov_bounds=[1.0, 5.0])
     terms = LOSSES.get("clip_cov").compute(covariance_units(), cfg.loss)
@@ -173,7 +171,6 @@ def test_clip_cov_drops_tokens_of_large_covariance():
     np.testing.assert_allclose(terms.loss.detach().flatten(), [0.0, 0.5, -0.5, 0.0])
 
 
-@pytest.mark.needs("objectives")
 def test_kl_cov_penalises_tokens_of_large_covariance():
     units = covariance_units()
     moved = replace(units, old_logprob=units.old_logprob - 0.1)
@@ -182,7 +179,6 @@ def test_kl_cov_penalises_tokens_of_large_covariance():
     np.testing.assert_allclose(loss, -units.advantage.flatten().numpy() * np.exp(0.1) + [1, 0, 0, 1], rtol=1e-5)
 
 
-@pytest.mark.needs("objectives")
 @pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.5, 2)])
 def test_kl_cov_penalises_a_fixed_fraction_for_equal_advantages(share: float, count: int):
     units = covariance_units()

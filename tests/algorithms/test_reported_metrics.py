@@ -58,7 +58,6 @@ def units(ratio: list[float], advantage: list[float]) -> Units:
     return Units(logprob=logprob, old_logprob=torch.zeros_like(logprob), advantage=given, valid=valid)
 
 
-@pytest.mark.needs("objectives")
 def test_clip_cov_skips_tokens_clipped_by_ppo():
     """Two units with equal covariances: the first is already clipped, so the second loses its gradient."""
     given = units([3.0, 1.0, 1e-3, 1e-3], [4.0, 5.5, -1.0, -1.0])

@@ -82,7 +82,6 @@ def test_corrections_ignore_columns_without_log_prob(keys: dict[str, Any], level
     assert_equal_with_empty_columns(logprob_type=level, entropy_type=level, **recompute, **keys)
 
 
-@pytest.mark.needs("objectives")
 @pytest.mark.parametrize("share", [0.2, 0.5])
 @pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
 def test_cov_fraction_excludes_tokens_without_log_prob(loss_type: str, share: float) -> None:

@@ -52,9 +52,8 @@ def test_reward_scale_zero_leaves_only_the_kl():
     assert batch.has_signal
 
 
-@pytest.mark.needs("curriculum")
 def test_curriculum_ignores_unfinished_episodes():
-    from embodyrl.extensions.curriculum import note_outcomes
+    from embodyrl.plan.task_weights import note_outcomes
 
     won, lost = make_episode([[1.0]], success=True), make_episode([[0.0]])
     seen: Outcomes = {}
@@ -199,9 +198,8 @@ def test_returns_of_unfinished_episodes_are_saved_in_the_state():
     np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.needs("curriculum")
 def test_curriculum_outcomes_are_saved_in_the_state():
-    from embodyrl.extensions.curriculum import note_outcomes
+    from embodyrl.plan.task_weights import note_outcomes
 
     algorithm, other = (Algorithm(algorithm_of(curriculum=1.0)) for _ in range(2))
     note_outcomes(algorithm.seen, [make_episode([[1.0]], success=True)], by_task=True)

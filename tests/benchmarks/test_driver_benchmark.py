@@ -8,7 +8,6 @@ import pytest
 from processes import SOURCE, command_environment
 
 
-@pytest.mark.needs("untrained")
 @pytest.mark.integration
 def test_rollout_processes_of_many_hosts_get_equal_shares(tmp_path):
     words = ["--hosts", "1", "8", "--slots", "256", "--rounds", "1", "--json", "out.json"]

@@ -11,7 +11,7 @@ import pytest
 from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.needs("libero", "openvla_oft", "flow"), pytest.mark.integration, pytest.mark.sim]
+pytestmark = [pytest.mark.integration, pytest.mark.sim]
 FAST = ("launcher.env_workers=1", "env.render_profile=lean")
 
 

@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.needs("libero", "openvla_oft")
 @pytest.mark.sim
 @pytest.mark.timeout(300)
 def test_both_sides_of_the_laptop_benchmark_compute_the_same_numbers(tmp_path):

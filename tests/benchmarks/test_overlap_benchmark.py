@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import SOURCE, command_environment
 
-pytestmark = [pytest.mark.needs("untrained"), pytest.mark.integration]
+pytestmark = [pytest.mark.integration]
 
 
 def run_overlap(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

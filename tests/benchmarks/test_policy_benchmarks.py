@@ -21,7 +21,6 @@ def run(tmp_path, script, *words):
     return [row["what"] for row in content["rows"]]
 
 
-@pytest.mark.needs("doctor", "openvla_oft", "planner")
 @pytest.mark.integration
 def test_gpu_benchmark_runs_on_a_cpu(tmp_path):
     small = ("--batches", "1", "--micro-batch", "1", "--global-batch", "2", "--seconds", "0", "--dtype", "fp32")
@@ -31,7 +30,6 @@ def test_gpu_benchmark_runs_on_a_cpu(tmp_path):
             assert f"tiny fp32 {mode} {what}" in names
 
 
-@pytest.mark.needs("openvla_oft")
 @pytest.mark.integration
 def test_policy_benchmark_compares_with_a_reference_implementation(tmp_path):
     pytest.importorskip("timm", reason="the peer is built from timm", exc_type=Exception)
@@ -50,7 +48,6 @@ def test_flow_benchmark_compares_with_reference_implementations(tmp_path, capfd)
     assert max(differences) < 1e-3
 
 
-@pytest.mark.needs("text")
 @pytest.mark.integration
 def test_text_benchmark_runs(tmp_path):
     text = runpy.run_path(str(ROOT / "benchmarks" / "text.py"))

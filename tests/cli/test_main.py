@@ -30,7 +30,6 @@ def embodyrl(*arguments: str, cwd: Path, path: str = "") -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.needs("libero", "tabletop")
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
@@ -71,7 +70,6 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.needs("discover", "doctor", "libero", "tabletop")
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
@@ -105,7 +103,6 @@ def test_renamed_command_error_names_the_new_command(capsys: pytest.CaptureFixtu
     assert "pip install ./tools/migrate; embodyrl-migrate FILE" in line
 
 
-@pytest.mark.needs("libero")
 def test_each_problem_is_printed_on_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sed=1", "algorithm.gamma=2", "env=libero_11"]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -142,7 +139,6 @@ def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFix
     assert "Number of episodes per group; all episodes of a group share a reset id." in text
 
 
-@pytest.mark.needs("demonstrations", "discover", "doctor", "reporting", "serving", "templates")
 def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -151,7 +147,6 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert first == ["train", "eval", "collect", "sft", "play", "report", "list", "show", "doctor", "new"]
 
 
-@pytest.mark.needs("openvla_oft", "sweep", "tabletop")
 def test_every_example_in_the_help_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.extensions.sweep.sweep import expand
     from embodyrl.plan.config import load_config
@@ -173,7 +168,6 @@ def saved_config(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.needs("discover", "openvla_oft", "tabletop", "templates")
 def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
     os.utime(old / "config.yaml", (1, 1))
@@ -190,7 +184,6 @@ def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: py
         assert (evaluated["step"], evaluated["success"]) == found
 
 
-@pytest.mark.needs("discover")
 def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "runs", f"runner.output_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path}/\n"
@@ -198,7 +191,6 @@ def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.C
     assert "remove 'env'" in capsys.readouterr().err
 
 
-@pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
     from embodyrl.extensions.reporting.history import is_running
 
@@ -216,7 +208,6 @@ def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
         assert is_running(run), "what lives there cannot be seen from here"
 
 
-@pytest.mark.needs("discover")
 def test_list_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "envs", "--json"]) == 0
     rows = {r["name"]: r["about"] for r in json.loads(capsys.readouterr().out)}
@@ -224,7 +215,6 @@ def test_list_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "basket" in rows["libero_object"]
 
 
-@pytest.mark.needs("discover", "libero")
 def test_show_prints_value_default_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "env=libero_goal", "env.reward_coef=2", "--json"]) == 0
     rows = {r["key"]: r for r in json.loads(capsys.readouterr().out)}
@@ -237,7 +227,6 @@ def test_show_prints_value_default_and_source(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("algorithm.group_size: int = 8  [default]\n")
 
 
-@pytest.mark.needs("discover")
 def test_schema_contains_every_key_of_the_chosen_components(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "eval", "env=gym", "model=mlp", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -249,7 +238,6 @@ def test_schema_contains_every_key_of_the_chosen_components(capsys: pytest.Captu
     assert schema["additionalProperties"] is False
 
 
-@pytest.mark.needs("libero")
 def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.plan.config import load_config, load_saved_config
 
@@ -262,7 +250,6 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == yaml.safe_load(out)
 
 
-@pytest.mark.needs("libero", "openvla_oft", "tabletop")
 def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = saved_config(tmp_path / "run")
     for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"]):
@@ -275,7 +262,6 @@ def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.Captur
     assert "remove one of the two" in capsys.readouterr().err
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = saved_config(tmp_path / "run")
     (run / "checkpoints").mkdir()
@@ -283,7 +269,6 @@ def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytes
     assert f"embodyrl eval ckpt={run}" in capsys.readouterr().err
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.runs import newest_run
 
@@ -324,7 +309,6 @@ def test_each_error_class_has_its_exit_code_and_no_traceback(tmp_path: Path, rai
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_closed_output_pipe_is_not_reported(tmp_path: Path) -> None:
     command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
@@ -332,7 +316,6 @@ def test_closed_output_pipe_is_not_reported(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 1
 
 
-@pytest.mark.needs("reporting", "templates")
 def test_commands_without_a_run_use_the_newest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,7 +333,6 @@ def test_commands_without_a_run_use_the_newest_run(
 
 
 @pytest.mark.integration
-@pytest.mark.needs("isolation")
 def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
     """The command also works as a module."""
     words = ("env=gym", "env.id=foreign_envs:OnlyThreads-v0", "model=mlp", "--dry-run")
@@ -368,7 +350,6 @@ def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
     assert "9 steps/episode (the environment's own limit)" in done.stdout
 
 
-@pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize("command", ["train", "eval", "collect"])
 def test_missing_checkpoint_is_reported_before_other_errors(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -391,20 +372,16 @@ def test_installed_package_adds_a_command(tmp_path: Path) -> None:
     assert re.search(r"greet +Command of the package greeting-of-mine\.", run.stdout)
 
 
-@pytest.mark.needs("discover", "libero", "metaworld", "tabletop")
-def test_list_names_extensions_and_how_to_install_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from embodyrl import manifests
+def test_list_names_extras_and_how_to_install_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from embodyrl.extensions.discover import command
 
-    monkeypatch.setattr(manifests, "find_spec", lambda module: None)
-    assert main(["list", "extensions"]) == 0
+    monkeypatch.setattr(command, "find_spec", lambda module: None)
+    assert main(["list", "extras"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{name} " in f"\n{text}" for name in manifests.extensions())
-    assert "libero is not installed: pip install 'embodyrl[libero]'" in text
+    assert "libero, meshoptimizer, mujoco, robosuite is not installed: pip install 'embodyrl[libero]'" in text
     assert main(["list", "envs"]) == 0
-    text = capsys.readouterr().out
-    assert "metaworld is not installed: pip install 'embodyrl[metaworld]'" in text
-    assert "ray_cluster" not in text
-    assert main(["list", "extensions", "--json"]) == 0
+    assert "metaworld is not installed: pip install 'embodyrl[metaworld]'" in capsys.readouterr().out
+    monkeypatch.setattr(command, "find_spec", lambda module: "spec")
+    assert main(["list", "extras", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["ray_cluster"]["install"] == "pip install 'embodyrl[ray]'"
-    assert rows["tabletop"]["install"] == ""
+    assert rows["ray"] == {"name": "ray", "about": "installed: ray", "missing": ""}

@@ -48,7 +48,6 @@ SURFACE = {
 """Public names that scripts rely on. Add new names; removing or changing a name needs a major version."""
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_commands_and_flags_match_the_recorded_interface() -> None:
     for name, flags in SURFACE.items():
         assert flags <= set(COMMANDS[name].flags), name
@@ -76,7 +75,6 @@ def read_names() -> set[str]:
     return names
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_every_config_key_is_read_by_code() -> None:
     read = read_names()
     assert "group_size" in read
@@ -86,7 +84,6 @@ def test_every_config_key_is_read_by_code() -> None:
     assert unread == []
 
 
-@pytest.mark.needs("act", "openvla_oft", "tabletop", "text")
 @pytest.mark.integration
 @pytest.mark.parametrize("group", compose.default_options("train"))
 def test_every_option_of_every_group_composes(group: str) -> None:
@@ -99,7 +96,6 @@ def test_every_option_of_every_group_composes(group: str) -> None:
         assert any(place.removesuffix(".yaml").endswith(f"{group}/{option}") for place in places)
 
 
-@pytest.mark.needs("sweep")
 def test_sweep_runs_each_combination_in_its_own_folder() -> None:
     from embodyrl.extensions.sweep.sweep import expand
 
@@ -117,7 +113,6 @@ def test_sweep_runs_each_combination_in_its_own_folder() -> None:
             expand(words)
 
 
-@pytest.mark.needs("sweep", "tabletop")
 def test_sweep_with_one_invalid_combination_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "-m", "seed=0,-1"]) == 2
     captured = capfd.readouterr()
@@ -131,7 +126,6 @@ def test_sweep_with_one_invalid_combination_starts_nothing(tmp_path: Path, capfd
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.needs("sweep")
 def test_sweep_from_a_run_uses_the_components_of_that_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
     save_config(load_config("train", ["experiment=cartpole"]), tmp_path / "config.yaml")
@@ -149,7 +143,6 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert [line for line in lines if len(line) > 80 and not line.startswith("  embodyrl ")] == [], "but examples"
 
 
-@pytest.mark.needs("reporting", "sweep")
 @pytest.mark.integration
 def test_sweep_ends_with_a_table_and_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -168,7 +161,6 @@ def test_sweep_ends_with_a_table_and_a_report(
     assert last == f"next  embodyrl report {tmp_path / 'run'} --open"
 
 
-@pytest.mark.needs("reporting", "serving")
 @pytest.mark.integration
 def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     """The commands are parsed by real shells; `ckpt=` of a run needs the settings of that run."""
@@ -192,7 +184,6 @@ def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     assert shlex.split(line) == ["embodyrl", "train", "--resume", str(folder / "run")]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_python_api_validates_like_the_commands() -> None:
     cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2")
     assert cfg.runner.max_steps == 2
@@ -207,7 +198,6 @@ def test_python_api_validates_like_the_commands() -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "runs" / "a")
     assert main(["view", str(run)]) == 0
@@ -217,7 +207,6 @@ def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.
     assert "all tasks" in capsys.readouterr().out
 
 
-@pytest.mark.needs("discover")
 def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "polcy"]) == 2
     assert "Did you mean 'policy'?" in capfd.readouterr().err
@@ -225,7 +214,6 @@ def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytes
     assert (done.returncode, "--json" in done.stdout) == (0, True)
 
 
-@pytest.mark.needs("discover")
 @pytest.mark.integration
 def test_bash_completion_covers_commands_options_and_keys(tmp_path: Path) -> None:
     def complete(*words: str) -> set[str]:
@@ -241,14 +229,12 @@ def test_bash_completion_covers_commands_options_and_keys(tmp_path: Path) -> Non
     assert complete("embodyrl", "train", "actor.optim.warmup_s") == {"actor.optim.warmup_steps="}
 
 
-@pytest.mark.needs("discover", "openvla_oft", "tabletop")
 def test_json_flag_prints_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_run_path_is_accepted_with_or_without_ckpt_key(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)

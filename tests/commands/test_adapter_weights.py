@@ -23,7 +23,6 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import read_adapter_spec
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
-pytestmark = pytest.mark.needs("openvla_oft", "own_loop", "tabletop")
 WORDS = ("env=tabletop", "model=openvla_oft_tiny")
 
 

@@ -54,7 +54,6 @@ def test_failing_callback_saves_the_last_step(tmp_path: Path, name: str) -> None
     assert embodyrl.train(cfg, resume=tmp_path / "run").step == 4
 
 
-@pytest.mark.needs("demonstrations", "text")
 def test_failing_sft_callback_saves_the_last_step(tmp_path: Path) -> None:
     def fail(step: int, metrics) -> None:
         if step == 3:

@@ -16,8 +16,7 @@ WORDS = (
 )
 APART = ("rollout.mode=disaggregated",)
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
-NEEDS_OFT = pytest.mark.needs("openvla_oft")
-BF16 = pytest.param((*TOY_OFT, "model.precision=bf16"), marks=NEEDS_OFT)
+BF16 = pytest.param((*TOY_OFT, "model.precision=bf16"))
 LORA = (*TOY_OFT, *SOUP, "model.is_lora=true", "model.lora.r=4")
 
 
@@ -34,14 +33,12 @@ def test_disaggregated_run_matches_one_process(tmp_path, model):
     assert all(row["actor/grad_norm"] > 0 for row in rows(together)[1:]), "each step had new weights to act with"
 
 
-@NEEDS_OFT
 @pytest.mark.integration
 def test_disaggregated_adapters_match_one_process(tmp_path):
     together, apart = (train_toy(tmp_path, *WORDS, *LORA, *more, name=f"r{len(more)}") for more in ((), APART))
     assert same(together, apart)
 
 
-@pytest.mark.needs("text")
 @pytest.mark.integration
 @pytest.mark.parametrize("offload", ["false", "true"], ids=["whole", "sharded"])
 def test_disaggregated_bfloat16_text_matches_one_process(tmp_path, offload):
@@ -53,7 +50,6 @@ def test_disaggregated_bfloat16_text_matches_one_process(tmp_path, offload):
     assert gaps[0] == gaps[1]
 
 
-@NEEDS_OFT
 def test_only_adapter_weights_are_sent_after_the_first_sync(tmp_path):
     with running_crew(tmp_path, *LORA, *APART, "algorithm=ppo") as stage:
         policy = stage.workers.policy
@@ -66,7 +62,6 @@ def test_only_adapter_weights_are_sent_after_the_first_sync(tmp_path):
         assert sum(p.stop - p.start for p in later) < 0.1 * sum(p.stop - p.start for p in first)
 
 
-@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_several_disaggregated_ranks_match_one_process(tmp_path):
@@ -88,7 +83,6 @@ def test_several_disaggregated_ranks_match_one_process(tmp_path):
     assert second["actor/logprob_gap"] < 1e-5, "and every process acts with the new ones"
 
 
-@pytest.mark.needs("sharded", "timeline")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_asynchronous_run_collects_stale_chunks_during_training(tmp_path):

@@ -100,7 +100,6 @@ def test_per_task_and_overall_results_match_hand_computed_values():
     )
 
 
-@pytest.mark.needs("conversation")
 def test_majority_vote_uses_the_most_frequent_answer():
     """Two of three replies agree on a wrong answer; two of four agree on a right answer, and the others differ."""
     said = [(0, "so 7", False), (0, "\\boxed{8}", True), (0, "it is 7", False)]
@@ -120,7 +119,6 @@ def votes(*said: tuple[str, bool], role: str = "assistant") -> float | None:
     return table(rows, toy_spec(2)).metrics().get("eval/maj_at_n")
 
 
-@pytest.mark.needs("conversation")
 def test_majority_vote_merges_equivalent_answers_only():
     letters = [("I think so. The answer is B", False), ("2 of 3 say (A). Answer: (A).", True), ("answer: A", True)]
     assert votes(*letters) == 1.0
@@ -131,7 +129,6 @@ def test_majority_vote_merges_equivalent_answers_only():
     assert votes(("Answer: A total of 12", True), ("Answer: A total of 13", False), ("13", False)) == 0.0
 
 
-@pytest.mark.needs("conversation")
 def test_majority_vote_is_undefined_for_games():
     assert votes(("15:", True), ("7:", False), ("7:", False), role="user") is None
 

@@ -24,9 +24,9 @@ from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.protocols import departures
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import ActionSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
 
@@ -85,7 +85,6 @@ def test_episode_row_contains_the_fields_needed_to_reproduce_the_episode(recorde
         assert row["terminated"] == row["success_once"]
 
 
-@pytest.mark.needs("recording")
 def test_every_episode_is_recorded_with_a_descriptive_file_name(recorded):
     folder, result = recorded
     files = sorted((folder / "videos" / "run").iterdir())
@@ -105,7 +104,6 @@ def test_every_episode_is_recorded_with_a_descriptive_file_name(recorded):
     assert sorted(result.videos) == [str(path) for path in files]
 
 
-@pytest.mark.needs("recording")
 def test_recordings_contain_every_step(recorded):
     folder, result = recorded
     longest = max(episode_rows(result), key=lambda row: row["steps"])
@@ -117,7 +115,6 @@ def test_recordings_contain_every_step(recorded):
     assert not [p for p in (folder / "videos").rglob("*") if p.is_file() and p.suffix != ".mp4"]
 
 
-@pytest.mark.needs("recording")
 @pytest.mark.integration
 def test_video_mode_failures_keeps_only_failed_episodes(tmp_path):
     result = evaluate_toy(tmp_path, "video=failures")
@@ -128,7 +125,6 @@ def test_video_mode_failures_keeps_only_failed_episodes(tmp_path):
     assert len(names) == len(failed)
 
 
-@pytest.mark.needs("recording")
 def test_video_mode_first_n_keeps_the_first_episodes(tmp_path):
     evaluate_toy(tmp_path, "video=first:3")
     names = sorted(p.name for p in (tmp_path / "videos" / "run").iterdir())
@@ -221,7 +217,6 @@ def test_evaluation_protocol_sets_episodes_and_horizon(tmp_path):
     assert saved.env.eval.max_episode_steps == 32, "the run's own record says what was played"
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(
     ("typed", "found"), [([], 0), (["runner.val_suites=[base,colours]"], 1), (["runner.val_suites=[]"], 1)]
 )
@@ -319,7 +314,6 @@ def evaluate_axes(tmp_path, name, *words):
     return evaluate(load_config("eval", [*TABLETOP, *places, *words]))
 
 
-@pytest.mark.needs("reporting", "tabletop")
 def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     noisy = ("runner.val_suites=[all]", "model.expert_noise=5")
     first = evaluate_axes(tmp_path, "first", *noisy)
@@ -352,7 +346,6 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
 
 
-@pytest.mark.needs("reporting")
 def test_training_validates_on_additional_suites(tmp_path):
     from embodyrl.extensions.reporting.page import write_report
 
@@ -382,7 +375,6 @@ def test_training_validates_on_additional_suites(tmp_path):
     assert "suite tabletop_positions" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.needs("reporting", "text")
 def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     """Fails if episodes are paired by their last observation, which depends on the policy."""
     from embodyrl.extensions.reporting.paired import pair

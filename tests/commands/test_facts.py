@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from embodyrl.commands.facts import facts
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("words", "warned"),
     [

@@ -153,7 +153,6 @@ def test_resumed_run_keeps_its_adapted_kl_coefficient(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.needs("curriculum")
 def test_single_task_curriculum_saves_outcomes_per_reset_id(tmp_path):
     """The curriculum samples by these outcomes; outcomes by task id would never be used."""
     words = ("env.kwargs.tasks=3", "env.train.task_ids=[1]", "algorithm.curriculum=1")
@@ -164,7 +163,6 @@ def test_single_task_curriculum_saves_outcomes_per_reset_id(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.needs("curriculum")
 def test_curriculum_counts_filtered_groups(tmp_path):
     """The outcomes are those of four failures and of the four episodes of refill groups."""
     words = ("env.kwargs.tasks=3", "env.kwargs.goal=99", "algorithm.curriculum=1", "algorithm.filter_refills=1")

@@ -26,7 +26,6 @@ def is_solved(reset_id: int) -> bool:
     return bool(np.linalg.norm(env.at - env.goal) <= NEAR)
 
 
-@pytest.mark.needs("reporting")
 @pytest.mark.parametrize("env_id", ["goal_env:Started", "goal_env:started_vector"])
 def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) -> None:
     from embodyrl.extensions.reporting.card import card_of
@@ -53,7 +52,6 @@ def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) 
     assert card_of(result.folder.parents[1])["solved_at_reset"] == len(expected)
 
 
-@pytest.mark.needs("tabletop")
 def test_tabletop_detects_tasks_solved_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.envs.tabletop.world import new_world
 

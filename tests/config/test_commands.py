@@ -22,7 +22,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("command", "words"), REFUSED, ids=[f"{c} {w}" for c, w in REFUSED])
 def test_keys_and_groups_of_other_components_are_refused(command: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -47,7 +46,6 @@ FINE = [
 ]
 
 
-@pytest.mark.needs("demonstrations", "objectives")
 @pytest.mark.parametrize(("command", "words"), FINE, ids=[f"{c} {w}" for c, w in FINE])
 def test_defaults_and_group_choices_load_from_a_saved_config(command: str, words: str, tmp_path: Path) -> None:
     if command == "collect" and "experiment" in words:
@@ -74,7 +72,6 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", NONSENSE, ids=[w[:50] for w in NONSENSE])
 def test_malformed_override_gives_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words.split(), "--dry-run"]) == 2
@@ -84,7 +81,6 @@ def test_malformed_override_gives_one_line_and_exit_code_2(words: str, capsys: p
     assert len(lines[0]) < 500
 
 
-@pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize(
     ("words", "code", "fragment"),
     [
@@ -110,7 +106,6 @@ def test_non_component_objects_are_never_called(name: str, value: str, capsys: p
     assert value in capsys.readouterr().err
 
 
-@pytest.mark.needs("tabletop")
 def test_config_of_an_older_version_loads(tmp_path: Path) -> None:
     """The config has keys of all components, and keys that were removed."""
     save_config(load_config("train", []), tmp_path / "config.yaml")

@@ -20,7 +20,6 @@ DERIVED = {
 """Derived values; version 0.1 derived them after it wrote the config."""
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_stored_config_loads_with_its_values(run: Path) -> None:
     stored = dict(_leaves(read_plain_yaml(run / "config.yaml")))
@@ -32,7 +31,6 @@ def test_stored_config_loads_with_its_values(run: Path) -> None:
     assert changed == DERIVED.get(run.name, {})
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("task", ["copy", "reverse", "arithmetic", "countdown", "length", "colour"])
 def test_stored_config_accepts_the_former_text_task_module(task: str, tmp_path: Path) -> None:
     path = f"embodyrl.datasets.tasks:{task}"

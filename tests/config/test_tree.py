@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import pytest
-
 from embodyrl.cli.output import about
 from embodyrl.config import compose
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import save_config
 
 
-@pytest.mark.needs("libero")
 def test_perturbed_suite_settings_are_derived_from_the_name() -> None:
     found = compose.options("env")
     names = [name for name in found if name.startswith(("libero_pro_", "libero_plus_"))]
@@ -20,7 +17,6 @@ def test_perturbed_suite_settings_are_derived_from_the_name() -> None:
     assert (env.task_suite_name, env.eval.max_episode_steps) == ("libero_object_robot", 240)
 
 
-@pytest.mark.needs("libero")
 def test_perturbed_suite_can_replace_the_suite_of_a_run(tmp_path: Path) -> None:
     save_config(load_config("train", ["env=libero_object"]), tmp_path / "config.yaml")
     env = load_config("eval", ["env=libero_pro_object_swap"], base=tmp_path / "config.yaml").env

@@ -53,7 +53,6 @@ def test_code_path_in_a_key_is_untrusted() -> None:
     assert distrusted({"reward.weights.mine:f": 0.5}, {}, FILE)
 
 
-@pytest.mark.needs("text")
 def test_trust_flag_is_a_separate_argument() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
     assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []

@@ -23,14 +23,13 @@ from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config.compose import options
-from embodyrl.manifests import extensions
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 
 DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = SOURCE / "examples"
-GENERATED = ("configuration", "commands", "api", "extensions", "zoo")
+GENERATED = ("configuration", "commands", "api", "parts", "zoo")
 """Reference pages generated during the build of the site."""
 
 COMPOSED = {
@@ -199,7 +198,6 @@ def short(name: str, words: list[str]) -> list[str]:
     return [w for w in words if w.partition("=")[0] not in given] + extra
 
 
-@pytest.mark.needs("sweep")
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", LINES)
@@ -265,7 +263,6 @@ def network(text: str) -> str:
     return text[text.index("class Net(") :].split("\n\n\n")[0].rstrip()
 
 
-@pytest.mark.needs("templates")
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_tutorial_network_trains_in_the_generated_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +330,6 @@ def test_algorithms_have_formula_and_paper() -> None:
     assert [name for name in presets if not re.search(rf"`(?:\w+=)?{name}[`| ]", text)] == []
 
 
-@pytest.mark.needs("off_policy")
 def test_every_metric_is_explained() -> None:
     """Metric names are those in the code."""
     explained = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
@@ -359,7 +355,6 @@ def api_examples() -> dict[str, str]:
     return {task.title: textwrap.dedent(task.example) for task in pages.API if task.example}
 
 
-@pytest.mark.needs("own_loop", "tabletop")
 def test_api_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     printed = {}
@@ -369,10 +364,6 @@ def test_api_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "touch the red block" in printed["Step an environment"]
     assert printed["Write an environment"] == "[ True]\n"
     assert "EvalResult" in printed["Train and evaluate"]
-
-
-def test_every_extension_has_a_guide() -> None:
-    assert [name for name, part in extensions().items() if not (DOCS / part.guide).is_file()] == []
 
 
 @pytest.fixture(scope="module")
@@ -389,20 +380,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.needs("openvla_oft", "own_loop", "text")
 def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None:
     pages = {name: (site / "reference" / name / "index.html").read_text() for name in GENERATED}
     assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []
     assert [name for name in COMMANDS if f'id="{name}"' not in pages["commands"]] == []
     names = [*embodyrl.__all__, "LoadedPolicy.act", "Env.step_chunk", "Policy.act"]
     assert [name for name in names if f'id="{name.lower().replace(".", "")}"' not in pages["api"]] == []
-    assert [n for n in extensions() if not (site / "reference" / "extensions" / n / "index.html").is_file()] == []
     weights = [file.parent.name for file in SOURCE.glob("assets/*/model.safetensors")]
     assert len(weights) >= 4
     assert [name for name in weights if f'id="{name}"' not in pages["zoo"]] == []
 
 
-@pytest.mark.needs("openvla_oft", "own_loop", "text")
 @pytest.mark.integration
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 @pytest.mark.parametrize("width", [400, 1280])

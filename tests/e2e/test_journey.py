@@ -36,7 +36,6 @@ def test_training_prints_the_paths_of_its_results(trained):
     assert not (run / "lock").exists()
 
 
-@pytest.mark.needs("discover")
 def test_list_runs_shows_the_run(trained):
     cwd, _ = trained
     done = run_cli("list", "runs", "--json", "runner.output_dir=runs", cwd=cwd)
@@ -47,7 +46,6 @@ def test_list_runs_shows_the_run(trained):
     assert entry["success"] == rows(cwd / "runs" / "run")[-1]["eval/success_once"]
 
 
-@pytest.mark.needs("recording")
 def test_eval_writes_separate_results(trained):
     cwd, _ = trained
     words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", "video=first:1", name="evaluated")

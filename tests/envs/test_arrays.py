@@ -156,7 +156,6 @@ def test_termination_flags_of_wrong_shape_are_refused(monkeypatch):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
-@pytest.mark.needs("check_env")
 def test_array_environment_passes_check_env():
     from embodyrl.extensions.check_env import check_env
 
@@ -232,7 +231,6 @@ def test_user_reward_gets_the_data_of_its_slot():
     assert result.components.tolist() == [[15, 0], [13, 0]]
 
 
-@pytest.mark.needs("libero")
 def test_each_slot_has_a_separate_instruction(tmp_path):
     """Instructions in the records of a rollout equal those of the environment."""
     env = make(4)

@@ -24,7 +24,6 @@ def test_declared_inputs_are_checked(given: dict, part: str) -> None:
     assert ["env.controls[0]" in line and part in line for line in problems] == [True] * bool(part)
 
 
-@pytest.mark.needs("own_loop")
 def test_gymnasium_environment_declares_its_inputs() -> None:
     keys = "env.controls=[{key: ArrowLeft, index: 0, value: 0},{key: ArrowRight, index: 0, value: 1}]"
     env = embodyrl.make_env("gym", "env.id=CartPole-v1", keys, "env.neutral=[1]")
@@ -36,7 +35,6 @@ def test_gymnasium_environment_declares_its_inputs() -> None:
         embodyrl.make_env("gym", "env.id=CartPole-v1", "env.controls=[{key: KeyA, index: 0, value: 2}]")
 
 
-@pytest.mark.needs("tabletop")
 def test_loaded_state_repeats_the_episode() -> None:
     env = embodyrl.make_env("tabletop", "env.eval.task_ids=[12]", "env.eval.max_episode_steps=6")
     env.reset(seed=3)

@@ -280,7 +280,6 @@ def test_image_order_is_kept():
     np.testing.assert_array_equal(out.images, np.stack([seen["left"], *seen["past"], seen["right"]]))
 
 
-@pytest.mark.needs("check_env")
 def test_channels_first_stacks_give_a_warning():
     from embodyrl.extensions.check_env.observations import doubts
 
@@ -350,7 +349,6 @@ class Counting(gymnasium.ObservationWrapper):
         return observation + np.float32(1e-3 * self.calls)
 
 
-@pytest.mark.needs("check_env")
 def test_wrapper_that_keeps_state_between_episodes_is_named():
     wrappers = ["test_gym:Counting", "gymnasium.wrappers:FlattenObservation"]
     (doubt,) = ENVS.get("gym").spec(config("CartPole-v1", wrappers=wrappers), EnvContext()).doubts
@@ -362,7 +360,6 @@ def test_success_signals_are_detected(env_id, known):
     assert ENVS.get("gym").spec(config(env_id), EnvContext()).reward.reports_success == known
 
 
-@pytest.mark.needs("check_env")
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "pixel_env:PixelEnv", COUNTER])
 def test_gym_environment_passes_check_env(env_id):
     from embodyrl.extensions.check_env import check_env
@@ -400,7 +397,6 @@ def test_gym_config_errors_are_reported_before_the_start(env_id, values, error, 
         ENVS.get("gym").spec(config(env_id, **values), EnvContext())
 
 
-@pytest.mark.needs("libero")
 @pytest.mark.parametrize(
     ("words", "text"),
     [

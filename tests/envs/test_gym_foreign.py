@@ -36,7 +36,7 @@ def described(name: str, **values: Any) -> EnvSpec:
         ("InfoWords", {"instruction_key": "goal.say"}, "go to 7"),
         ("InfoWords", {"instruction": "turn left"}, "turn left"),
         ("Missions", {"instruction_key": "deep.0.mission"}, "go to 7"),
-        pytest.param("make_env", {}, "go to 7", marks=pytest.mark.needs("gym_vectors")),
+        pytest.param("make_env", {}, "go to 7"),
     ],
 )
 def test_text_observation_is_the_instruction(name, values, said):
@@ -52,7 +52,6 @@ def test_missing_instruction_key_error_lists_keys():
     assert not described("InfoWords").text.instructed
 
 
-@pytest.mark.needs("check_env")
 @pytest.mark.parametrize(
     ("name", "values", "reports", "doubt"),
     [
@@ -77,7 +76,6 @@ def test_nested_success_key_is_read():
     assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).success[0, 0]
 
 
-@pytest.mark.needs("check_env")
 @pytest.mark.parametrize(
     ("name", "doubt"),
     [
@@ -117,16 +115,13 @@ def test_observations_are_checked_before_workers_start(name, said):
         described(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["PartialSuccess", pytest.param("partial_batch", marks=pytest.mark.needs("gym_vectors"))]
-)
+@pytest.mark.parametrize("name", ["PartialSuccess", "partial_batch"])
 def test_fraction_is_not_accepted_as_success(name):
     env = begin(config(f"foreign_envs:{name}"), slots=2)
     with pytest.raises(EnvError, match=r"0.3.* for success in info, expected True or False"):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
-@pytest.mark.needs("check_env")
 def test_suite_selects_an_environment():
     assert "float32" in " ".join(described("make_suites", suite="far").doubts)
     with pytest.raises(ConfigError, match=r"has no suite 'deep' .*Suites: near/0, far/0"):
@@ -139,7 +134,6 @@ def test_frames_of_several_cameras_are_concatenated():
     assert (frame[0, 9, 0], frame[0, 10, 0]) == (10, 200)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_hub_repository_error_contains_the_fix():
     with pytest.raises(UnknownNameError, match=r"review its code, .*@COMMIT trust=true"):
         described_id("hub_owner/some-env")
@@ -156,7 +150,6 @@ def test_lerobot_style_id_imports_its_package(tmp_path, monkeypatch):
     assert described_id("gym_little/Plain-v0").max_episode_steps == 7
 
 
-@pytest.mark.needs("mujoco_rendering")
 def test_constructor_that_renders_gets_a_rendering_backend():
     """A new process without a display; MuJoCo chooses its backend when it is imported."""
     pytest.importorskip("mujoco")

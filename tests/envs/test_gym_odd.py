@@ -145,7 +145,7 @@ def write(space: spaces.Box, value: Any) -> ObservationOut:
     "name",
     [
         *("NamedResults", "ListResults", "OldGenerator", "CannotClose"),
-        pytest.param("ListBatch", marks=pytest.mark.needs("gym_vectors")),
+        "ListBatch",
     ],
 )
 def test_unusual_gymnasium_environments_run(name):
@@ -166,7 +166,6 @@ def test_failing_close_is_reported(caplog):
     ] * 2
 
 
-@pytest.mark.needs("gym_vectors")
 @pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 def test_batched_success_can_be_none_or_an_array(mode, array):
@@ -205,7 +204,6 @@ def test_images_of_another_dtype_are_read(kind):
     np.testing.assert_array_equal(image, value)
 
 
-@pytest.mark.needs("check_env")
 @pytest.mark.parametrize(
     ("shape", "high", "doubted"), [((3, 3), 2, False), ((6, 7, 2), 1, False), ((64, 64, 3), 1, True)]
 )
@@ -248,7 +246,6 @@ def test_time_limit_of_minus_one_is_ignored():
     assert ENVS.get("gym").spec(cfg, EnvContext()).max_episode_steps == cfg.train.max_episode_steps
 
 
-@pytest.mark.needs("gym_vectors")
 def test_vector_environment_without_autoreset_mode_gives_a_warning():
     assert "has no autoreset_mode" in " ".join(described("test_gym_odd:UnsaidMode").doubts)
     assert not described("test_gym_odd:solved").doubts
@@ -256,7 +253,6 @@ def test_vector_environment_without_autoreset_mode_gives_a_warning():
         described("test_gym_odd:UnknownMode")
 
 
-@pytest.mark.needs("gym_vectors")
 def test_autoreset_mode_may_be_a_string():
     """The final observation is that of the ended episode (2 steps), not of the next one."""
     env = begin(config("test_gym_odd:SpelledMode"))
@@ -271,7 +267,6 @@ def test_final_observation_is_kept_if_the_environment_resets_in_the_same_step(na
     assert look(env)[1][1] == 2
 
 
-@pytest.mark.needs("check_env")
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal", "metrics.sucess", "suceeded"])
 def test_unused_success_key_candidates_give_a_warning(name):
     from embodyrl.extensions.check_env.said import success_doubts

@@ -149,7 +149,6 @@ def test_reward_gets_gymnasium_info():
     assert last.info["episode"]["l"] == last.step
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -169,7 +168,6 @@ def test_reward_keys_without_effect_give_a_warning(words, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.needs("check_env", "demonstrations", "tabletop")
 def test_reward_path_gives_a_warning_in_commands_without_rewards(caplog):
     load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
     load_config("sft", ["data.path=a", "reward.path=test_reward:parts"])
@@ -199,7 +197,6 @@ def test_always_failing_reward_ends_the_run(tmp_path):
         train(toy_config(tmp_path, "reward.path=test_reward:never"))
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_tabletop_trains_on_a_user_reward(tmp_path):
     words = ("env=tabletop", "model=openvla_oft_tiny", "algorithm=grpo", "algorithm.group_size=2", "launcher=inline")
@@ -220,7 +217,6 @@ def test_tabletop_trains_on_a_user_reward(tmp_path):
     assert row["actor/grad_norm"] > 0
 
 
-@pytest.mark.needs("demonstrations")
 def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
     """A network with one weight: the state is the log-odds. Each slot and each episode starts at 0."""
     from embodyrl.extensions.demonstrations.learned_reward import LearnedReward

@@ -261,7 +261,7 @@ def run(job: Job, folder: Path) -> Result:
     from embodyrl.channels.arena import Arena
     from embodyrl.devices import Gpus
     from embodyrl.extensions.planner import memory
-    from embodyrl.plan.run_plan import build_run_plan
+    from embodyrl.plan.build import build_run_plan
     from embodyrl.scheduler.start import policy_init
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")

@@ -18,7 +18,6 @@ ROOT = HERE.parents[1]
 PYTEST = ("-m", "pytest", "-q", "-p", "fakegpu", "-p", "no:cacheprovider", "--timeout", "300")
 PYTEST += ("-o", "faulthandler_timeout=0")
 pytestmark = [
-    pytest.mark.needs("doctor", "flow", "openvla_oft", "sharded", "text"),
     pytest.mark.integration,
     pytest.mark.timeout(600),
 ]

@@ -10,7 +10,6 @@ import pytest
 from chaos import Chaos, Injection
 
 pytestmark = [
-    pytest.mark.needs("demonstrations", "text", "iql", "recap"),
     pytest.mark.integration,
 ]
 KINDS = (

@@ -11,7 +11,6 @@ import pytest
 from family_env import FOLDER
 from processes import Command, run_cli, start_cli, wait_until, workers_of
 
-pytestmark = pytest.mark.needs("check_env", "untrained")
 EVAL = ("eval", "env=gym", "model=random", "eval.episodes=4", "env.eval.total_num_envs=2", "launcher.env_workers=1")
 
 

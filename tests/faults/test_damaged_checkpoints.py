@@ -93,7 +93,6 @@ def test_partial_checkpoint_is_ignored_and_deleted(healthy, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
 
 
-@pytest.mark.needs("checkpoints")
 def test_checkpoint_without_manifest_is_renamed_and_rewritten(healthy, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
@@ -166,8 +165,7 @@ def test_damaged_metric_rows_are_skipped(healthy, tmp_path):
                 "model.is_lora=true",
                 "model.path=assets/openvla_oft_tiny_soup",
                 "model.unnorm_key=libero_object_no_noops",
-            ),
-            marks=pytest.mark.needs("openvla_oft"),
+            )
         ),
     ],
     ids=["values", "adapters"],

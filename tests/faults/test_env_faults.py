@@ -79,7 +79,6 @@ def test_failed_worker_start_ends_the_run(tmp_path):
     assert "restart" not in done.stdout
 
 
-@pytest.mark.needs("recording")
 def test_episode_that_crashes_its_worker_is_dropped(tmp_path):
     """Other episodes of the worker crash with it twice; then it runs alone, so that no other episode is dropped."""
     faulty = ("env.kwargs.fault=kill", "env.kwargs.state=2", "video=all", "eval.episodes=4")

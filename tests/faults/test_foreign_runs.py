@@ -22,8 +22,8 @@ from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.saved import save_config
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
@@ -74,7 +74,6 @@ def foreign_run(folder: Path, key: str, value: object) -> Path:
     return folder
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("key", DOORS)
 def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeypatch, capsys):
     (tmp_path / "payload.py").write_text(PAYLOAD)
@@ -93,7 +92,6 @@ def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeyp
     assert not list(tmp_path.glob("*.ran"))
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = foreign_run(tmp_path / "theirs", "env.env_type", "subprocess:Popen")
@@ -102,7 +100,6 @@ def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_code_paths_on_the_command_line_are_trusted(tmp_path):
     run = foreign_run(tmp_path / "mine", "env.env_type", "toy_env:FACTORY")
     assert load_saved_config(run, ["trust=true"]).env.env_type == "toy_env:FACTORY"
@@ -111,7 +108,6 @@ def test_code_paths_on_the_command_line_are_trusted(tmp_path):
         load_saved_config(run, ["trust=false"])
 
 
-@pytest.mark.needs("serving")
 def test_suggested_next_commands_work(tmp_path):
     told = (train_toy(tmp_path) / "logs" / "events.log").read_text()
     for command in ("embodyrl eval ckpt=", "embodyrl play "):
@@ -142,7 +138,6 @@ def test_mismatched_weights_do_not_start_an_evaluation(tmp_path):
     assert (run / "config.yaml").read_text() == saved, "a run that cannot go on so must still go on as it was"
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
     shipped = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
     words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
@@ -153,13 +148,11 @@ def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
         first_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)
 
 
-@pytest.mark.needs("tabletop", "text")
 def test_registered_components_need_no_trust(tmp_path):
     for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.extensions.text.tasks:copy")]:
         load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
 
 
-@pytest.mark.needs("openvla_oft", "tabletop", "text")
 @pytest.mark.parametrize(
     "words",
     [
@@ -187,7 +180,6 @@ def test_objects_of_the_wrong_type_are_refused_without_a_call(words, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.needs("text")
 def test_class_in_place_of_a_factory_is_refused():
     from embodyrl.envs import ENVS
 
@@ -212,7 +204,6 @@ def test_environment_variables_are_hidden_in_output(tmp_path, monkeypatch, capsy
     assert load_saved_config(tmp_path, []) == cfg
 
 
-@pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("seed: &a [1, 1]\nvideo: [*a, *a]\n")
     for command in (["train", "--resume"], ["report"], ["view"]):
@@ -220,7 +211,6 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
         assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
 
 
-@pytest.mark.needs("reporting")
 def test_endless_files_are_not_loaded_into_memory(tmp_path):
     """The files are sparse, so their size costs no disk space."""
     from embodyrl.extensions.reporting.history import read_history
@@ -239,7 +229,6 @@ def test_endless_files_are_not_loaded_into_memory(tmp_path):
         read_history(run)
 
 
-@pytest.mark.needs("reporting")
 def test_report_embeds_only_real_video_files(tmp_path):
     from embodyrl.extensions.reporting.history import read_history
 
@@ -256,7 +245,6 @@ def test_report_embeds_only_real_video_files(tmp_path):
     assert history.find_video("elsewhere/good.mp4") == videos / "good.mp4"
 
 
-@pytest.mark.needs("reporting")
 def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsys):
     bang = "<script>alert(1)</script>\x1b]0;owned\x07"
     run = write_run(tmp_path / "runs" / "theirs")
@@ -284,7 +272,6 @@ def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsy
     assert main(["report", str(run)]) == 2
 
 
-@pytest.mark.needs("reporting")
 @pytest.mark.parametrize(
     ("file", "change"),
     [
@@ -307,7 +294,6 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
         assert (code, str(name) in said) in ((0, False), (2, True)), said
 
 
-@pytest.mark.needs("text")
 @pytest.mark.integration
 def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
     from embodyrl.extensions.text.dataset import open_rows
@@ -327,7 +313,6 @@ def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
         open_rows(RowSettings(path=str(tmp_path / "bomb.parquet")), tokenizer=None)
 
 
-@pytest.mark.needs("text")
 def test_folder_without_weights_does_not_query_the_hub(tmp_path):
     from embodyrl.policies.causal_lm.settings import TextLoraSettings
 

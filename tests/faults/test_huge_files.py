@@ -62,7 +62,6 @@ def run_reader(*words: str, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.integration
-@pytest.mark.needs("reporting", "discover")
 @pytest.mark.parametrize(
     ("name", "words", "code", "said"),
     [

@@ -19,7 +19,7 @@ from toy_runs import TOY, TOY_COLLECT, toy_words
 
 from embodyrl.files import SCRATCH
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("demonstrations", "recap", "conversion"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 HOOK = """
 import os, signal

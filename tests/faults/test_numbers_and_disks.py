@@ -18,7 +18,6 @@ from embodyrl.commands.session import OnStep
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, NonFiniteError
 
-NEEDS_OFT = pytest.mark.needs("openvla_oft")
 EXPLODING = ("algorithm.normalize_advantages=false", "env.use_rel_reward=false", "env.kwargs.goal=0.7")
 """With the rewards below, advantages are finite and close to the maximum of float32."""
 INFINITE_LOSS = (*EXPLODING, "env.kwargs.reward=3e37")
@@ -26,7 +25,7 @@ INFINITE_GRADIENT = (*EXPLODING, "env.kwargs.reward=1e37")
 """The loss is finite, but the gradient of the tiny OpenVLA-OFT is not."""
 EXPLOSIONS = [
     pytest.param((), INFINITE_LOSS, "loss", id="loss"),
-    pytest.param(TOY_OFT, INFINITE_GRADIENT, "gradient norm", id="gradient", marks=NEEDS_OFT),
+    pytest.param(TOY_OFT, INFINITE_GRADIENT, "gradient norm", id="gradient"),
 ]
 
 
@@ -55,7 +54,7 @@ def test_skipped_update_is_counted_and_keeps_weights(tmp_path, model, exploding,
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("model", "what"), [((), "action"), pytest.param(TOY_OFT, "log-probability", marks=NEEDS_OFT)], ids=["cnn", "oft"]
+    ("model", "what"), [((), "action"), pytest.param(TOY_OFT, "log-probability")], ids=["cnn", "oft"]
 )
 def test_diverging_learning_rate_exits_5(tmp_path, model, what):
     absurd = ("actor.optim.lr=1000", "actor.optim.weight_decay=1000")
@@ -106,7 +105,6 @@ def fills(disk: Path, left: int, at: int = 1) -> OnStep:
     return fill
 
 
-@pytest.mark.needs("planner")
 def test_missing_disk_space_is_refused_at_the_start(small_disk):
     (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
     with pytest.raises(
@@ -132,7 +130,7 @@ AVERAGED = ("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learnin
 
 @pytest.mark.parametrize(
     ("words", "left"),
-    [((), 2**18), pytest.param(AVERAGED, 12 * 2**20, marks=pytest.mark.needs("off_policy"))],
+    [((), 2**18), pytest.param(AVERAGED, 12 * 2**20)],
     ids=["the policy", "what the algorithm keeps"],
 )
 def test_training_continues_without_an_unwritable_checkpoint(small_disk, words, left):

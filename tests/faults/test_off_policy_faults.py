@@ -12,8 +12,6 @@ from safetensors.numpy import load_file
 from embodyrl.commands.train import train
 from embodyrl.plan.config import load_config, load_saved_config
 
-pytestmark = pytest.mark.needs("off_policy")
-
 WORDS = (
     *("env=gym", "env.id=Pendulum-v1", "model=mlp", "model.hidden_sizes=[16]", "algorithm=sac"),
     *("actor.global_batch_size=16", "algorithm.learning_starts=16", "algorithm.updates_per_sample=0.1"),

@@ -15,8 +15,6 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.recording.video import VideoError, VideoRecorder
 
-pytestmark = pytest.mark.needs("recording")
-
 FRAME = np.zeros((64, 64, 3), np.uint8)
 
 

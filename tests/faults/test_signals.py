@@ -150,7 +150,6 @@ def test_second_ctrl_c_exits_immediately(start, tmp_path, signum):
     assert_saved(tmp_path / "run")
 
 
-@pytest.mark.needs("sweep")
 def test_ctrl_c_in_a_sweep_saves_the_run_and_starts_no_other(tmp_path):
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
@@ -175,7 +174,6 @@ def test_ctrl_c_in_a_sweep_saves_the_run_and_starts_no_other(tmp_path):
     assert table[2].endswith("runner.on_existing=resume")
 
 
-@pytest.mark.needs("sweep")
 @pytest.mark.parametrize(
     ("signum", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGKILL, -signal.SIGKILL)],
@@ -201,7 +199,6 @@ def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, c
     assert not (tmp_path / "run-1").exists()
 
 
-@pytest.mark.needs("sweep")
 def test_signal_to_all_processes_of_a_sweep_counts_once(tmp_path):
     """The run receives the signal directly and from the sweep, in either order, and still saves."""
     gate = tmp_path / "gate"
@@ -321,7 +318,6 @@ def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.needs("sharded")
 def test_dead_rank_ends_all_other_ranks_immediately(start, tmp_path):
     """Rank 0 waits for the dead rank in a collective with a timeout of an hour."""
     gate = tmp_path / "gate"

@@ -16,7 +16,6 @@ from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
 
 pytestmark = [
-    pytest.mark.needs("maniskill"),
     pytest.mark.gpu,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),

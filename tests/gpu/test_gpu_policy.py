@@ -19,7 +19,6 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
 pytestmark = [
-    pytest.mark.needs("openvla_oft"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]

@@ -13,7 +13,6 @@ from text_runs import SMALL
 from toy_runs import comparable
 
 pytestmark = [
-    pytest.mark.needs("openvla_oft", "tabletop", "flow", "off_policy", "text"),
     pytest.mark.gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),

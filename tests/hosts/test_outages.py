@@ -15,7 +15,6 @@ from processes import wait_until
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 pytestmark = [
-    pytest.mark.needs("ray_cluster"),
     pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.timeout(900),

@@ -20,7 +20,6 @@ from toy_runs import rows
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 pytestmark = [
-    pytest.mark.needs("ray_cluster"),
     pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.timeout(900),

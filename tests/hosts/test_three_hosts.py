@@ -11,7 +11,6 @@ from outcomes import ROLLOUT, SPREAD, UPDATE, on_one_host, result, resume_comman
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 pytestmark = [
-    pytest.mark.needs("ray_cluster"),
     pytest.mark.integration,
     pytest.mark.timeout(900),
     pytest.mark.skipif(

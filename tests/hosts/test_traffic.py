@@ -16,7 +16,6 @@ from toy_runs import TOY_OFT, rows, weights
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 pytestmark = [
-    pytest.mark.needs("ray_cluster", "openvla_oft"),
     pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.timeout(900),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PATH = ROOT / "assets" / "openvla_oft_tabletop"
 OVERRIDES = "model=openvla_oft_tiny env.eval.task_ids=[0,1,2]"
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("tabletop", "openvla_oft", "own_loop")]
+pytestmark = [pytest.mark.integration]
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ def start(distribution: str, **arguments: object):
 
 
 @pytest.mark.integration
-@pytest.mark.needs("tabletop", "own_loop")
 def test_simulator_runs_in_another_process():
     worker = start("lerobot_env_embodyrl", request="make", task="tabletop", overrides=list(TOUCH))
     try:
@@ -58,14 +57,12 @@ def test_simulator_runs_in_another_process():
 
 
 @pytest.mark.integration
-@pytest.mark.needs("tabletop", "own_loop")
 def test_invalid_plugin_settings_are_reported():
     with pytest.raises(RuntimeError, match="tabeltop"):
         start("lerobot_env_embodyrl", request="make", task="tabeltop", overrides=[])
 
 
 @pytest.mark.integration
-@pytest.mark.needs("tabletop", "openvla_oft", "own_loop")
 def test_policy_runs_in_another_process():
     path = str(ROOT / "assets" / "openvla_oft_tabletop")
     worker = start("lerobot_policy_embodyrl", request="load", run=path, overrides=["env=tabletop"])
@@ -102,7 +99,6 @@ def embodyrl_eval(out: Path, *words: str) -> list[bool]:
 @real_lerobot
 @pytest.mark.integration
 @pytest.mark.timeout(900)
-@pytest.mark.needs("tabletop", "openvla_oft", "own_loop")
 def test_embodyrl_policy_succeeds_in_the_same_episodes_in_lerobot(tmp_path):
     path = ROOT / "assets" / "openvla_oft_tabletop"
     words = ("--policy.type=embodyrl", f"--policy.run={path}", '--policy.overrides=["env=tabletop"]')

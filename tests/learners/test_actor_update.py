@@ -20,8 +20,8 @@ from embodyrl.errors import NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
@@ -285,7 +285,6 @@ def test_reference_log_probs_cover_every_sample(make: Make):
     assert scored.any(axis=1).all()
 
 
-@pytest.mark.needs("openvla_oft")
 def test_value_head_with_adapters_has_its_own_learning_rate(make: Make):
     soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
     rates = ("actor.optim.lr=0.001", "actor.optim.value_lr=0.05")
@@ -369,7 +368,6 @@ def test_learning_rate_decays_within_an_update(make: Make):
     assert metrics["logprob_gap"] < 1e-4
 
 
-@pytest.mark.needs("flow", "tabletop")
 @pytest.mark.parametrize("way", ["flow_sde", "dsrl"])
 def test_token_mean_excludes_tokens_without_log_prob(tmp_path, way):
     """Records of a flow contain whole states: with equal advantages and ratios of 1 the mean is the advantage."""

@@ -62,7 +62,6 @@ def test_reference_path_loads_another_policy(tmp_path):
     assert "step_000002/policy" in (again / "config.yaml").read_text()
 
 
-@pytest.mark.needs("openvla_oft")
 def test_reference_with_other_action_statistics_is_refused(tmp_path):
     folder = tmp_path / "teacher"
     run = train_toy(tmp_path, *WORDS, *TOY_OFT, "runner.max_steps=1", name="first")

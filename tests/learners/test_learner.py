@@ -23,7 +23,6 @@ def test_custom_learner_trains_saves_and_resumes(tmp_path, launcher):
     assert rows(run)[-1]["actor/imitated"] > second, "it went on counting"
 
 
-@pytest.mark.needs("objectives")
 def test_custom_learner_validates_its_keys(tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"sharpness=-1"):
         train_toy(tmp_path, *OWN, "algorithm.sharpness=-1")

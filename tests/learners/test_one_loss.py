@@ -47,7 +47,6 @@ def small_run(folder: Path, preset: str) -> Any:
     )
 
 
-@pytest.mark.needs("objectives", "off_policy")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_loss_exception_ends_the_training(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.extensions.objectives import losses

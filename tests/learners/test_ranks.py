@@ -13,7 +13,7 @@ from toy_runs import TOY_OFT, toy_config
 from embodyrl.channels.messages import RankInfo
 from embodyrl.learners.precision import layers
 from embodyrl.learners.training import deal, order_by_prompt
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.build import build_run_plan
 
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
@@ -42,7 +42,6 @@ def same(one, other, *, tolerance=1e-5):
         torch.testing.assert_close(b[key], a[key], rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
 def test_two_ranks_match_one(tmp_path):
@@ -58,7 +57,6 @@ def test_two_ranks_match_one(tmp_path):
         torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-5)
 
 
-@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_ranks_exchange_metrics_after_the_same_steps(tmp_path):
@@ -71,7 +69,6 @@ def test_ranks_exchange_metrics_after_the_same_steps(tmp_path):
     same(tmp_path / "one" / "run", tmp_path / "two" / "run")
 
 
-@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_non_finite_loss_on_one_rank_stops_all(tmp_path):
@@ -96,12 +93,9 @@ def test_every_rank_respects_the_token_budget_with_its_own_samples(world):
     assert all(len(rows) == 1 for parts in ranks for rows, counts in parts if not counts)
 
 
-@pytest.mark.needs("sharded")
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    "words", [FULL, pytest.param(LORA, marks=pytest.mark.needs("openvla_oft"))], ids=["full", "lora"]
-)
+@pytest.mark.parametrize("words", [FULL, pytest.param(LORA)], ids=["full", "lora"])
 def test_one_two_and_four_ranks_have_equal_weights_after_twenty_steps(tmp_path, words):
     variants = {
         "micro": ("actor.micro_batch_size=3",),

@@ -22,8 +22,6 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.start import rendezvous
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec
 
-pytestmark = pytest.mark.needs("sharded")
-
 LAYERS, WIDTH = 32, 1024
 _MMAP_THRESHOLD = -3
 """Parameter of `mallopt`: the C library returns blocks of n bytes and more to the system, as for larger weights."""

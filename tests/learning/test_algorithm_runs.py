@@ -15,11 +15,7 @@ from embodyrl.plan.config import load_config
 
 FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc", "iql"}
 """Presets without a ratio: see `test_off_policy_runs`, `test_filtered_runs` and tests/extensions/iql."""
-OF_THE_CORE = {"dapo", "decoupled", "dr_grpo", "grpo", "m2po", "ppo", "rlinf_grpo", "rlinf_ppo", "simplevla"}
-PRESETS = [
-    name if name in OF_THE_CORE else pytest.param(name, marks=pytest.mark.needs("objectives"))
-    for name in sorted(compose.options("algorithm").keys() - FROM_A_BUFFER)
-]
+PRESETS = sorted(compose.options("algorithm").keys() - FROM_A_BUFFER)
 
 
 @pytest.mark.integration

@@ -19,7 +19,7 @@ from embodyrl.policies.settings import Precision
 from embodyrl.policies.vla.records import Stochastic
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
 
-pytestmark = [pytest.mark.needs("openvla_oft"), pytest.mark.integration]
+pytestmark = [pytest.mark.integration]
 L1 = ("model.action_head=l1", "model.action_std=0.2")
 DIFFUSION = ("model.action_head=diffusion", "model.num_diffusion_steps_inference=3")
 RESIDUAL = ("model.likelihood=residual", "model.precision=bf16")

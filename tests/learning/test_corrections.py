@@ -19,7 +19,6 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
 pytestmark = [
-    pytest.mark.needs("cockpit", "tabletop", "flow", "demonstrations"),
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine"),
 ]

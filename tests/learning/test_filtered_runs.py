@@ -29,7 +29,6 @@ def words_of(folder: Path, *words: str) -> list[str]:
     return [*QUIET, *words, f"runner.output_dir={folder}"]
 
 
-@pytest.mark.needs("off_policy")
 @pytest.mark.integration
 def test_filtered_bc_improves_cartpole(tmp_path):
     """Few of the first episodes are used for training, most of the last ones."""
@@ -39,7 +38,6 @@ def test_filtered_bc_improves_cartpole(tmp_path):
     assert last > 2 * first, (first, last)
 
 
-@pytest.mark.needs("off_policy")
 @pytest.mark.integration
 def test_resumed_filtered_bc_matches_an_uninterrupted_run(tmp_path):
     words = words_of(tmp_path, *CARTPOLE, "runner.max_steps=4", "runner.save_interval=2", "checkpoint.keep=9")
@@ -53,7 +51,6 @@ def test_resumed_filtered_bc_matches_an_uninterrupted_run(tmp_path):
         assert {key: value.tobytes() for key, value in one.items()} == {k: v.tobytes() for k, v in two.items()}
 
 
-@pytest.mark.needs("off_policy", "text")
 @pytest.mark.integration
 def test_filtered_bc_trains_text_policies(tmp_path):
     words = words_of(tmp_path, "env=text/length", "model=causal_lm_tiny", "runner.max_steps=2")

@@ -9,8 +9,6 @@ from gates import gain, train_gate
 
 import embodyrl
 
-pytestmark = pytest.mark.needs("tabletop", "flow")
-
 TEST = ("env.eval.state_ids=[3500,3999]", "eval.episodes=300")
 WAYS = {
     "flow_sde": (),

@@ -12,9 +12,9 @@ from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan, mismatches
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan, mismatches
 from embodyrl.types import PolicySpec
 
 PENDULUM = (
@@ -118,7 +118,6 @@ def test_ppo_learns_pendulum(tmp_path):
     assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
 
 
-@pytest.mark.needs("openvla_oft")
 def test_continuous_policy_is_refused_for_discrete_actions():
     cfg = load_config("train", ["env=gym", "env.id=CartPole-v1"])
     env = ENVS.get("gym").spec(cfg.env, EnvContext())

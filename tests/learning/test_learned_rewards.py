@@ -11,7 +11,6 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
 pytestmark = [
-    pytest.mark.needs("tabletop", "openvla_oft", "demonstrations", "text"),
     pytest.mark.integration,
     pytest.mark.slow,
     pytest.mark.timeout(3600),

@@ -22,7 +22,6 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
 pytestmark = [
-    pytest.mark.needs("cockpit", "libero", "tabletop", "flow", "demonstrations"),
     pytest.mark.sim,
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine"),

@@ -9,7 +9,7 @@ from toy_runs import rows
 
 import embodyrl
 
-pytestmark = [pytest.mark.needs("libero", "openvla_oft"), pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def gain(folder: Path, *words: str, experiment: str = "libero_laptop") -> float:

@@ -25,7 +25,6 @@ def returns(folder: Path) -> list[float]:
     return [row["return"] for row in sorted(rows, key=lambda row: row["episode"])]
 
 
-@pytest.mark.needs("checkpoints")
 @pytest.mark.integration
 def test_normalised_policy_acts_identically_after_resume_and_export(tmp_path):
     from embodyrl.extensions.checkpoints.export import export

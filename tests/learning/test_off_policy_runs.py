@@ -18,12 +18,10 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.off_policy.sac_learner import SacLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
-
-pytestmark = pytest.mark.needs("off_policy", "demonstrations")
 
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SMALL = (

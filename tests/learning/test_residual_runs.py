@@ -13,8 +13,6 @@ from embodyrl.commands.train import train
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.plan.config import load_config, load_saved_config
 
-pytestmark = pytest.mark.needs("tabletop", "openvla_oft", "flow", "off_policy", "checkpoints")
-
 SAME = (
     *("model.likelihood=residual", "model.num_action_chunks=4", "launcher=inline", "runner.deterministic=true"),
     *("runner.logger.backends=[jsonl]", "env.eval.total_num_envs=8", "eval.episodes=8", "video=none"),

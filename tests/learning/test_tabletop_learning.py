@@ -12,8 +12,6 @@ from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.config import load_config
 
-pytestmark = pytest.mark.needs("tabletop", "openvla_oft", "demonstrations")
-
 
 def words_for(folder: Path, *words: str) -> list[str]:
     places = (f"runner.output_dir={folder}", "runner.experiment_name=run")

@@ -18,7 +18,7 @@ from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 
-pytestmark = [pytest.mark.needs("text", "demonstrations"), pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def imitate(folder: Path, data: str, steps: int) -> Path:

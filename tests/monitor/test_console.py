@@ -112,7 +112,6 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
     return received.decode()
 
 
-@pytest.mark.needs("reporting")
 def test_terminal_keeps_the_last_dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path)
     for part in (
@@ -142,7 +141,6 @@ def test_narrow_terminal_puts_results_below_the_task(monkeypatch: pytest.MonkeyP
     assert lines[at - 1].split() == ["first", "validation", "last", "validation", "change"]
 
 
-@pytest.mark.needs("reporting")
 def test_evaluation_on_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, RunInfo(run_id="r"))
     assert "rollout: 2 of 8 done" in text
@@ -151,7 +149,6 @@ def test_evaluation_on_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyP
     assert "Time per phase" not in text
 
 
-@pytest.mark.needs("reporting")
 def test_no_color_disables_colours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, NO_COLOR="1")
     assert "Time per phase" in text

@@ -26,7 +26,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from needs import absent, needed_by, needed_by_folder  # noqa: E402
 
 PARTS = ("embodyrl", "conf", "tests", "examples", "pyproject.toml")
 CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
@@ -49,17 +48,7 @@ class Mutant:
     @property
     def can_run(self) -> bool:
         """Return whether the tests of a mutant can run here."""
-        return not self.lacks and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
-
-    @property
-    def lacks(self) -> list[str]:
-        """Return the extensions that its file or its tests need and that this tree lacks."""
-        kind, _, rest = self.file.removeprefix("embodyrl/").partition("/")
-        needed = needed_by_folder(ROOT / "tests" / kind / rest)
-        for test in self.tests:
-            path = ROOT / test.partition("::")[0]
-            needed |= needed_by(path) if path.exists() else set()
-        return absent(needed)
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
 def read_mutants() -> list[Mutant]:
@@ -109,8 +98,7 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> int:
             os.environ["PYTHONPATH"] = str(tree)
             sys.dont_write_bytecode = True
             sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
-            # `needs` has imported parts of the package, which would hide the mutant.
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("embodyrl", "needs")]:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "embodyrl"]:
                 del sys.modules[name]
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1)

@@ -10,21 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.manifests import extensions
-
 ROOT = Path(__file__).parents[2]
-
-
-def owner(module: str) -> str | None:
-    """Return the extension of a module, by its longest listed path; None: the core."""
-    path = "/".join(module.split(".")[1:])
-    found = {
-        listed: name
-        for name, extension in extensions().items()
-        for listed in extension.paths
-        if path == listed.removesuffix(".py") or path.startswith(f"{listed}/")
-    }
-    return found[max(found, key=len)] if found else None
 
 
 @cache
@@ -48,8 +34,8 @@ def imports() -> Mapping[str, frozenset[str]]:
 
 
 def folder(module: str) -> str:
-    """Return the layer of a module: its folder below the package, or that of the extensions."""
-    return "embodyrl.extensions" if owner(module) else ".".join(module.split(".")[:2])
+    """Return the layer of a module: its folder below the package."""
+    return ".".join(module.split(".")[:2])
 
 
 def cycle(graph: Mapping[str, frozenset[str]]) -> list[str]:
@@ -100,7 +86,6 @@ def test_imports_follow_the_layer_order():
     }
 
 
-@pytest.mark.needs("check_env", "demonstrations", "off_policy")
 def test_documented_files_exist():
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", text))
@@ -157,7 +142,6 @@ def private_attributes(file: Path) -> set[str]:
     }
 
 
-@pytest.mark.needs("libero", "maniskill", "metaworld", "robots")
 def test_no_private_attribute_of_a_dependency_is_used():
     """Private attributes of our own classes are not used in other files."""
     found = {(file, name) for file in (ROOT / "embodyrl").rglob("*.py") for name in private_attributes(file)}

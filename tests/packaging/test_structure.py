@@ -91,7 +91,6 @@ def _compared(node: ast.AST) -> Iterator[ast.expr]:
         yield from node.args
 
 
-@pytest.mark.needs("libero", "openvla_oft")
 def test_code_outside_a_component_does_not_branch_on_its_name():
     """Comparisons with the name of an environment, a model or an algorithm outside of its folder."""
     names = component_names()

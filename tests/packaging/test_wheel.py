@@ -89,7 +89,6 @@ def test_installed_package_is_imported_instead_of_the_checkout(installed, tmp_pa
     assert done.stdout.startswith(str(installed))
 
 
-@pytest.mark.needs("discover")
 def test_list_and_show_commands_work_from_the_wheel(installed, tmp_path):
     listed = use(installed, tmp_path, "list", "envs")
     assert listed.returncode == 0, listed.stderr

@@ -8,9 +8,9 @@ import pytest
 from toy_runs import toy_config
 
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -19,7 +19,6 @@ def problems_of(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
-@pytest.mark.needs("libero", "maniskill", "metaworld", "openvla_oft", "tabletop", "text")
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
@@ -42,7 +41,6 @@ def test_problem_of_a_component_is_reported(overrides: list[str], fragments: lis
 TEXT = ("env=text/copy", "model=causal_lm_tiny")
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_evaluation_settings_are_kept_if_validation_is_disabled() -> None:
     words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
     cfg = load_config("train", ["runner.val_check_interval=-1", *words])
@@ -56,7 +54,6 @@ def test_disabled_validation_is_not_checked(tmp_path: Path) -> None:
     build_run_plan(cfg, training=True)
 
 
-@pytest.mark.needs("text")
 def test_episodes_per_task_replaces_the_total_of_a_preset() -> None:
     assert load_config("train", [*TEXT]).eval.episodes is not None
     cfg = load_config("train", [*TEXT, "eval.episodes_per_task=3"])
@@ -69,7 +66,6 @@ def test_problems_of_all_components_are_reported_together() -> None:
         assert fragment in text
 
 
-@pytest.mark.needs("libero")
 def test_env_type_accepts_user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_kitchen.py").write_text(
         "from embodyrl.envs.settings import EnvSettings\n"

@@ -23,7 +23,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "a_b" / "config.yaml"
 
 
-@pytest.mark.needs("checkpoints")
 @pytest.mark.parametrize("name", ["2026_11_24", "1e-4", "1.50", "007", "+5"])
 def test_number_like_name_is_kept_as_a_string(name: str) -> None:
     assert found("train", f"runner.experiment_name={name}")["runner.experiment_name"] == name
@@ -32,7 +31,6 @@ def test_number_like_name_is_kept_as_a_string(name: str) -> None:
     assert (with_seed["seed"], with_seed["runner.experiment_name"]) == (10, "10")
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_interpolations_resolve_to_default_values() -> None:
     """Fails if `${seed}` is only resolved after a seed is set."""
     words = ["env=gym", "env.kwargs.a=[${seed},${env.reward_coef}]", "env.eval.max_episode_steps=${env.kwargs.b}"]
@@ -41,7 +39,6 @@ def test_interpolations_resolve_to_default_values() -> None:
     assert values["runner.max_steps"] == 8
 
 
-@pytest.mark.needs("text")
 def test_empty_mapping_override_replaces_values_from_files() -> None:
     assert found("train", "env=text/calculator")["data.kwargs"] == {"digits": 2}
     assert found("train", "env=text/calculator", "data.kwargs={}")["data.kwargs"] == {}
@@ -49,7 +46,6 @@ def test_empty_mapping_override_replaces_values_from_files() -> None:
     assert found("train", "env.train={}") == found("train"), "a group of keys is no mapping of one's own"
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_eval_null_removes_the_protocol_of_a_run(run: Path) -> None:
     save_config(load_config("train", ["eval=tabletop_axes"]), run)
     assert found("eval", base=run)["eval.protocol.name"] == "tabletop_axes"
@@ -62,7 +58,6 @@ def test_eval_null_removes_the_protocol_of_a_run(run: Path) -> None:
         load_saved_config(run, ["launcher=inline"])
 
 
-@pytest.mark.needs("libero")
 def test_overrides_and_later_protocols_take_precedence() -> None:
     words = ["env=libero_10", "eval=libero_standard", "eval.episodes_per_task=3", "env.eval.task_ids=[1]"]
     values, each = found("eval", *words), "eval.episodes_per_task"
@@ -71,7 +66,6 @@ def test_overrides_and_later_protocols_take_precedence() -> None:
     assert (values[each], values["env.eval.state_ids"]) == (4, [0, 9])
 
 
-@pytest.mark.needs("objectives", "text")
 def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     words = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path / 'rows.jsonl'}"]
@@ -86,7 +80,6 @@ def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> N
     assert found("train", "algorithm=rloo", base=run)[REPLY] == 77
 
 
-@pytest.mark.needs("objectives", "tabletop")
 def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
     """The run used grpo's groups of 8, which do not fit one slot."""
     save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)
@@ -107,7 +100,6 @@ def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
     )
 
 
-@pytest.mark.needs("sweep")
 def test_sweep_is_checked_with_the_config_of_its_ckpt(run: Path) -> None:
     """Fails if `-m` rejects a key of the run's own model."""
     from embodyrl.extensions.sweep.sweep import sweep
@@ -121,14 +113,12 @@ def test_sweep_is_checked_with_the_config_of_its_ckpt(run: Path) -> None:
     assert "model.unnorm_key" in str(caught.value)
 
 
-@pytest.mark.needs("text")
 def test_answer_pattern_must_be_a_regular_expression(tmp_path: Path) -> None:
     text = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path}/rows.jsonl"]
     with pytest.raises(ConfigError, match="must be a regular expression"):
         load_config("train", [*text, "data.answer_pattern='('"])
 
 
-@pytest.mark.needs("text")
 def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
     from embodyrl.extensions.text.dataset import open_rows
 
@@ -142,7 +132,6 @@ def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
     assert len(open_rows(cfg.data.updated({"val_share": 0.0}), tokenizer=None)) == 1
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -182,7 +171,6 @@ def test_overrides_apply_on_top_of_a_saved_run(run: Path) -> None:
     assert (values["seed"], values["env.eval.total_num_envs"], values["env.eval.max_episode_steps"]) == (3, 3, 500)
 
 
-@pytest.mark.needs("hub", "text")
 @pytest.mark.parametrize("words", [("data.path=local",), ("data={path: local}",)])
 def test_overridden_data_path_is_not_downloaded(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     fetched: list[str] = []

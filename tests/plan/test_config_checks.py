@@ -7,10 +7,10 @@ import pytest
 
 from embodyrl.config.settings import branches_of, keys_of
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import inert
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.plan.schema import READS
+from embodyrl.plan.reads import COMMANDS, get_reads
 
 GYM = "env=gym env.id=CartPole-v1 model=mlp"
 FLOW = "model=flow_small"
@@ -24,7 +24,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture, command: str, words: str) -> l
     return [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.needs("demonstrations", "off_policy", "tabletop")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -102,7 +101,6 @@ INERT = [
 ]
 
 
-@pytest.mark.needs("objectives", "openvla_oft", "tabletop")
 @pytest.mark.parametrize(("command", "words", "cure"), INERT, ids=[f"{command} {words}" for command, words, _ in INERT])
 def test_a_key_without_effect_gives_one_warning(
     caplog: pytest.LogCaptureFixture, command: str, words: str, cure: str | None
@@ -115,7 +113,6 @@ def test_a_key_without_effect_gives_one_warning(
         assert warnings_of(caplog, command, f"{words} {cure}") == []
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -133,7 +130,6 @@ def test_wrong_values_and_unknown_keys_are_errors(words: str, said: str) -> None
         load_config("train", words.split())
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_values_from_files_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, "train", "experiment=tabletop_dsrl") == []
     assert warnings_of(caplog, "eval", "experiment=cartpole video=none") == []
@@ -149,7 +145,6 @@ def test_text_keys_give_one_warning_with_a_robot_policy(caplog: pytest.LogCaptur
 PENDULUM = "env=gym env.id=Pendulum-v1 model=mlp algorithm=sac model.squashed=true"
 
 
-@pytest.mark.needs("off_policy", "openvla_oft", "steering", "tabletop")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -173,16 +168,14 @@ def test_keys_unused_by_the_components_give_one_warning(
         assert reason in line
 
 
-@pytest.mark.needs("demonstrations")
 def test_key_conditions_name_existing_keys() -> None:
-    for command in READS.names():
+    for command in COMMANDS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = keys_of(type(cfg)).keys() | branches_of(type(cfg)) | {"data.val_split"}  # of rows of text
-        assert {name for names in READS.get(command).needs.values() for name in names.split()} <= keys
-        list(inert(cfg, keys_of(type(cfg)), READS.get(command).needs))
+        assert {name for names in get_reads(command).needs.values() for name in names.split()} <= keys
+        list(inert(cfg, keys_of(type(cfg)), get_reads(command).needs))
 
 
-@pytest.mark.needs("sweep")
 def test_sweep_over_algorithms_accepts_keys_of_each_algorithm() -> None:
     words = [
         "algorithm=grpo,ppo",

@@ -15,7 +15,7 @@ from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.devices import Gpus, deal_devices, visible_gpus
-from embodyrl.plan.run_plan import build_run_plan, count_env_workers
+from embodyrl.plan.build import build_run_plan, count_env_workers
 from embodyrl.scheduler.start import env_spec, plan_hosts
 from embodyrl.types import SimulatorSpec
 
@@ -154,7 +154,6 @@ def test_batched_simulator_has_one_worker_per_gpu(tmp_path, monkeypatch):
     assert count_env_workers(cfg, env, deal_devices("01", 2), 64) == 16
 
 
-@pytest.mark.needs("off_policy")
 def test_weight_averaging_supports_several_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ("launcher=local", "algorithm=filtered_bc", "algorithm.average=0.9", "actor.fsdp.size=-1")

@@ -16,14 +16,8 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
-from embodyrl.plan.episodes import (
-    EpisodeList,
-    eval_episodes,
-    greedy_episodes,
-    refill_episodes,
-    selected_reset_ids,
-    train_episodes,
-)
+from embodyrl.plan.episodes import EpisodeList, eval_episodes, greedy_episodes, refill_episodes, train_episodes
+from embodyrl.plan.initial_states import selected_reset_ids
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.types import BenchmarkSpec, EnvSpec, EpisodeSpec, PolicySpec
@@ -219,7 +213,6 @@ def test_evaluation_never_repeats_an_identical_episode(config):
     assert len(eval_starts(sampled, fixed, replace(expert, takes_noise=False))) == 14
 
 
-@pytest.mark.needs("tabletop")
 def test_noise_is_planned_for_stochastic_policies_only():
     for words, takes in (
         (["model=scripted"], False),
@@ -253,7 +246,6 @@ def test_training_uses_the_main_suite_and_evaluation_all_suites(config):
         selected_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
 
 
-@pytest.mark.needs("curriculum")
 def test_tasks_are_sampled_by_weight_and_success_variance(config):
     """Twelve groups per step: by weight alone, then half of them by success variance."""
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
@@ -274,7 +266,6 @@ def test_tasks_are_sampled_by_weight_and_success_variance(config):
     assert groups(open_ones, 3, seen) == groups(open_ones, 3, seen)
 
 
-@pytest.mark.needs("curriculum")
 @pytest.mark.parametrize("share", [0.5, 1])
 def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
     """Tasks with equal outcomes are sampled by weight; task 1 with the higher variance is sampled more often."""
@@ -290,7 +281,6 @@ def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
     assert drawn({"0": [0.0, 98.0], "1": [49.0, 98.0], "2": [98.0, 98.0]})[1] >= 7
 
 
-@pytest.mark.needs("curriculum")
 def test_refill_groups_are_sampled_by_the_same_weights(config):
     cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.task_weights=[1, 2, 3]")
     first, again = (list(refill_episodes(cfg, ENV, 0, attempt, 6).episodes) for attempt in (0, 1))
@@ -304,7 +294,6 @@ def test_refill_groups_are_sampled_by_the_same_weights(config):
     assert drawn[1] >= 16
 
 
-@pytest.mark.needs("curriculum")
 def test_curriculum_of_one_task_samples_reset_ids(config):
     cfg = config(
         "env.train.total_num_envs=16", "algorithm.group_size=4", "env.train.task_ids=[1]", "algorithm.curriculum=1"
@@ -343,7 +332,6 @@ def test_refill_rounds_share_no_episode_ids(config):
     assert len({e.episode_id for e in episodes}) == len({e.noise_seed for e in episodes}) == 16 + 16 + 4 + 4
 
 
-@pytest.mark.needs("curriculum")
 @pytest.mark.parametrize("words", ["env.train.task_weights=[1, 2, 3]", "algorithm.curriculum=1"])
 def test_weighted_tasks_and_refills_use_states_of_the_split(config, words):
     cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.state_ids=[1,2]", words)
@@ -352,8 +340,6 @@ def test_weighted_tasks_and_refills_use_states_of_the_split(config, words):
         assert {ENV.task_of(e.reset_id)[1] for e in plan.episodes} == {1, 2}
 
 
-@pytest.mark.needs("demonstrations")
-@pytest.mark.needs("text")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_unshuffled_text_rows_keep_their_order(tmp_path, shuffle):
     cfg = text_config(tmp_path, f"data.shuffle={shuffle}".lower(), "data.kwargs={rows: 40}")
@@ -367,7 +353,6 @@ def test_unshuffled_text_rows_keep_their_order(tmp_path, shuffle):
     assert (rows == list(range(6))) == (not shuffle)
 
 
-@pytest.mark.needs("demonstrations")
 def test_train_and_eval_have_separate_step_limits(config):
     cfg = config("env.train.max_episode_steps=8", "env.eval.max_episode_steps=5", "env.eval.ignore_terminations=true")
     plans = plan_of(cfg), eval_episodes(cfg, ENV, POLICY)

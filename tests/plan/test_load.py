@@ -107,7 +107,6 @@ def problems_of(overrides: list[str]) -> list[str]:
     return caught.value.problems
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("typed", "fragments"), BAD, ids=[b[0] for b in BAD])
 def test_config_error_is_one_line_with_a_fix(typed: str, fragments: list[str]) -> None:
     overrides = [typed] if "{" in typed else typed.split(" ")
@@ -118,7 +117,6 @@ def test_config_error_is_one_line_with_a_fix(typed: str, fragments: list[str]) -
         assert fragment in problems[0]
 
 
-@pytest.mark.needs("libero")
 def test_config_problems_are_reported_together() -> None:
     bad = "env=libero_11 sed=1 ++x=2 algorithm.group_size=a algorithm.clip_ratio_low=700 b=[ seed=${q}"
     problems = problems_of(bad.split(" "))
@@ -128,7 +126,6 @@ def test_config_problems_are_reported_together() -> None:
         assert fragment in text
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_conflicts_are_checked_after_single_values() -> None:
     problems = problems_of(["env.train.total_num_env=4", "algorithm.group_size=3"])
     assert len(problems) == 1
@@ -139,7 +136,6 @@ def option_files() -> list[str]:
     return [f"{group}={option}" for group in compose.default_options("train") for option in compose.options(group)]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("override", option_files())
 def test_every_yaml_composes_and_has_a_description(override: str) -> None:
     if override == "launcher=ray":
@@ -150,7 +146,6 @@ def test_every_yaml_composes_and_has_a_description(override: str) -> None:
     assert len(about(group, option, file)) > 10
 
 
-@pytest.mark.needs("libero")
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_object", "libero_goal"])
 def test_simplevla_preset_sets_its_horizon(suite: str) -> None:
     env = load_config("train", ["algorithm=simplevla", f"env={suite}"]).env
@@ -173,14 +168,12 @@ def test_every_yaml_in_conf_belongs_to_a_group() -> None:
         assert model in compose.options("model")
 
 
-@pytest.mark.needs("libero")
 def test_env_and_model_pair_sets_matching_weights() -> None:
     assert load_config("train", []).model.path == "assets/openvla_oft_tabletop"
     assert load_config("train", ["env=libero_10"]).model.path == "assets/openvla_oft_tiny"
     assert load_config("eval", ["model.path=mine"]).model.path == "mine"
 
 
-@pytest.mark.needs("libero")
 def test_command_line_overrides_experiment_overrides_group() -> None:
     cfg = load_config("train", ["experiment=libero_laptop", "env=libero_goal", "runner.max_steps=7"])
     assert cfg.env.task_suite_name == "libero_goal"
@@ -189,13 +182,11 @@ def test_command_line_overrides_experiment_overrides_group() -> None:
     assert cfg.model.precision is Precision.fp32
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_env_kwargs_accept_any_nested_key() -> None:
     words = ["env=gym", "env.kwargs.a.b=[1,x]", "env.kwargs={speed: 2}", "env.kwargs.c=${seed}", "seed=5"]
     assert load_config("train", words).env.kwargs == {"a": {"b": [1, "x"]}, "c": 5, "speed": 2}
 
 
-@pytest.mark.needs("libero", "tabletop")
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -210,7 +201,6 @@ def test_later_of_two_overrides_is_used(words: str, key: str, value: object) -> 
     assert dict(leaves(load_config("train", words.split())))[key] == value
 
 
-@pytest.mark.needs("libero")
 def test_commands_agree_on_shared_keys() -> None:
     words = ["env=libero_goal", "seed=3"]
     trained, measured = (dict(leaves(load_config(command, words))) for command in ("train", "eval"))
@@ -218,7 +208,6 @@ def test_commands_agree_on_shared_keys() -> None:
     assert len(measured) < len(trained)
 
 
-@pytest.mark.needs("libero")
 def test_config_dir_options_are_validated_strictly(tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "mine.yaml").write_text("# My kitchen\nenv_type: libero\nreward_coef: 5\n")
@@ -242,7 +231,6 @@ def test_config_dir_options_are_validated_strictly(tmp_path: Path) -> None:
         load_config("train", ["env=gym"], config_dirs=[tmp_path])
 
 
-@pytest.mark.needs("libero")
 def test_value_source_is_the_last_file_that_set_it() -> None:
     origin = load_config("train", ["experiment=libero_laptop", "seed=3"]).sources
     assert origin["seed"] == "command line"
@@ -271,7 +259,6 @@ def test_unparsable_number_gives_no_traceback(tmp_path: Path) -> None:
         load_saved_config(tmp_path, [])
 
 
-@pytest.mark.needs("libero", "tabletop")
 def test_saved_config_is_validated_strictly(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -315,7 +302,6 @@ def test_every_key_is_documented() -> None:
     assert missing == []
 
 
-@pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
     save_config(load_config("train", []), tmp_path / "small.yaml")
     save_config(load_config("sft", ["data.path=demos"]), tmp_path / "large.yaml")
@@ -328,7 +314,6 @@ def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
         assert other.env.init_params.camera_heights == 256
 
 
-@pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     """Fails if the run is trained in the environment of the default run because no environment is given."""
     base, demos = tmp_path / "config.yaml", "env=libero_object env.train.task_ids=[3] env.train.max_episode_steps=90"
@@ -356,7 +341,6 @@ def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     assert (cfg.env.train.state_ids, cfg.env.eval.state_ids) == ([20, 49], [0, 9])
 
 
-@pytest.mark.needs("demonstrations", "serving", "tabletop")
 @pytest.mark.parametrize("command", ["train", "eval", "collect", "serve"])
 def test_rollout_commands_use_the_weights_of_the_env_model_pair(command: str, tmp_path: Path) -> None:
     words = [f"collect.out={tmp_path}"] * (command == "collect")
@@ -366,7 +350,6 @@ def test_rollout_commands_use_the_weights_of_the_env_model_pair(command: str, tm
         assert load_config(command, ["env=tabletop", *words]).env.init_params.camera_heights == 112  # the expert's
 
 
-@pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_eval_of_a_run_uses_its_validation_settings(tmp_path: Path) -> None:
     base = tmp_path / "config.yaml"
     words = ["eval.episodes=33", "eval.sampling_params.do_sample=true", "eval.sampling_params.temperature=0.7"]
@@ -390,7 +373,6 @@ def test_eval_of_a_run_uses_its_validation_settings(tmp_path: Path) -> None:
     assert load_config("eval", ["env=libero_10"], base=base).runner.val_suites == []
 
 
-@pytest.mark.needs("tabletop")
 def test_keys_of_a_missing_component_give_one_error(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("model_type: gone\nown_key: 1\n")

@@ -25,7 +25,6 @@ def processor(monkeypatch: pytest.MonkeyPatch, folder: Path, *features: str) -> 
     (folder / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse avx512f {' '.join(features)}\n")
 
 
-@pytest.mark.needs("demonstrations")
 def test_float32_is_the_default_on_cpus_without_bfloat16(words, tmp_path, monkeypatch):
     processor(monkeypatch, tmp_path)
     cfg = load_config("sft", words)
@@ -39,7 +38,6 @@ def test_float32_is_the_default_on_cpus_without_bfloat16(words, tmp_path, monkey
     assert "bf16 instructions" not in describe(cfg)
 
 
-@pytest.mark.needs("demonstrations")
 def test_bfloat16_is_kept_on_gpus_and_if_configured(words, tmp_path, monkeypatch):
     processor(monkeypatch, tmp_path)
     cfg = load_config("sft", [*words, "model.precision=bf16"])

@@ -3,15 +3,14 @@
 import pytest
 
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 
 def run_plan(*overrides, training=False):
     return build_run_plan(load_config("train", ["env=tabletop", *overrides]), training=training)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_only_cameras_used_by_the_policy_are_rendered():
     both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
     one = run_plan(*both)
@@ -26,7 +25,6 @@ def test_only_cameras_used_by_the_policy_are_rendered():
     assert run_plan("model=scripted").env.cameras.names == ("front", "wrist")
 
 
-@pytest.mark.needs("openvla_oft", "tabletop", "curriculum")
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
 def test_task_weights_are_refused_with_random_reset_ids(words):
     """The weights cannot be ignored: each episode of a slot has its own initial state."""
@@ -37,7 +35,6 @@ def test_task_weights_are_refused_with_random_reset_ids(words):
             run_plan(*ppo, free, training=True)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop", "curriculum")
 def test_task_weights_must_match_the_number_of_tasks():
     """The error is reported before workers start."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
@@ -46,14 +43,12 @@ def test_task_weights_must_match_the_number_of_tasks():
         run_plan(*words, "env.train.task_weights=[1,2]", training=True)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("model", ["scripted", "random"])
 def test_rl_refuses_policies_without_log_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):
         run_plan(f"model={model}", training=True)
 
 
-@pytest.mark.needs("text")
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
@@ -69,7 +64,6 @@ def test_mismatched_model_error_suggests_a_suitable_model(words, fix):
     assert not any("unnorm_key" in line or "max_new_tokens" in line for line in caught.value.problems)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("stale", [0, 2])
 def test_record_capacity_includes_final_observations(stale):
     """4 slots, 2 epochs, 3 chunks each: 24 chunks of 12 episodes, of which 8 may be cut; for all open steps."""
@@ -79,7 +73,6 @@ def test_record_capacity_includes_final_observations(stale):
     assert plan.capacity == (1 + stale) * (24 + 12 + 8) + 2 * plan.num_slots
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_run_ends_at_max_epochs_or_max_steps():
     """Twelve states and four groups per step: three steps are an epoch."""
     words = ("algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=8", "env.train.task_ids=[0,1,2]")
@@ -89,7 +82,6 @@ def test_run_ends_at_max_epochs_or_max_steps():
     assert run_plan(*words, "runner.max_steps=5", "algorithm.rollout_epoch=1", training=True).total_steps == 5
 
 
-@pytest.mark.needs("off_policy")
 @pytest.mark.parametrize(
     ("words", "steps"),
     [

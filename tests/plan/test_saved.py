@@ -16,7 +16,6 @@ from embodyrl.plan.saved import EXPORTED_CONFIG, config_of_ckpt, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.policies.inputs import INPUTS_FILE
 
-pytestmark = pytest.mark.needs("flow", "tabletop")
 PAIR = ("env=tabletop", "model=flow_small")
 MADE = ("model.path=assets/flow_small", "env.init_params.camera_names=[front]", "model.num_action_chunks=6")
 LIMITS = ("env.train.max_episode_steps=36", "env.eval.max_episode_steps=40")
@@ -123,7 +122,6 @@ def test_start_file_applies_to_its_own_weights_only() -> None:
     ).algorithm.normalize_returns
 
 
-@pytest.mark.needs("openvla_oft")
 def test_included_checkpoint_has_its_settings_with_other_presets() -> None:
     cfg = load("env=tabletop", "model=openvla_oft", "model.path=assets/openvla_oft_tabletop")
     assert found(cfg) == (56, ["front"], 4, 24)

@@ -376,7 +376,6 @@ def test_correlated_noise_log_probs_match_samples():
     torch.testing.assert_close(entropy.sum(1).flatten(), whole.entropy().expand(40_000), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.needs("soft_actor")
 @pytest.mark.parametrize("squashed", [False, True])
 def test_initial_actions_respect_a_single_bound(squashed):
     """Otherwise, with a bound at 5, the environment clips every sample around 0 to the same action."""
@@ -389,7 +388,6 @@ def test_initial_actions_respect_a_single_bound(squashed):
     np.testing.assert_allclose(head.from_actions(head.to_actions(edges[1:2])), edges[1:2], atol=1e-6)
 
 
-@pytest.mark.needs("soft_actor")
 def test_squashed_actions_without_bounds_give_a_warning():
     said = {squashed: build("mlp", "open", squashed=squashed).spec.doubts for squashed in (True, False)}
     assert "actions [0, 1] have no bounds on both sides" in said[True][0]

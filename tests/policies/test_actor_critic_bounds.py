@@ -23,7 +23,6 @@ def test_normalised_states_are_clipped() -> None:
     torch.testing.assert_close(found, torch.tensor([[0.5], [10.0], [-10.0]]))
 
 
-@pytest.mark.needs("soft_actor")
 def test_squashed_deviation_is_bounded() -> None:
     from embodyrl.policies.soft_actor.head import SquashedHead
 
@@ -50,7 +49,7 @@ def test_imitation_loss_is_independent_of_the_rollout_temperature(name: str) -> 
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.parametrize("squashed", [False, pytest.param(True, marks=pytest.mark.needs("soft_actor"))])
+@pytest.mark.parametrize("squashed", [False, True])
 def test_initial_deviation_follows_the_demonstrations_unless_set(squashed: bool) -> None:
     obs = Observation(
         images=np.zeros((1, 0, 0, 0, 3), np.uint8), state=np.zeros((1, 3), np.float32), instructions=("",)

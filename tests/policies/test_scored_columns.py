@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import Observation
 from embodyrl.workers.noise import token_noise
 
-pytestmark = pytest.mark.needs("tabletop", "text", "openvla_oft", "flow", "act", "diffusion", "lerobot")
 TABLE, PENDULUM, TEXT = ("env=tabletop",), ("env=gym", "env.id=Pendulum-v1"), ("env=text/copy",)
 CASES = {
     "mlp": (*PENDULUM, "model=mlp"),

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,7 +12,6 @@ from embodyrl.policies.diffusion.network import Diffusion
 from embodyrl.policies.lerobot.config import Feature
 from embodyrl.policies.vla.weights import weight_sizes
 
-pytestmark = pytest.mark.needs("diffusion", "lerobot", "vla")
 NETWORK = "embodyrl.policies.diffusion.network:Diffusion"
 CONFIG = DiffusionConfig(
     input_features={"observation.state": Feature(type="STATE", shape=(4,))},

@@ -75,7 +75,6 @@ def test_twice_crashed_rollout_process_gets_the_weights_once(tmp_path):
         assert policy.num_free == 2
 
 
-@pytest.mark.needs("curriculum")
 @pytest.mark.parametrize("content", ["[]", "7", "{}", "[" * 200_000], ids=["list", "number", "empty", "deep"])
 def test_damaged_algorithm_state_is_a_checkpoint_error(tmp_path, content):
     with running_crew(tmp_path, "algorithm.curriculum=0.5") as stage:

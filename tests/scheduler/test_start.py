@@ -8,7 +8,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
 from embodyrl.files import available_cores
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.build import build_run_plan
 from embodyrl.scheduler.start import plan_hosts, policy_init
 
 

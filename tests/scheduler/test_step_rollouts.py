@@ -15,9 +15,9 @@ from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.commands.train import StepRollouts
 from embodyrl.envs.reward import RewardStep
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import greedy_episodes, train_episodes
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.slot import Phase
@@ -96,7 +96,6 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
 
 
-@pytest.mark.needs("curriculum")
 def test_refills_use_the_outcomes_of_the_curriculum(tmp_path):
     """One of two tasks is solved always, so most refills are of the other."""
     words = (
@@ -114,7 +113,6 @@ def test_refills_use_the_outcomes_of_the_curriculum(tmp_path):
         stage.workers.scheduler.release(rollout)
 
 
-@pytest.mark.needs("objectives")
 def test_states_of_steps_are_hashes_of_their_own_observations(tmp_path):
     """Two copies of one observation are one state of GiGPO; all others differ."""
     with running_crew(tmp_path, "algorithm=gigpo", "env.kwargs.goal=99", "runner.deterministic=true") as stage:
@@ -157,7 +155,6 @@ def test_reward_errors_are_counted_in_refills(tmp_path):
         assert all("no reward today" in why for why in rollout.reward_errors)
 
 
-@pytest.mark.needs("objectives")
 def test_remax_baseline_is_the_greedy_episode_of_the_group(tmp_path):
     """Repeated with other noise the episode is the same; episodes of one group share it."""
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")
@@ -185,7 +182,6 @@ def test_filtering_all_groups_keeps_the_weights(tmp_path):
         assert row["actor/optimizer_steps"] == 0
 
 
-@pytest.mark.needs("timeline")
 def test_asynchronous_run_trains_on_stale_rollouts(tmp_path):
     words = (*MIXED, "algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.val_check_interval=3")
     logged = rows(train_toy(tmp_path, *words, "eval.episodes=2"))

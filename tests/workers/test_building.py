@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 
 from embodyrl.channels.arena import Arena
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.building import build_policy
 from embodyrl.workers.policy_host import PolicyHost
@@ -44,7 +43,6 @@ def test_kl_reference_has_the_initial_weights(tmp_path):
                 assert torch.equal(weight, saved[name]), name
 
 
-@pytest.mark.needs("text")
 def test_separate_critic_is_fully_trained_next_to_adapters(tmp_path):
     from embodyrl.policies.causal_lm.critic import WithCritic
 

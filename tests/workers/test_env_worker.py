@@ -16,7 +16,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import STEP_RESULT, Record
 from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest
 from embodyrl.envs.video import VideoSettings
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.build import build_run_plan
 from embodyrl.types import EpisodeStart
 from embodyrl.workers import env_worker
 
@@ -113,7 +113,6 @@ def test_single_step_chunks_clear_the_remaining_record(start) -> None:
         assert not arena[name][record, 1:].any(), name
 
 
-@pytest.mark.needs("recording")
 def test_video_of_an_unfinished_episode_is_discarded(start, tmp_path) -> None:
     """The slot is reset during a recording; later frames belong to another episode."""
     worker, arena = start()

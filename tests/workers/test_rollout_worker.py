@@ -79,7 +79,6 @@ def test_each_chunk_uses_new_noise_and_the_gripper_convention_of_the_simulator(t
         assert set(np.unique(gripper)) == {-1.0, 1.0}, "the policy speaks of 0 to 1, a binary receiver of two values"
 
 
-@pytest.mark.needs("text")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path, deterministic):
     """Also if the slots of a stage have the last rows of a fixed-size batch."""

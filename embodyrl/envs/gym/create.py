@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 from gymnasium.vector import VectorEnv
@@ -15,65 +16,29 @@ from gymnasium.vector import VectorEnv
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.envs.gym.api import line, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
-from embodyrl.registry import Registry, closest, takes
-from embodyrl.types import EnvSpec
+from embodyrl.extensions.mujoco_rendering.renderer import draw_without_display
+from embodyrl.registry import closest, load, takes
 
 AnyEnv = gymnasium.Env[Any, Any]
 
-CREATORS: Registry[Callable[..., AnyEnv]] = Registry(
-    "env.id",
-    group="embodyrl.gym_envs",
-    wants="a Gymnasium environment, or a function that returns one",
-    fits=takes(0),
-)
-WRAPPERS: Registry[Callable[..., AnyEnv]] = Registry(
-    "wrapper",
-    group="embodyrl.gym_wrappers",
-    wants="a Gymnasium wrapper, or a function from environment to environment",
-    # Wrappers are environments, too.
-    fits=lambda found: issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found),
-)
-PROGRAMS: Registry[Callable[[str], Callable[..., Any]]] = Registry(
-    "program of an environment",
-    group="embodyrl.gym_programs",
-    wants="a function of owner/name@commit that returns a function that builds environments",
-    fits=takes(1),
-)
-RENDERING: Registry[Callable[[], None]] = Registry(
-    "rendering", group="embodyrl.rendering", wants="a function without arguments", fits=takes(0)
-)
+
+def find_wrapper(name: str) -> Callable[..., AnyEnv]:
+    """Return the wrapper class or function at an import path.
+
+    Raises:
+        UnknownNameError: the path names no wrapper.
+    """
+    wants = "a Gymnasium wrapper, or a function from environment to environment"
+    return load(name, "wrapper", wants=wants, fits=_is_wrapper)
 
 
-class VectorSupport(Protocol):
-    """Interface of the extension for vector environments, which are built once for all slots."""
-
-    def applies(self, cfg: GymSettings) -> bool:
-        """Return True if `env.id` builds a vector environment."""
-        ...
-
-    def build(self, cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
-        """Build the vector environment of `env.id` without its wrappers."""
-        ...
-
-    def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
-        """Reset and step a batch of two environments; return the `Probe` fields that are measured in an episode."""
-        ...
-
-    def simulators(
-        self, cfg: GymSettings, spec: EnvSpec, found: Any, create: Callable[[int], Any], num_slots: int
-    ) -> Simulators:
-        """Return the simulators of all slots; `found` is the `Probe`, and `create(n)` builds n environments."""
-        ...
+def _is_wrapper(found: Any) -> bool:
+    return issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found)
 
 
-VECTORS: Registry[VectorSupport] = Registry(
-    "vector support",
-    group="embodyrl.gym_vectors",
-    wants="a VectorSupport",
-    fits=lambda found: hasattr(found, "try_out"),
-)
+_COUNTS = ("num_envs", "n_envs")
+"""Names of the parameter for the number of environments; LeRobot uses the second name."""
 GL_FIX = (
     "Fix: MUJOCO_GL=osmesa (apt-get install libosmesa6; pip install PyOpenGL) or, with a GPU, MUJOCO_GL=egl "
     "(apt-get install libegl1); or record nothing with video=none."
@@ -98,7 +63,7 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
     for name, arguments in cfg.wrapped:
-        wrapper, inner = WRAPPERS.get(name), env
+        wrapper, inner = find_wrapper(name), env
         try:
             env = wrapper(env, **arguments)
         except EmbodyError:
@@ -119,10 +84,9 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
             f"env.id={env_id} returned a vector environment of {env.num_envs} environments, expected num_envs="
             f"{num_envs}. Fix: build num_envs identical environments, because any slot may run any episode."
         )
-    if isinstance(env, VectorEnv) and vector_support(cfg) is None:
+    if isinstance(env, VectorEnv) and not builds_vector(cfg):
         raise ConfigError(
-            f"env.id={env_id} returned a vector environment. Fix: use a function with the argument num_envs, and "
-            "install the extension 'gym_vectors'."
+            f"env.id={env_id} returned a vector environment. Fix: use a function with the argument num_envs."
         )
     return env, suites
 
@@ -184,10 +148,12 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
 def find_creator(env_id: str) -> Callable[..., Any] | None:
     """Return the class or function of `package.module:attr` or of a downloaded repository; None for a registered id."""
     if _is_path(env_id):
-        return CREATORS.get(env_id)
+        return load(env_id, "env.id", wants="a Gymnasium environment, or a function that returns one", fits=takes(0))
     if "@" not in env_id or not HUB_NAME.fullmatch(env_id):
         return None
-    return next((program_of(env_id) for program_of in PROGRAMS.every()), None)
+    from embodyrl.extensions.hub.programs import program_of
+
+    return program_of(env_id)
 
 
 def takes_render_mode(cfg: GymSettings) -> bool:
@@ -206,12 +172,36 @@ def parameters_of(creator: Any) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def vector_support(cfg: GymSettings) -> VectorSupport | None:
-    """Return the extension for vector environments if `env.id` builds a vector environment, else None."""
+def builds_vector(cfg: GymSettings) -> bool:
+    """Return True if the function or class of `env.id` builds one vector environment for all slots."""
     assert cfg.id is not None
-    if find_creator(cfg.id) is None:
-        _import_namespace(cfg.id)
-    return next((vectors for vectors in VECTORS.every() if vectors.applies(cfg)), None)
+    if (creator := find_creator(cfg.id)) is not None:
+        kind = isinstance(creator, type)
+        return issubclass(creator, VectorEnv) if kind else not parameters_of(creator).keys().isdisjoint(_COUNTS)
+    module, _, name = cfg.id.rpartition(":")
+    with contextlib.suppress(Exception):  # building it gives the error
+        if module:
+            importlib.import_module(module)
+    spec = gymnasium.registry.get(name)
+    return spec is not None and spec.entry_point is None
+
+
+def _build_vector(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
+    """Build a vector environment with `num_envs` environments."""
+    assert cfg.id is not None
+    if (creator := find_creator(cfg.id)) is not None:
+        return creator(**_counted(creator, num_envs), **kwargs)
+    return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+
+
+def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
+    """Return the arguments with which `creator`, such as a class or `make_env`, builds `num_envs` environments."""
+    if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
+        return {"num_envs": num_envs}
+    # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
+    rest = {"use_async_envs": False, "cfg": None}
+    needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
+    return {"n_envs": num_envs} | {name: rest[name] for name in needed}
 
 
 def prepare_rendering() -> None:
@@ -220,15 +210,14 @@ def prepare_rendering() -> None:
     Call this before the environment's package is imported, also without a render mode: MuJoCo chooses its backend at
     import, and some constructors build a renderer.
     """
-    for prepare in RENDERING.every():
-        prepare()
+    draw_without_display()
 
 
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
-        if (vectors := vector_support(cfg)) is not None:
-            return vectors.build(cfg, kwargs, num_envs)
+        if builds_vector(cfg):
+            return _build_vector(cfg, kwargs, num_envs)
         if (creator := find_creator(cfg.id)) is not None:
             if isinstance(creator, type):
                 require_env(cfg.id, creator)

@@ -4,113 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import (
     NOT_SAVED,
-    WRAPPERS,
-    AnyEnv,
+    builds_vector,
     create_named,
+    find_wrapper,
     prepare_rendering,
     running_statistics,
     takes_render_mode,
-    vector_support,
 )
-from embodyrl.envs.gym.said import instruction_of, says_success, succeeded, success_key, success_source
+from embodyrl.envs.gym.properties import PROBED_S, Probe, max_probed, success_facts
+from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, copied
-from embodyrl.envs.protocol import GoalJudge
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.registry import Registry, takes
+from embodyrl.extensions.check_env.observations import doubts as observation_doubts
+from embodyrl.extensions.check_env.said import doubts as info_doubts
+from embodyrl.extensions.gym_vectors.support import try_out_vector
+from embodyrl.extensions.off_policy.gym_goals import GymGoals
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
 """Maximum number of observations that the warnings compare."""
-_TRIED_STEPS, _TRIED_NAMED, PROBED_S = 256, 2048, 2.0
-"""Maximum steps and seconds of the probed episode, in which `info` is searched for a success key; more steps for
-`env.success_key`, which may appear only at the end of an episode."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Properties of an environment, measured on one instance."""
-
-    observation_space: gymnasium.Space[Any]
-    action_space: gymnasium.Space[Any]
-    max_episode_steps: int
-    """Time limit of the environment itself, env steps; 0: unknown."""
-    kwargs: dict[str, Any]
-    """Constructor arguments: `env.kwargs`, and the render mode if the constructor accepts a render mode."""
-    reports_success: bool
-    """True if the `info` of a step of the probed episode has a success key."""
-    success: str
-    """Source of success (see `RewardSpec.success`)."""
-    dense: bool
-    """True if a step of the probed episode without success has a positive reward, and `info` has a success key."""
-    expert: bool
-    """True if the environment or a wrapper has a method `expert_action`."""
-    vector: bool
-    """True for a `gymnasium.vector.VectorEnv`, which contains all slots; `observation_space` and `action_space` are
-    those of one slot."""
-    draws: bool
-    """True if the environment supports the render mode `rgb_array`."""
-    doubts: tuple[str, ...] = ()
-    """Warnings about probable mistakes in the environment, found in the first steps."""
-    instruction: str | None = None
-    """Instruction of the first episode; None: no instruction."""
-    goals: bool = False
-    """True if the environment can compute rewards for relabelled goals."""
-
-
-WARNINGS: Registry[Callable[[gymnasium.Space[Any], Sequence[Any], Any], Iterable[str]]] = Registry(
-    "observation warning",
-    group="embodyrl.observation_warnings",
-    wants="a function of a space, observations and an environment that yields texts",
-    fits=takes(3),
-)
-
-
-class GoalSupport(GoalJudge, Protocol):
-    """Interface of classes that compute the rewards of relabelled goals with one environment."""
-
-    def __init__(self, env_id: str, env: AnyEnv) -> None: ...
-
-    @staticmethod
-    def applies(env: AnyEnv, seen: Any, reward: Any) -> bool:
-        """Return True if the environment computes rewards for any goal.
-
-        `seen` and `reward` are the observation and the reward of a first step.
-        """
-        ...
-
-
-GOALS: Registry[type[GoalSupport]] = Registry(
-    "goal support",
-    group="embodyrl.gym_goals",
-    wants="a class of GoalSupport",
-    fits=lambda found: hasattr(found, "applies"),
-)
-
-
-INFO_WARNINGS: Registry[Callable[..., Iterable[str]]] = Registry(
-    "info warning",
-    group="embodyrl.info_warnings",
-    wants="a function of settings, texts, info of reset, instruction, info of steps, and True for a success key",
-    fits=takes(6),
-)
-
-
-def observation_doubts(space: gymnasium.Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield warnings about the observations of the first steps."""
-    for warn in WARNINGS.every():
-        yield from warn(space, seen, env)
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
@@ -128,8 +51,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
     kwargs = dict(cfg.kwargs)
     prepare_rendering()
     # Two environments are the minimum to check whether they can be reset separately.
-    vectors = vector_support(cfg)
-    env, suites = create_named(cfg, kwargs, 1 if vectors is None else 2)
+    env, suites = create_named(cfg, kwargs, 2 if builds_vector(cfg) else 1)
     late: list[str] = []
     with _closed(cfg, env, late):
         vector = isinstance(env, VectorEnv)
@@ -141,7 +63,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             if described is not None:
                 said = _shown(described)
             else:
-                said = vectors.try_out(cfg, env) if vectors is not None and vector else _try_out(cfg, env)
+                said = try_out_vector(cfg, env) if vector else _try_out(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
@@ -158,23 +80,6 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             **said,
         )
     return replace(found, doubts=(*found.doubts, *late))
-
-
-def max_probed(cfg: GymSettings) -> int:
-    """Return the maximum number of steps in which `info` is searched for a success key."""
-    return _TRIED_STEPS if cfg.success_key is None else _TRIED_NAMED
-
-
-def success_facts(infos: Sequence[Any], keys: Sequence[str], rewards: Sequence[Any]) -> dict[str, Any]:
-    """Return the `Probe` fields about success from the infos and rewards of consecutive steps."""
-    reports = any(says_success(info, keys) for info in infos)
-    steps = zip(infos, rewards, strict=True)
-    dense = reports and any(np.any((np.asarray(reward) > 0) & ~_reached(info, keys)) for info, reward in steps)
-    return {"reports_success": reports, "success": success_source(infos, keys), "dense": bool(dense)}
-
-
-def _reached(info: Any, keys: Sequence[str]) -> Any:
-    return np.asarray(succeeded(info, keys)).astype(np.bool_)
 
 
 @contextlib.contextmanager
@@ -205,7 +110,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
     """Return the time limit in env steps of the environment or of a TimeLimit wrapper; 0: no limit."""
     limits = [env.spec.max_episode_steps] if env.spec is not None else []
     for name, arguments in cfg.wrapped:
-        wrapper = WRAPPERS.get(name)
+        wrapper = find_wrapper(name)
         if isinstance(wrapper, type) and issubclass(wrapper, gymnasium.wrappers.TimeLimit):
             limits.append(arguments.get("max_episode_steps"))
     return min((int(limit) for limit in limits if limit and limit > 0), default=0)  # -1: no limit
@@ -221,7 +126,7 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     number(env_id, reward)
     for name, end in zip(("terminated", "truncated"), ends, strict=True):
         flag(env_id, name, end)
-    goals = any(goals.applies(env, last, reward) for goals in GOALS.every())
+    goals = GymGoals.applies(env, last, reward)
     infos, earned = [info], [reward]
     reports, longest = says_success(info, keys), max_probed(cfg)
     started = time.perf_counter()
@@ -239,9 +144,10 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
     said = instruction_of(cfg, writer.texts, first, begun, env)
-    found = [*observation_doubts(env.observation_space, seen, env)]
-    for warn in INFO_WARNINGS.every():
-        found += warn(cfg, writer.texts, begun, said, infos, reports)
+    found = [
+        *observation_doubts(env.observation_space, seen, env),
+        *info_doubts(cfg, writer.texts, begun, said, infos, reports),
+    ]
     return {
         **success_facts(infos, keys, earned),
         "doubts": tuple(found),

@@ -11,7 +11,7 @@ from gymnasium.error import Error as GymnasiumError
 
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
-from embodyrl.envs.gym.probe import Probe
+from embodyrl.envs.gym.properties import Probe
 from embodyrl.envs.gym.said import ended, instruction_of, succeeded, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions

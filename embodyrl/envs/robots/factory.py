@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.factory import FACTORY as GYM
 from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.robots.presets import Preset
 from embodyrl.envs.robots.settings import RobotSettings
-from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
 from embodyrl.extensions.controls import controls_of
@@ -42,6 +40,11 @@ class RobotFactory(SimFactory[RobotSettings]):
                 f"env={cfg.robot} needs the package {preset.package}. Fix: pip install {preset.package}."
             )
         return _declared(cfg, GYM.describe(cfg.gym, context))
+
+    def facts(self, cfg: RobotSettings) -> list[tuple[str, str]]:
+        """Return the banner line about a preset: actions, action rate and success condition."""
+        preset = cfg.preset
+        return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]
 
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
         """Build the simulators; each slot's environment is built at its first reset."""
@@ -89,21 +92,6 @@ def differences(preset: Preset, found: EnvSpec) -> list[str]:
         "reported success": (True, found.reward.reports_success),
     }
     return [f"{name}: {actual}, expected {said}" for name, (said, actual) in pairs.items() if said != actual]
-
-
-class HasSettings(Protocol):
-    """Interface of the part of the run plan that `robot_facts` reads."""
-
-    env_settings: EnvSettings
-
-
-def robot_facts(run_plan: HasSettings) -> list[tuple[str, str]]:
-    """Return the line about a preset in the run's banner: actions, action rate and success condition."""
-    cfg = run_plan.env_settings
-    if not isinstance(cfg, RobotSettings):
-        return []
-    preset = cfg.preset
-    return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]
 
 
 FACTORY = RobotFactory()

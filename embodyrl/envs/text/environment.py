@@ -17,7 +17,7 @@ from embodyrl.extensions.conversation import Message, join_messages, spoken
 from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.rewards.judge import RewardJudge
-from embodyrl.registry import Registry, takes
+from embodyrl.registry import load, takes
 from embodyrl.types import (
     BoolArray,
     ByteArray,
@@ -33,9 +33,21 @@ Tool = Callable[[str], str]
 error message is the answer. Answers longer than the function's attribute `answer_bytes` (default: `ANSWER_BYTES`) are
 truncated."""
 
-TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
-TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
-TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
+TOOLS = {
+    "calculator": "embodyrl.extensions.text.sandbox:calculate",
+    "python": "embodyrl.extensions.text.sandbox:python_tool",
+}
+"""Import paths of the built-in tools, by name."""
+
+
+def find_tool(name: str) -> Tool:
+    """Return the tool of a name or import path.
+
+    Raises:
+        UnknownNameError: there is no such tool.
+    """
+    return load(name, "tool", wants="a function of a text", fits=takes(1), names=TOOLS)
+
 
 LAST_BYTES = 1 << 10
 """Bytes reserved for the final reply in the last observation; the reply is stored there only for display."""
@@ -149,7 +161,7 @@ def _bind(name: Any, arguments: Any, tools: Sequence[str]) -> Call:
 def _parameter(tool: str) -> str | None:
     """Return the name of a tool's parameter, or None if the parameter has no name for callers."""
     try:
-        first = next(iter(inspect.signature(TOOLS.get(tool)).parameters.values()))
+        first = next(iter(inspect.signature(find_tool(tool)).parameters.values()))
     except (StopIteration, ValueError):
         return None
     return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
@@ -170,14 +182,14 @@ def _execute(call: Call, tools: Sequence[str]) -> str:
     if name not in tools:
         return f"error: no tool '{name}'; tools are {', '.join(tools)}"
     try:
-        return TOOLS.get(name)(text)
+        return find_tool(name)(text)
     except ValueError as error:
         return f"error: {error}"
 
 
 def answer_bytes(tools: Sequence[str]) -> int:
     """Return the maximum bytes of an answer of these tools."""
-    return max((getattr(TOOLS.get(name), "answer_bytes", ANSWER_BYTES) for name in tools), default=0)
+    return max((getattr(find_tool(name), "answer_bytes", ANSWER_BYTES) for name in tools), default=0)
 
 
 def clip(text: str, width: int) -> str:

@@ -3,11 +3,12 @@
 from typing import Any
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv, answer_bytes
+from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv, answer_bytes, find_tool
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import give_task, text_problems
 from embodyrl.extensions.text.rewards.judge import RewardJudge
+from embodyrl.registry import name_problems
 from embodyrl.specs import picture_names
 from embodyrl.types import (
     ActionKind,
@@ -46,7 +47,7 @@ class TextFactory:
 
     def validate(self, cfg: TextSettings) -> list[str]:
         """Return config errors, one line each."""
-        problems = TOOLS.problems(cfg.tools, "env.tools")
+        problems = name_problems("env.tools", cfg.tools, find_tool)
         if bool(cfg.tools) != (cfg.max_turns > 1):
             problems.append(
                 f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools require max_turns above 1, and "

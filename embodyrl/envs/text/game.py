@@ -16,7 +16,7 @@ from embodyrl.envs.settings import EnvSettings, RewardFactor
 from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
 from embodyrl.envs.text.environment import begin_replies, clip
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
-from embodyrl.registry import Registry, takes
+from embodyrl.registry import load, name_problems, takes
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -109,9 +109,11 @@ class TextWorldGame:
 
 Words = Callable[[Any, Mapping[str, Any]], str]
 
-WORDS: Registry[Words] = Registry(
-    "words", group="embodyrl.words", wants="a function of (observation, info)", fits=takes(2)
-)
+
+def _find_words(path: str) -> Words:
+    return load(path, "words", wants="a function of (observation, info)", fits=takes(2))
+
+
 SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
 SEEN_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
@@ -170,7 +172,7 @@ class GameEnv(DialogueEnv[_Game]):
     def __init__(self, spec: EnvSpec, cfg: GameSettings, num_slots: int) -> None:
         super().__init__(spec, cfg, [_Game(env=make_game(cfg)) for _ in range(num_slots)])
         self._cfg = cfg
-        self._words = WORDS.get(cfg.words) if cfg.words else None
+        self._words = _find_words(cfg.words) if cfg.words else None
         self._names = action_names(cfg, self.dialogues[0].env)
         self._pattern = _any_of(self._names)
 
@@ -284,7 +286,7 @@ class GameFactory:
         if cfg.id is None:
             yield "env.id is not set. Set it to a Gymnasium id with discrete actions, for example env.id=FrozenLake-v1."
         if cfg.words is not None:
-            yield from WORDS.problems([cfg.words], "env.words")
+            yield from name_problems("env.words", [cfg.words], _find_words)
 
     def spec(self, cfg: GameSettings, context: EnvContext) -> EnvSpec:
         """Return the environment's spec: one task, whose initial states are the seeds."""

@@ -32,7 +32,7 @@ def doubts(
     infos: Sequence[Mapping[str, Any]],
     reports: bool,
 ) -> Iterator[str]:
-    """Warn about ignored texts, success flags and action masks (see `embodyrl.envs.gym.probe.INFO_WARNINGS`)."""
+    """Warn about ignored texts, success flags and action masks."""
     yield from instruction_doubts(cfg, texts, begun, said)
     yield from mask_doubts(str(key) for info in (begun, *infos) for key in info)
     yield from success_doubts(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)

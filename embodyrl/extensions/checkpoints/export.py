@@ -3,9 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.export import data_environment, dataset_card, hub_task
 from embodyrl.extensions.hub.download import hub_errors
+from embodyrl.extensions.text.settings import DataSettings
 from embodyrl.files import read_json, replacing
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
@@ -21,28 +22,9 @@ from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG
 from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
-from embodyrl.registry import Registry
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataExport:
-    """Functions that `export` and `push` need for one type of training data."""
-
-    kinds: tuple[type, ...]
-    """Classes of the config section `data` that the functions support."""
-    environment: Callable[[Any], EnvSpec]
-    """Function that maps a config section `data` to the environment spec of a policy trained on that data."""
-    task: Callable[[Any], str]
-    """Function that maps a config section `data` to a task category of the Hugging Face hub, for example robotics."""
-    upload: Callable[[Path, str], tuple[str, str] | None]
-    """Function from (data set folder, repository) to (README text, git tag); None if the folder is not a data set."""
-
-
-EXPORTS: Registry[DataExport] = Registry(
-    "export", group="embodyrl.exports", wants="a DataExport", fits=lambda found: isinstance(found, DataExport)
-)
 _UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
 """Config sections and keys that an export ignores, so their code and addresses need no `trust=true`."""
 
@@ -89,14 +71,8 @@ def _save_merged(cfg: Config, source: Path, target: Path) -> None:
 
 def _shown(cfg: Config) -> EnvSpec:
     """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
-    if found := _data_export(cfg):
-        return found.environment(cfg.data)
-    return env_spec(cfg)
-
-
-def _data_export(cfg: Config) -> DataExport | None:
     data = getattr(cfg, "data", None)
-    return next((one for one in EXPORTS.every() if isinstance(data, one.kinds)), None)
+    return data_environment(data) if isinstance(data, DataSettings) else env_spec(cfg)
 
 
 def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
@@ -128,9 +104,9 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    found_export = _data_export(cfg)
-    task = found_export.task(cfg.data) if found_export else "robotics"
-    sets = [cfg.data.path, *getattr(cfg.data, "more", [])] if found_export else []
+    data = getattr(cfg, "data", None)
+    task = hub_task(data)
+    sets = [data.path, *getattr(data, "more", [])] if isinstance(data, DataSettings) else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
     public = _published(base)
     table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}
@@ -198,10 +174,9 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         ConfigError: the folder contains nothing to upload, or the hub rejects the upload; one line.
         CheckpointError: the checkpoint is damaged.
     """
-    for one in EXPORTS.every():
-        if found := one.upload(source, repo):
-            card, tag = found
-            return _upload(source, repo, "dataset", private, card, tag)
+    if found := dataset_card(source, repo):
+        card, tag = found
+        return _upload(source, repo, "dataset", private, card, tag)
     if (source / "config.json").is_file():
         return _upload(source, repo, "model", private)
     run, step = _checkpoint(source)

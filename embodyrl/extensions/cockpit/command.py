@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.pages.loopback import Answer
-from embodyrl.registry import Registry, takes
 
 if TYPE_CHECKING:
     from embodyrl.extensions.own_loop.acting import LoadedPolicy
@@ -27,21 +25,6 @@ _LONG = ("env.eval.max_episode_steps=100000",)
 """Override that removes the time limit of an episode, because the user ends the episode."""
 _FOR_EVER = ("env.eval.ignore_terminations=true",)
 """Override that continues an episode after success; not used for recorded episodes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayPage:
-    """Web page for a run without a robot environment, for example a chat page."""
-
-    gets: Mapping[str, Callable[[], Answer]]
-    posts: Mapping[str, Callable[[Any], Answer]]
-    close: Callable[[], None]
-
-
-PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
-    "page", group="embodyrl.play_pages", wants="a function of a run and of trust arguments", fits=takes(2)
-)
-"""Functions that return the page for a run if they support the run's policy, otherwise None."""
 
 
 def play(args: argparse.Namespace) -> int:
@@ -60,14 +43,7 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import run_config
 
-    own = next((found for offer in PAGES.every() if (found := offer(run, trust)) is not None), None)
-    if own is not None and args.record is not None:
-        raise ConfigError(f"--record: the run {run.name} has no environment steps to record. Remove the flag.")
     with ExitStack() as stack:
-        if own is not None:
-            stack.callback(own.close)
-            Loopback(int(args.port), own.gets, own.posts).show(open_page=args.open, name=f"{run.name}: ")
-            return 0
         recording = None
         policy, env = policy_with_env(run, trust, records=args.record is not None)
         stack.callback(env.close)

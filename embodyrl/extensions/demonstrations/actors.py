@@ -18,7 +18,7 @@ from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.files import available_cores
-from embodyrl.plan.run_plan import count_ranks, plan_devices
+from embodyrl.plan.build import count_ranks, plan_devices
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings

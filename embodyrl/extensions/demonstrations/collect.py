@@ -11,7 +11,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.commands.evaluate import step_of
+from embodyrl.checkpoint.store import step_of
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
@@ -21,15 +21,16 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
-from embodyrl.extensions.demonstrations.experts import EXPERTS
+from embodyrl.extensions.demonstrations.experts import find_expert
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
 from embodyrl.extensions.demonstrations.rewarded import changed_reward
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
-from embodyrl.plan.episodes import selected_tasks
-from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots
+from embodyrl.plan.build import build_run_plan, count_env_workers, deal_slots
+from embodyrl.plan.initial_states import selected_tasks
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
 from embodyrl.scheduler.rollout import Rollout
@@ -91,7 +92,7 @@ def draw_collection(cfg: Config) -> RunPlan:
     tasks = selected_tasks(base.env, cfg.env.train)
     labelled = cfg.collect.labels is Labels.expert
     if cfg.command == "dagger":
-        labelled |= EXPERTS.get(cfg.dagger.expert).scripted
+        labelled |= find_expert(cfg.dagger.expert).scripted
     if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
         known = ",".join(map(str, base.env.expert.tasks))
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.collect import collect, collection_facts
-from embodyrl.extensions.demonstrations.experts import EXPERTS, Expert
+from embodyrl.extensions.demonstrations.experts import Expert, find_expert
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, Labels
 from embodyrl.extensions.demonstrations.sft import DECIDES, FREE, sft
 from embodyrl.extensions.demonstrations.unchanged import check_unchanged
@@ -75,7 +75,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
             if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
                 continue
             if expert is None:
-                expert = stack.enter_context(closing(EXPERTS.get(cfg.dagger.expert)(cfg)))
+                expert = stack.enter_context(closing(find_expert(cfg.dagger.expert)(cfg)))
             try:
                 _run_round(cfg, expert, before, run, data[: number + 1], overrides)
             except Interrupted as error:
@@ -98,7 +98,7 @@ def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path])
     """Return the SFT config of a round; the initial weights are those of the previous round."""
     # A round in which no episode was corrected has no data.
     more = [*cfg.data.more, *(str(folder) for folder in data if read_episodes(folder))]
-    actors = cfg.data.actors or list(EXPERTS.get(cfg.dagger.expert).authors)
+    actors = cfg.data.actors or list(find_expert(cfg.dagger.expert).authors)
     learned = {"data.more": more, "data.actors": actors, "runner.experiment_name": run.name}
     return overridden(cfg, _continued(cfg, before) | learned)
 

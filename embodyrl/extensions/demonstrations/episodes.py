@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embodyrl.plan.episodes import EpisodeList, one_wave, reset_ids_of
+from embodyrl.plan.episodes import EpisodeList, one_wave
+from embodyrl.plan.initial_states import reset_ids_of
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec

@@ -1,10 +1,10 @@
 """Interface of the experts of DAgger, which label or correct the episodes of a round."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from embodyrl.plan.schema import Config
-from embodyrl.registry import Registry, takes
+from embodyrl.registry import load
 
 
 class Expert(Protocol):
@@ -30,9 +30,21 @@ class Expert(Protocol):
         ...
 
 
-EXPERTS: Registry[type[Expert]] = Registry(
-    "expert",
-    group="embodyrl.dagger_experts",
-    wants="a class whose argument is the config (embodyrl.extensions.demonstrations.experts.Expert)",
-    fits=takes(1),
-)
+EXPERTS = {
+    "human": "embodyrl.extensions.cockpit.human:HumanExpert",
+    "scripted": "embodyrl.extensions.demonstrations.dagger:ScriptedExpert",
+}
+"""Import paths of the built-in experts, by name."""
+
+
+def find_expert(name: str) -> type[Expert]:
+    """Return the class of the expert `dagger.expert`: a name of `EXPERTS` or an import path.
+
+    Raises:
+        UnknownNameError: there is no such expert.
+    """
+    return load(name, "dagger.expert", wants="a class with collect, on_step and close", fits=_is_expert, names=EXPERTS)
+
+
+def _is_expert(found: Any) -> bool:
+    return isinstance(found, type) and all(hasattr(found, name) for name in ("collect", "on_step", "close"))

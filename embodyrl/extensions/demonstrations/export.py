@@ -4,7 +4,6 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.checkpoints.export import DataExport
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
@@ -15,18 +14,23 @@ from embodyrl.extensions.text.settings import DataSettings
 from embodyrl.types import EnvSpec
 
 
-def _environment(data: DataSettings) -> EnvSpec:
+def data_environment(data: DataSettings) -> EnvSpec:
     """Return the environment spec of demonstrations; for text, a generic spec that fits all rows."""
     if isinstance(data, DemonstrationSettings):
         return read_card(resolve_asset(str(data.path)), data).env
     return ANY_TEXT
 
 
-def _task(data: DataSettings) -> str:
-    return "robotics" if isinstance(data, DemonstrationSettings) else "text-generation"
+def hub_task(data: DataSettings | None) -> str:
+    """Return the task category of the Hugging Face hub for a policy trained on `data`; None: trained by RL."""
+    return (
+        "text-generation"
+        if isinstance(data, DataSettings) and not isinstance(data, DemonstrationSettings)
+        else "robotics"
+    )
 
 
-def _upload(source: Path, repo: str) -> tuple[str, str] | None:
+def dataset_card(source: Path, repo: str) -> tuple[str, str] | None:
     """Return the README text and the git tag for the upload of a data set; the tag is the LeRobot layout version.
 
     Return None if the folder is not a data set.
@@ -41,6 +45,3 @@ def _upload(source: Path, repo: str) -> tuple[str, str] | None:
     template = Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")
     env, version = read_card(source).env.name, read_info(source)["codebase_version"]
     return template.format(name=source.name, env=env, version=version, repo=repo), version
-
-
-EXPORT = DataExport(kinds=(DataSettings,), environment=_environment, task=_task, upload=_upload)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from embodyrl.envs.reward import RewardStep
+from embodyrl.envs.reward_step import RewardStep
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
 from embodyrl.types import ObservationOut

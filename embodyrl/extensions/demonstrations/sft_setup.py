@@ -33,7 +33,7 @@ from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.files import available_bytes, read_json
-from embodyrl.plan.run_plan import count_ranks, mismatches
+from embodyrl.plan.build import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text, input_problems

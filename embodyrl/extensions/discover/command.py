@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from embodyrl.cli.commands import COMMANDS
@@ -12,14 +13,14 @@ from embodyrl.cli.runs import run_folders
 from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.discover.runs import describe_run
-from embodyrl.manifests import extensions
+from embodyrl.parts import EXTRAS
 from embodyrl.registry import closest
 
 
 def list_things(args: argparse.Namespace) -> int:
-    """Run `embodyrl list`, which prints names of components, runs or extensions."""
+    """Run `embodyrl list`, which prints names of components, runs or pip extras."""
     groups = {f"{group}s": group for group in compose.default_options("train")}
-    kinds = [*groups, "extensions", "runs"]
+    kinds = [*groups, "extras", "runs"]
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
     if what not in kinds:
         said = f" '{what}' is unknown.{closest(what, kinds)}" if what else ""
@@ -30,20 +31,15 @@ def list_things(args: argparse.Namespace) -> int:
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
     elif overrides:
         raise ConfigError(f"embodyrl list {what} takes no more arguments; remove '{overrides[0]}'.")
-    elif what == "extensions":
-        rows = [{"name": n, "about": e.summary, "install": e.install_line()} for n, e in extensions().items()]
-        lines = [*_table(rows), *_missing(extensions())]
+    elif what == "extras":
+        rows = _extras()
+        lines = _table(rows)
     else:
         found = compose.options(groups[what], args.config_dir)
         rows = [{"name": name, "about": about(groups[what], name, file)} for name, file in found.items()]
-        used = [name for name, extension in extensions().items() if _POINTS.get(what) in extension.entry_points]
-        lines = [*_table(rows), *_missing(used)]
+        lines = [*_table(rows), *(row["about"] for row in _extras() if row["missing"])]
     show_result(args, rows, lines)
     return 0
-
-
-_POINTS = {"envs": "embodyrl.envs", "models": "embodyrl.policies", "launchers": "embodyrl.launchers"}
-"""Entry-point group of the components in a list, by name of the list."""
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -51,10 +47,17 @@ def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     return [f"{row['name']:<{width}}  {row['about']}" for row in rows]
 
 
-def _missing(names: Iterable[str]) -> list[str]:
-    """Return an install hint for each extension with missing dependencies."""
-    lines = {name: extensions()[name].install_line() for name in names}
-    return [f"{name} is not installed: {line}" for name, line in lines.items() if line]
+def _extras() -> list[dict[str, str]]:
+    """Return a row for each pip extra: name, description, and the modules that are not installed."""
+    rows = []
+    for extra in sorted({*EXTRAS.values()}):
+        modules = [module for module, name in EXTRAS.items() if name == extra]
+        missing = ", ".join(module for module in modules if find_spec(module) is None)
+        install = f"{missing} is not installed: pip install 'embodyrl[{extra}]'"
+        rows.append(
+            {"name": extra, "about": install if missing else f"installed: {', '.join(modules)}", "missing": missing}
+        )
+    return rows
 
 
 def _runs_folder(overrides: list[str]) -> Path:
@@ -85,14 +88,13 @@ def show(args: argparse.Namespace) -> int:
     from embodyrl.extensions.discover.schema import json_schema
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
-    from embodyrl.plan.schema import READS
+    from embodyrl.plan.reads import COMMANDS as CONFIGURED
 
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
     group, equals, _ = what.partition("=")
     if equals:
         overrides = [what, *overrides]
-    commands = READS.names()
-    command = group if group in commands else "train"
+    command = group if group in CONFIGURED else "train"
     cfg = load_config(command, overrides, config_dirs=args.config_dir)
     if args.schema:
         print(json.dumps(json_schema(type(cfg)), indent=2))
@@ -103,7 +105,7 @@ def show(args: argparse.Namespace) -> int:
     if not names:
         tops = ", ".join(name for name in type(cfg).model_fields)
         hint = suggest(group)
-        raise ConfigError(f"Unknown group or key '{group}'.{hint} Commands: {', '.join(commands)}. Groups: {tops}.")
+        raise ConfigError(f"Unknown group or key '{group}'.{hint} Commands: {', '.join(CONFIGURED)}. Groups: {tops}.")
     rows, lines = [], []
     for name in names:
         key = keys[name]

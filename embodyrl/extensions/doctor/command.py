@@ -4,28 +4,25 @@ import argparse
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.plain_yaml import read_plain_yaml
+from embodyrl.envs.maniskill.probe import probe_vulkan
 from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes
 from embodyrl.extensions.doctor.gpu import check_gpus
 from embodyrl.extensions.findings import Finding
+from embodyrl.extensions.text.probe import probe_sandbox
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.plan.schema import Config
-from embodyrl.registry import Registry, takes
 from embodyrl.version import __version__
-
-PROBES: Registry[Callable[[], Finding]] = Registry(
-    "probe", group="embodyrl.probes", wants="a function that returns a Finding", fits=takes(0)
-)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -68,7 +65,8 @@ def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
     yield from probes.probe_extras()
     yield probes.probe_rendering()
     yield probes.probe_video()
-    yield from (probe() for probe in PROBES.every())
+    yield probe_sandbox()
+    yield probe_vulkan()
     yield from _probe_config(cfg)
 
 
@@ -92,8 +90,8 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 def _probe_config(cfg: Config) -> list[Finding]:
     """Check that this machine meets the requirements of the chosen environment and policy."""
     from embodyrl.commands.facts import memory_of_tasks
+    from embodyrl.plan.build import count_env_workers, plan_devices
     from embodyrl.plan.checks import check_components
-    from embodyrl.plan.run_plan import count_env_workers, plan_devices
 
     try:
         check_components(cfg)

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,18 +14,31 @@ from typing import Any
 
 from embodyrl.cli.output import printable, show_result
 from embodyrl.devices import query_gpus, visible_gpus
+from embodyrl.envs.libero.gpu_check import CHECK as LIBERO
+from embodyrl.envs.maniskill.gpu_check import CHECK as SAPIEN
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError
+from embodyrl.extensions.doctor import checks
 from embodyrl.extensions.doctor.probes import installed_version
 from embodyrl.extensions.findings import GpuCheck, GpuResult
 from embodyrl.extensions.isolation import NoAnswerError, call_isolated
 from embodyrl.extensions.planner.measured import keep_measured, rates_file
+from embodyrl.extensions.text.gpu_check import CHECK as VLLM
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
-from embodyrl.registry import Registry, closest, has
+from embodyrl.policies.openvla_oft.probe import CHECK as OPENVLA_OFT
+from embodyrl.registry import closest
 from embodyrl.version import __version__
 
-GPU_CHECKS: Registry[GpuCheck] = Registry(
-    "GPU check", group="embodyrl.gpu_checks", wants="a GpuCheck", fits=has("function", "timeout_s", "needs")
-)
+GPU_CHECKS: Mapping[str, GpuCheck] = {
+    "devices": checks.DEVICES,
+    "drawing": checks.DRAWING,
+    "host": checks.HOST,
+    "libero": LIBERO,
+    "links": checks.LINKS,
+    "openvla_oft": OPENVLA_OFT,
+    "sapien": SAPIEN,
+    "speed": checks.SPEED,
+    "vllm": VLLM,
+}
 _PACKAGES = ("torch", "transformers", "numpy", "peft", "mujoco", "robosuite", "sapien", "mani_skill", "vllm", "ray")
 _LOG_LINES = 40
 """Maximum number of log lines of a failed check in the report."""
@@ -60,11 +73,11 @@ def check_gpus(args: argparse.Namespace) -> int:
 
 
 def _chosen(names: Sequence[str]) -> list[tuple[str, GpuCheck]]:
-    known = GPU_CHECKS.names()
+    known = sorted(GPU_CHECKS)
     for name in names:
         if name not in known:
             raise ConfigError(f"There is no GPU check '{name}'.{closest(name, known)} Checks: {', '.join(known)}.")
-    found = [(name, GPU_CHECKS.get(name)) for name in names or known]
+    found = [(name, GPU_CHECKS[name]) for name in names or known]
     return sorted(found, key=lambda pair: pair[1].number)
 
 

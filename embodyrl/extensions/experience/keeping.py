@@ -41,7 +41,7 @@ class KeptEpisodesWriter:
         self._full = False
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """Append episodes to the data set, except episodes that span two training steps (see `EpisodeWriter`)."""
+        """Append episodes to the data set, except episodes that span two training steps."""
         for episode in episodes:
             trial = step * _PER_STEP + episode.spec.episode_id
             whole = not episode.cut and episode.earlier is None
@@ -71,33 +71,23 @@ class KeptEpisodesWriter:
         self._writer.close()
 
 
-class DatasetKeeper:
-    """`EpisodeKeeper` that stores the episodes of a run as a data set."""
+def check_episodes(run_plan: RunPlan) -> None:
+    """Raise an error if the episodes of this run cannot be stored in a data set.
 
-    def check(self, run_plan: RunPlan) -> None:
-        """Raise ConfigError if the episodes of this run cannot be stored in a data set.
-
-        Raises:
-            ConfigError: a text task, a delay, or chunks of several actions in training.
-        """
-        cfg = run_plan.cfg
-        if run_plan.env.action.kind is ActionKind.text:
-            raise ConfigError("runner.keep_episodes: text tasks have no frames to record. Remove the key.")
-        if cfg.chunk_overlap:
-            raise ConfigError(
-                "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
-                "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
-            )
-        if cfg.trains and cfg.model.num_action_chunks > 1:
-            raise ConfigError(
-                f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
-                "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
-                "checkpoint, or model.num_action_chunks=1."
-            )
-
-    def open(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> KeptEpisodesWriter:
-        """Create or reopen the data set with the episodes of a run, and return its writer."""
-        return KeptEpisodesWriter(run_plan, arena, folder, say)
-
-
-KEEPER = DatasetKeeper()
+    Raises:
+        ConfigError: a text task, a delay, or chunks of several actions in training.
+    """
+    cfg = run_plan.cfg
+    if run_plan.env.action.kind is ActionKind.text:
+        raise ConfigError("runner.keep_episodes: text tasks have no frames to record. Remove the key.")
+    if cfg.chunk_overlap:
+        raise ConfigError(
+            "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
+            "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
+        )
+    if cfg.trains and cfg.model.num_action_chunks > 1:
+        raise ConfigError(
+            f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
+            "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
+            "checkpoint, or model.num_action_chunks=1."
+        )

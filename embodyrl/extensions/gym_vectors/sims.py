@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from embodyrl.envs.gym.api import flags, require_step
-from embodyrl.envs.gym.probe import Probe
+from embodyrl.envs.gym.properties import Probe
 from embodyrl.envs.gym.said import succeeded
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.sims import GymSlots

@@ -1,119 +1,69 @@
-"""Construction and tests of Gymnasium vector environments."""
+"""Tests of Gymnasium vector environments."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
-import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import line, require_step, reset_env
-from embodyrl.envs.gym.create import find_creator, parameters_of
-from embodyrl.envs.gym.probe import INFO_WARNINGS, PROBED_S, max_probed, observation_doubts, success_facts
+from embodyrl.envs.gym.properties import PROBED_S, max_probed, success_facts
 from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
-from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.gym_vectors.sims import VectorSims, autoreset_mode, slot_info
-from embodyrl.types import EnvSpec
-
-_COUNTS = ("num_envs", "n_envs")
-"""Names of the parameter for the number of environments; LeRobot uses the second name."""
+from embodyrl.extensions.check_env.observations import doubts as observation_doubts
+from embodyrl.extensions.check_env.said import doubts as info_doubts
+from embodyrl.extensions.gym_vectors.sims import autoreset_mode, slot_info
 
 
-class GymVectors:
-    """Detects, builds and tests vector environments (implements `VectorSupport`)."""
-
-    def applies(self, cfg: GymSettings) -> bool:
-        """Return True if the function or class of `env.id` builds one vector environment for all slots."""
-        assert cfg.id is not None
-        if (creator := find_creator(cfg.id)) is not None:
-            kind = isinstance(creator, type)
-            return issubclass(creator, VectorEnv) if kind else not parameters_of(creator).keys().isdisjoint(_COUNTS)
-        module, _, name = cfg.id.rpartition(":")
-        with contextlib.suppress(Exception):  # building it gives the error
-            if module:
-                importlib.import_module(module)
-        spec = gymnasium.registry.get(name)
-        return spec is not None and spec.entry_point is None
-
-    def build(self, cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
-        """Build a vector environment with `num_envs` environments (see `VectorSupport.build`)."""
-        assert cfg.id is not None
-        if (creator := find_creator(cfg.id)) is not None:
-            return creator(**_counted(creator, num_envs), **kwargs)
-        return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
-
-    def try_out(self, cfg: GymSettings, env: Any) -> dict[str, Any]:
-        """Reset and step a vector of two environments; check that one environment can be reset alone."""
-        env_id = str(cfg.id)
-        result: Any = None
-        first: Any = None
-        begun: dict[str, Any] = {}
-        try:
-            first, begun = reset_env(env_id, env, seed=[0, 1])
-            first = _first_of(env, first)
-            env.action_space.seed(0)
-            result = require_step(env_id, env.step(env.action_space.sample()))
-            moved = _rows(env, result[0])
-            seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
-            kept = _rows(env, seen)[0] == moved[0]
-            problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted environment 0 as well"
-        except Exception as error:
-            problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {line(error)}"
-        if problem:
-            raise ConfigError(
-                f"env.id={env_id} is a vector environment that resets all environments together, "
-                f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
-                f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
-                f"which is built once per slot."
-            )
-        keys = success_key(cfg)
-        infos, rewards = _play_on(cfg, env, keys, result)
-        space = env.single_observation_space
-        writer = ObservationWriter(env_id, space)
-        writer.check(first)
-        info_of_first = slot_info(begun, 0, env.num_envs)
-        said = instruction_of(cfg, writer.texts, first, info_of_first)
-        told = success_facts(infos, keys, rewards)
-        found = [
-            *observation_doubts(space, [first], env),
-            *_autoreset_doubts(env),
-        ]
-        for warn in INFO_WARNINGS.every():
-            found += warn(cfg, writer.texts, info_of_first, said, infos, told["reports_success"])
-        return {
-            **told,
-            "doubts": tuple(found),
-            "instruction": said,
-        }
-
-    def simulators(
-        self, cfg: GymSettings, spec: EnvSpec, found: Any, create: Callable[[int], Any], num_slots: int
-    ) -> Simulators:
-        """Return simulators whose slots are the environments of one vector environment."""
-        return VectorSims(cfg, spec, found, create, num_slots)
-
-
-VECTORS = GymVectors()
-
-
-def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the arguments with which `creator`, such as a class or `make_env`, builds `num_envs` environments."""
-    if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
-        return {"num_envs": num_envs}
-    # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
-    rest = {"use_async_envs": False, "cfg": None}
-    needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
-    return {"n_envs": num_envs} | {name: rest[name] for name in needed}
+def try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
+    """Reset and step a vector of two environments; check that one environment can be reset alone."""
+    env_id = str(cfg.id)
+    result: Any = None
+    first: Any = None
+    begun: dict[str, Any] = {}
+    try:
+        first, begun = reset_env(env_id, env, seed=[0, 1])
+        first = _first_of(env, first)
+        env.action_space.seed(0)
+        result = require_step(env_id, env.step(env.action_space.sample()))
+        moved = _rows(env, result[0])
+        seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
+        kept = _rows(env, seen)[0] == moved[0]
+        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted environment 0 as well"
+    except Exception as error:
+        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {line(error)}"
+    if problem:
+        raise ConfigError(
+            f"env.id={env_id} is a vector environment that resets all environments together, "
+            f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
+            f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
+            f"which is built once per slot."
+        )
+    keys = success_key(cfg)
+    infos, rewards = _play_on(cfg, env, keys, result)
+    space = env.single_observation_space
+    writer = ObservationWriter(env_id, space)
+    writer.check(first)
+    info_of_first = slot_info(begun, 0, env.num_envs)
+    said = instruction_of(cfg, writer.texts, first, info_of_first)
+    told = success_facts(infos, keys, rewards)
+    found = [
+        *observation_doubts(space, [first], env),
+        *_autoreset_doubts(env),
+        *info_doubts(cfg, writer.texts, info_of_first, said, infos, told["reports_success"]),
+    ]
+    return {
+        **told,
+        "doubts": tuple(found),
+        "instruction": said,
+    }
 
 
 def _play_on(cfg: GymSettings, env: Any, keys: Sequence[str], result: Any) -> tuple[list[Any], list[Any]]:

@@ -4,8 +4,8 @@ import multiprocessing
 import sys
 from dataclasses import replace
 
-from embodyrl.envs.gym.factory import describe_here
 from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spec import describe_here
 from embodyrl.errors import EnvError
 from embodyrl.extensions.isolation import NoAnswerError, call_isolated, left_after
 from embodyrl.types import EnvSpec

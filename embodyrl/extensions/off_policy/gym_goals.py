@@ -16,7 +16,7 @@ _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
 class GymGoals:
-    """Computes rewards and terminations for relabelled goals with the methods of a GoalEnv (see `GoalSupport`).
+    """Computes rewards and terminations for relabelled goals with the methods of a GoalEnv.
 
     The methods receive goals in the shape and dtype of the goal space.
     """

@@ -14,9 +14,10 @@ from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.own_loop.environment import SingleEnv, env_of
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import run_config
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES

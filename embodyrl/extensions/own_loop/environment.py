@@ -17,7 +17,8 @@ from embodyrl.errors import ConfigError, EnvError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context, env_spec
-from embodyrl.plan.episodes import eval_start, selected_reset_ids
+from embodyrl.plan.episodes import eval_start
+from embodyrl.plan.initial_states import selected_reset_ids
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodyrl.cli.output import show_result
 from embodyrl.errors import ConfigError
 from embodyrl.files import replacing
-from embodyrl.manifests import extensions
+from embodyrl.parts import EXTRAS
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.version import __version__
@@ -57,7 +57,5 @@ def _other_files(folder: str, names: list[str]) -> list[str]:
 
 
 def _requirement(env_type: str) -> str:
-    """Return the pip requirement of embodyrl, with the extras that the simulator of an environment needs."""
-    found = extensions().get(env_type)
-    extras = ",".join(sorted(set(found.requires.values()))) if found else ""
-    return f"embodyrl{f'[{extras}]' if extras else ''}=={__version__}"
+    """Return the pip requirement of embodyrl, with the extra that has the environment's name."""
+    return f"embodyrl{f'[{env_type}]' if env_type in EXTRAS.values() else ''}=={__version__}"

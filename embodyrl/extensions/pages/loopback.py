@@ -21,7 +21,7 @@ from embodyrl.extensions.pages.limited import LimitedServer
 Answer = tuple[str, bytes]
 """Content type and body of a response."""
 _LONGEST = 1 << 20
-"""Maximum size of a request in bytes; the chat page sends whole conversations."""
+"""Maximum size of a request in bytes."""
 _MOST_CLIENTS = 64
 """Maximum number of open connections; the server closes connections above the maximum."""
 _REQUEST_S = 10.0

@@ -1,9 +1,8 @@
 """Warnings about entropy collapse and reward hacking, from the metrics of the training steps."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from embodyrl.commands.train import StepCheck
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.types import ActionKind
 
@@ -97,6 +96,10 @@ class CollapseCheck:
                 f"algorithm.sampling_params.max_new_tokens, {cut_off[0]:.0%} at first. Read the replies: "
                 "`embodyrl report`."
             )
+
+
+StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
+"""Function from a training step and its metrics to warnings, one line each."""
 
 
 def collapse_check(run_plan: RunPlan) -> StepCheck:

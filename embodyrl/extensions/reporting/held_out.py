@@ -15,7 +15,8 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.reporting.history import other_worlds
-from embodyrl.plan.episodes import eval_episodes, rows_of, selected_reset_ids, selected_tasks
+from embodyrl.plan.episodes import eval_episodes
+from embodyrl.plan.initial_states import rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import EXPORTED_CONFIG, record_of

@@ -6,7 +6,6 @@ The test is anytime-valid: the probability that the test ever reports a differen
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from embodyrl.cli.run import compose_with_ckpt
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.config.compose import write_word
@@ -27,9 +25,10 @@ from embodyrl.extensions.reporting.paired import SIGNIFICANT
 from embodyrl.files import json_text
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.monitor.intervals import Rate
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import Config
 
 _OWN = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")
@@ -189,7 +188,7 @@ class _Side:
     def compose(self, *more: str) -> Config:
         """Return the config of the evaluation, composed with the additional overrides `more`."""
         words = [*self._words, *more]
-        return compose_with_ckpt(argparse.Namespace(command="eval", words=words, config_dir=self._config_dirs))
+        return load_with_ckpt("eval", words, config_dirs=self._config_dirs)
 
     def play(self, count: int) -> None:
         """Evaluate the policy until the first `count` episodes are finished."""

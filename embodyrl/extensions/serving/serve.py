@@ -1,8 +1,8 @@
 """Startup of `embodyrl serve`: a WebSocket server for a robot policy, or the server of another policy type."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from embodyrl.commands.facts import precision_facts
@@ -12,34 +12,15 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.serving.committed import DELAY, PREFIX
 from embodyrl.files import available_cores
-from embodyrl.plan.run_plan import mismatches
+from embodyrl.plan.build import mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need
 from embodyrl.policies.remote.settings import ServeSettings
-from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, PolicySpec
 
 _HERE = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """Server for a policy type other than robot policies, for example language models."""
-
-    protocol: str
-    facts: Sequence[tuple[str, str]]
-    """Lines of the start banner, as pairs of name and text."""
-    run: Callable[[Callable[[str], None], Callable[[str], None]], None]
-    """Function with the arguments `say` (prints a line) and `ready`. The function loads the policy, calls `ready` with
-    the address, and serves until a signal arrives."""
-
-
-SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
-    "server", group="embodyrl.servers", wants="a function of a config", fits=takes(1)
-)
-"""Registry of functions that return the server for a policy type of an extension, or None for other configs."""
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
@@ -54,10 +35,6 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
         Interrupted: always, after the signal.
         EmbodyError: weights are damaged, components do not fit, or the address is in use.
     """
-    if (own := _own_server(cfg)) is not None:
-        for name, text in own.facts:
-            say(f"  {name:<10} {text}")
-        return own.run(say, lambda url: ready(url, own.protocol))
     env, spec = describe(cfg)
     for package in ("websockets", "msgpack"):
         need(package)
@@ -77,10 +54,6 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
         policy.load_weights(Path(weights))
     server = PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say)
     return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
-
-
-def _own_server(cfg: Config) -> Serving | None:
-    return next((own for offer in SERVERS.every() if (own := offer(cfg)) is not None), None)
 
 
 def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
@@ -117,8 +90,6 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
 
 def server_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a server, as pairs of name and text."""
-    if (own := _own_server(cfg)) is not None:
-        return [*own.facts]
     env, spec = describe(cfg)
     weights = first_weights(cfg, env)
     return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]

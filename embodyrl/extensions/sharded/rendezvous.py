@@ -16,12 +16,24 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
-
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from typing import TYPE_CHECKING
 
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.protocol import LOOPBACK
-from embodyrl.scheduler.start import Rendezvous
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Rendezvous at which the actor ranks connect to each other; open while the driver runs."""
+
+    rank_info: RankInfo
+    """Connection data for all ranks."""
+
+    def close(self) -> None:
+        """Close the rendezvous; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,15 @@ class StoreRendezvous(Rendezvous):
             self.proxy.close()
 
 
+def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
+    """Open a rendezvous store for `ranks` processes at an address of this host that all ranks can reach."""
+    return Rendezvous(RankInfo()) if ranks == 1 else open_store(host, timeout_s)
+
+
 def open_store(host: str, timeout_s: float) -> StoreRendezvous:
     """Open a store on the loopback interface; unless `host` is loopback, also open an authenticated proxy at `host`."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
     listener = socket.create_server((LOOPBACK, 0))  # a store's own socket would listen on all interfaces
     port = listener.getsockname()[1]
     # Do not wait for the ranks: they start later.

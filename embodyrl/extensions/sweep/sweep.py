@@ -92,8 +92,8 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 def _check_parts(configs: Sequence[Config]) -> None:
     """Raise an error if a config has incompatible components."""
     # Imported late: a wrong key is rejected without the imports of the run plan.
+    from embodyrl.plan.build import build_run_plan
     from embodyrl.plan.checks import check_components
-    from embodyrl.plan.run_plan import build_run_plan
 
     for cfg in configs:
         check_components(cfg)

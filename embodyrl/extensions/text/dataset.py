@@ -34,13 +34,9 @@ from embodyrl.extensions.text.conversation import (
 from embodyrl.extensions.text.pictures import Picture, pictures_of
 from embodyrl.extensions.text.settings import PairSettings, RowSettings, is_function
 from embodyrl.files import LONGEST_LINE, available_bytes, read_lines, visible_files
-from embodyrl.registry import Registry, takes
+from embodyrl.registry import load, takes
 from embodyrl.types import IntArray
 
-SOURCES: Registry[Any] = Registry(
-    "data.path", group="embodyrl.text_tasks", wants="a function that returns rows", fits=takes(0)
-)
-"""Registry of functions that return rows, by package.module:function or entry point."""
 SUFFIXES = (".jsonl", ".parquet")
 _COUNTED_ROWS = 1000
 """Maximum number of rows that are checked for unknown tokens."""
@@ -243,7 +239,7 @@ def holds_text(path: str) -> bool:
 def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     if is_function(path):
         try:
-            return SOURCES.get(path)(**cfg.kwargs)
+            return load(path, "data.path", wants="a function that returns rows", fits=takes(0))(**cfg.kwargs)
         except TypeError as error:
             raise ConfigError(
                 f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."

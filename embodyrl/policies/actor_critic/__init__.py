@@ -1,25 +1,15 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from embodyrl.config.shared import Precision
-from embodyrl.errors import ConfigError
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.registry import Registry, takes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
-
-SQUASHED: Registry[Callable[..., Policy]] = Registry(
-    "squashed policy",
-    group="embodyrl.squashed_policies",
-    wants="a function of PolicySpec, NetShape, PolicyRequest and settings",
-    fits=takes(4),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +67,10 @@ class ActorCriticFactory:
 
         spec = self.spec(cfg, request.env, request.value_dim)
         shape = self._shape(cfg, request.env, request.value_dim)
-        for squashed in SQUASHED.every() if shape.squashed else ():
-            return squashed(spec, shape, request, cfg)
         if shape.squashed:
-            raise ConfigError(
-                "model.squashed=true needs the extension 'soft_actor', which is missing. Reinstall embodyrl."
-            )
+            from embodyrl.policies.soft_actor.policy import SquashedPolicy
+
+            return SquashedPolicy(spec, shape, request, cfg)
         return ActorCriticPolicy(spec, shape, request, cfg)
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from embodyrl.envs.protocol import instruction_for
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 
 def test_only_the_instruction_differs_between_states(tmp_path):

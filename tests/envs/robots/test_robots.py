@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -15,7 +14,7 @@ from settings import env_of
 from embodyrl.config import compose
 from embodyrl.envs.gym.create import prepare_rendering
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.robots.factory import FACTORY, differences, robot_facts
+from embodyrl.envs.robots.factory import FACTORY, differences
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.extensions.controls import controls_of
@@ -51,7 +50,7 @@ def test_options_set_the_horizon_of_the_preset(name: str):
 
 
 def test_banner_shows_action_meaning_rate_and_success_criterion_of_a_preset():
-    lines = robot_facts(SimpleNamespace(env_settings=load_config("check-env", ["env=pusht"]).env))
+    lines = FACTORY.facts(load_config("check-env", ["env=pusht"]).env)
     assert lines == [
         (
             "robot",
@@ -59,7 +58,6 @@ def test_banner_shows_action_meaning_rate_and_success_criterion_of_a_preset():
             "target above 95 %",
         )
     ]
-    assert robot_facts(SimpleNamespace(env_settings=env_of("gym", id="CartPole-v1"))) == []
 
 
 def test_keys_override_the_arguments_of_a_preset():
@@ -69,7 +67,6 @@ def test_keys_override_the_arguments_of_a_preset():
     assert gym.instruction == "Push."
 
 
-@pytest.mark.needs("history")
 def test_preset_supports_an_observation_history():
     env = load_config("check-env", ["env=pusht", "env.env_type=robots_history", "env.history=2"]).env
     assert (env.history, env.gym.id, env.title) == (2, PRESETS["pusht"].id, "pusht")

@@ -48,7 +48,6 @@ def test_full_export_contains_policy_and_model_card(run, tmp_path, capsys):
     assert main(["ckpt", "export", str(run), str(out)]) == 2, "never over something"
 
 
-@pytest.mark.needs("openvla_oft")
 def test_export_merges_adapters(tmp_path, capsys):
     lora = ("model.is_lora=true", "model.lora.r=4", "model.lora.lora_alpha=8")
     soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")

@@ -129,7 +129,6 @@ def test_adapters_trained_by_text_sft_are_exported(tmp_path: Path):
     assert (export(run, 1, tmp_path / "out") / "model.safetensors").is_file()
 
 
-@pytest.mark.needs("cockpit")
 @pytest.mark.integration
 def test_fully_trained_modules_with_adapters_evaluate_in_bfloat16(tmp_path: Path):
     model = ["model=causal_lm", f"model.path={model_folder(tmp_path / 'base', tied=False)}", "model.precision=bf16"]

@@ -31,7 +31,6 @@ from embodyrl.extensions.own_loop.acting import LoadedPolicy
 from embodyrl.extensions.own_loop.environment import env_of
 from embodyrl.types import EpisodeStart
 
-pytestmark = pytest.mark.needs("tabletop", "flow")
 CHECKPOINT = "assets/flow_small_tabletop"
 LONG = ("model=flow_small", "env.eval.max_episode_steps=1000")
 SMALL = (

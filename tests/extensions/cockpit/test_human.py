@@ -25,7 +25,6 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, overridden
 from embodyrl.policies import POLICIES
 
-pytestmark = pytest.mark.needs("tabletop", "flow")
 TABLE = ("env=tabletop", "env.train.task_ids=[0,1,2]", "env.train.max_episode_steps=12", "env.train.total_num_envs=4")
 CAMERA = "env.init_params.camera_names=[front]"
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")

@@ -20,7 +20,6 @@ from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.pages.loopback import Loopback
 
 pytestmark = [
-    pytest.mark.needs("tabletop", "flow"),
     pytest.mark.integration,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine"),
 ]

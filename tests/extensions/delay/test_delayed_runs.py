@@ -12,8 +12,8 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.envs import ENVS
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.rollout import Rollout
 
 DELAYED = ("env.control.latency_steps=[0,2]", "rollout.chunk_overlap=2", "env.control.observe_committed=true")
@@ -26,12 +26,9 @@ ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "env.train.max_episo
         ("algorithm=grpo",),
         ("algorithm=ppo", "env.train.auto_reset=true"),
         ("algorithm=ppo", "algorithm.reward_type=action_level"),
-        pytest.param(("algorithm=reinforce_pp",), marks=pytest.mark.needs("objectives")),
-        pytest.param(("algorithm=filtered_bc",), marks=pytest.mark.needs("off_policy")),
-        pytest.param(
-            ("algorithm=sac", "actor.global_batch_size=4", "algorithm.group_size=1"),
-            marks=pytest.mark.needs("off_policy"),
-        ),
+        pytest.param(("algorithm=reinforce_pp",)),
+        pytest.param(("algorithm=filtered_bc",)),
+        pytest.param(("algorithm=sac", "actor.global_batch_size=4", "algorithm.group_size=1")),
     ],
     ids=lambda words: " ".join(words),
 )

@@ -18,7 +18,7 @@ from embodyrl.extensions.demonstrations.augment import augment, draw_samples
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
-from embodyrl.plan.run_plan import mismatches
+from embodyrl.plan.build import mismatches
 from embodyrl.types import PolicySpec
 
 DIFFUSION = Path("assets/diffusion_pusht/config.json")

@@ -27,16 +27,15 @@ from embodyrl.extensions.demonstrations.sft_setup import load_material
 from embodyrl.extensions.text.conversation import join_pair
 from embodyrl.extensions.text.rewards.services import RewardModel
 from embodyrl.learners.settings import ActorSettings, OptimSettings
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, Observation, ObservationOut
 from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost
 
-pytestmark = pytest.mark.needs("text", "openvla_oft")
 PAIRS = [("12+3=", "15", "5"), ("7:", "7", "70x"), ("abc|", "cba", "abc"), ("9-4=", "5", "13")]
 
 

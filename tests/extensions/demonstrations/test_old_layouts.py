@@ -15,7 +15,7 @@ from lerobot_sets import LENGTHS, frame, numbers, write_lines, write_set, write_
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
-from embodyrl.extensions.demonstrations.export import EXPORT
+from embodyrl.extensions.demonstrations.export import dataset_card
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 
@@ -131,6 +131,6 @@ def test_video_template_of_v3_is_read(tmp_path: Path) -> None:
 
 
 def test_uploaded_dataset_of_an_old_layout_is_tagged_with_its_version(tmp_path: Path) -> None:
-    uploaded = EXPORT.upload(write_v2_set(tmp_path / "set", version="v2.0"), "me/set")
+    uploaded = dataset_card(write_v2_set(tmp_path / "set", version="v2.0"), "me/set")
     assert uploaded is not None
     assert uploaded[1] == "v2.0"

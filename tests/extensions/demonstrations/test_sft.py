@@ -29,9 +29,9 @@ from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_data import _samples, load_samples
 from embodyrl.extensions.demonstrations.sft_setup import action_log_std, data_statistics, load_material, sft_facts
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import Config
 from embodyrl.types import CommittedSpec, GripperConvention, PolicySpec
 
@@ -181,7 +181,6 @@ def test_sft_banner_warns_of_weights_trained_on_other_inputs(trained: SftResult,
     assert "warning" not in dict(sft_facts(cfg.updated({"model.cameras": [camera]})))
 
 
-@pytest.mark.needs("flow")
 def test_sft_banner_warns_if_executed_actions_are_unknown(demos: Path, tmp_path: Path) -> None:
     root = shutil.copytree(demos, tmp_path / "labelled")
     card = json.loads((root / "meta" / "embodyrl.json").read_text())
@@ -197,7 +196,6 @@ def test_sft_banner_warns_if_executed_actions_are_unknown(demos: Path, tmp_path:
     assert "warning" not in facts(demos, *trained)
 
 
-@pytest.mark.needs("flow")
 @pytest.mark.integration
 def test_simulated_delays_use_executed_actions_as_committed_actions(tmp_path: Path) -> None:
     """The records of SFT contain the noisy actions that the environment executed, and the labels as targets."""
@@ -464,7 +462,6 @@ def test_banner_without_images_omits_image_size(demos: Path, tmp_path: Path) -> 
     assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}", "model=cnn"])))["frames"]
 
 
-@pytest.mark.needs("flow", "tabletop")
 def test_banner_names_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
     quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
     cameras = "env.init_params.camera_names=[wrist,front]"

@@ -24,7 +24,6 @@ from embodyrl.policies.lerobot.units import Units
 from embodyrl.policies.openvla_oft.config import Statistics, normalise, unnormalise
 from embodyrl.types import ActionSpec, EnvSpec
 
-pytestmark = pytest.mark.needs("flow", "openvla_oft", "act", "diffusion")
 ASSETS = Path(__file__).parents[3] / "assets"
 ENV = EnvSpec(name="arm", action=ActionSpec(dim=5), tasks=("a",), states_per_task=(1,), state_dim=5)
 COUNT = 400
@@ -212,7 +211,6 @@ def test_sft_ignores_statistics_of_other_data(kind: str, sets: dict[str, int], a
         assert [*json.loads((tmp_path / "start" / "dataset_statistics.json").read_text())] == ["my_robot"]
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["openvla_oft_tiny56px", "smolvla_tiny"])
 def test_runs_from_checkpoints_of_other_robots_are_evaluated(kind: str, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.types import EpisodeStart
 
 
@@ -163,7 +163,6 @@ def test_finished_episode_keeps_its_final_observation():
     np.testing.assert_array_equal(state[0], seen)
 
 
-@pytest.mark.needs("check_env")
 def test_vector_environment_passes_check_env():
     from embodyrl.extensions.check_env import check_env
 

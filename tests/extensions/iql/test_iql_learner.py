@@ -26,8 +26,8 @@ from embodyrl.extensions.iql.learner import IqlLearner
 from embodyrl.extensions.iql.transitions import ends_of, transitions_of
 from embodyrl.learners.protocol import LearnerContext
 from embodyrl.learners.settings import OptimSettings
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 

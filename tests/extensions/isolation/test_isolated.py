@@ -23,8 +23,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import EnvError, MissingDependencyError
 from embodyrl.extensions.isolation import NoAnswerError, call_isolated
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 ENV = """
 import os, signal, subprocess, threading, time
@@ -166,7 +166,6 @@ def test_environment_crash_becomes_an_error(name, reason, tmp_path, monkeypatch)
         described(tmp_path, name, monkeypatch)
 
 
-@pytest.mark.needs("untrained")
 def test_workers_do_not_probe_the_environment_again(tmp_path, monkeypatch):
     (tmp_path / "counted_env.py").write_text(
         ENV.replace("super().reset", "open('resets', 'a').write('.'); super().reset")

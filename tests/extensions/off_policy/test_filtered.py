@@ -18,9 +18,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.off_policy.filtered_bc_learner import TRAINED, FilteredLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.specs import convert_gripper
 from embodyrl.types import Observation
@@ -85,7 +85,6 @@ def test_actions_of_a_delayed_chunk_start_at_its_observation(make):
     np.testing.assert_array_equal(second, [done[0, 2], done[0, 3], done[1, 2], done[1, 3]])
 
 
-@pytest.mark.needs("openvla_oft")
 def test_stored_actions_use_the_gripper_convention_of_the_policy(make):
     host, actor, _, tickets = make(*TOY_OFT)
     means, own = actor._gripper, actor._policy.spec.gripper

@@ -24,8 +24,8 @@ from embodyrl.extensions.off_policy.gym_goals import GymGoals
 from embodyrl.extensions.off_policy.hindsight import Hindsight, OpenEpisodes
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer
 from embodyrl.extensions.off_policy.sac_learner import SacLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 

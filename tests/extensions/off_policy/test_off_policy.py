@@ -20,8 +20,8 @@ from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer
 from embodyrl.extensions.off_policy.sac import actor_loss, temperature_loss
 from embodyrl.extensions.off_policy.sac_learner import SacLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 

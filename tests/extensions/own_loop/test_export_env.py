@@ -11,7 +11,6 @@ import pytest
 from embodyrl.cli.main import main
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.integration
 def test_exported_environment_passes_check_env(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -26,7 +25,6 @@ def test_exported_environment_passes_check_env(
     assert "24 checks ok, 0 failed, 0 skipped" in capsys.readouterr().out
 
 
-@pytest.mark.needs("tabletop")
 def test_options_of_config_dir_are_exported(tmp_path: Path) -> None:
     """The exported file named an option that did not exist on other machines."""
     options = tmp_path / "conf"

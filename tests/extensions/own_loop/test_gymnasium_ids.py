@@ -19,8 +19,6 @@ from embodyrl.errors import ConfigError
 from embodyrl.gymnasium import TASK_IDS
 from embodyrl.plan.config import load_config
 
-pytestmark = pytest.mark.needs("tabletop")
-
 RED = "embodyrl/Tabletop-0-v0"
 
 
@@ -44,7 +42,6 @@ def test_every_simulator_registers_gymnasium_ids() -> None:
     assert options <= {*compose.options("env")}
 
 
-@pytest.mark.needs("libero", "maniskill", "metaworld")
 @pytest.mark.parametrize(
     "name", ["LIBERO-90-89-v0", "LIBERO-PRO-goal-swap-9-v0", "LIBERO-Plus-10-camera-0-v0", "MetaWorld-reach-v3"]
 )

@@ -18,8 +18,8 @@ from gymnasium.utils.env_checker import check_env
 import embodyrl
 import embodyrl.gymnasium
 from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import eval_episodes
-from embodyrl.plan.run_plan import build_run_plan
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = "assets/openvla_oft_tabletop"
@@ -49,20 +49,17 @@ def example(name: str):
     return module
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_public_names_are_listed_and_callable() -> None:
     assert {"train", "evaluate", "make_env", "load_policy", "GRPO"} <= set(dir(embodyrl))
     assert all(callable(getattr(embodyrl, name)) for name in embodyrl.__all__)
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
 def test_delays_are_refused_for_single_actions(word: str) -> None:
     with pytest.raises(ConfigError, match="one action per step, without delay"):
         embodyrl.make_env("tabletop", word)
 
 
-@pytest.mark.needs("tabletop")
 def test_make_env_passes_the_gymnasium_env_checker() -> None:
     check_env(embodyrl.make_env("tabletop"), skip_render_check=True)
     assert {"embodyrl/Libero10-v0", "embodyrl/LiberoObject-v0", "embodyrl/Metaworld-v0"} <= {*gymnasium.registry}
@@ -81,7 +78,6 @@ def test_make_env_passes_the_gymnasium_env_checker() -> None:
     assert vector.step(vector.action_space.sample())[1].shape == (2,)
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("name", "options", "said"), [("text/copy", {}, "GRPO"), ("tabletop", {"task": 99}, "0 to 20")]
 )
@@ -90,7 +86,6 @@ def test_make_env_errors_describe_the_problem(name: str, options: dict, said: st
         embodyrl.make_env(name).reset(options=options)
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.integration
 def test_loaded_run_acts_in_its_environment(run: Path) -> None:
     policy = embodyrl.load_policy(run, device="cpu")
@@ -115,7 +110,6 @@ def test_loaded_run_acts_in_its_environment(run: Path) -> None:
         policy.act(embodyrl.make_env("tabletop").reset(seed=0)[0])
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_incomplete_observation_is_an_error() -> None:
     policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
     seen = policy.make_env().reset(seed=0)[0]
@@ -141,7 +135,6 @@ def test_single_task_policy_needs_no_instruction(tmp_path: Path) -> None:
     assert policy.act({"images": np.stack([seen["images"]] * 3)}).shape == (3, *policy.act(seen).shape)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_loaded_policy_uses_its_sampling_settings() -> None:
     """Temperature of training; fails if the temperature stays 1 for any run or caller."""
     words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")
@@ -154,7 +147,6 @@ def test_loaded_policy_uses_its_sampling_settings() -> None:
     assert not np.allclose(wanted.logprob, warm.policy.act(seen, noise=noise, temperature=1.0).logprob, atol=0.1)
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_custom_training_loop_example_updates_the_policy() -> None:
     loop = example("custom_loop")
@@ -168,7 +160,6 @@ def test_custom_training_loop_example_updates_the_policy() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_grpo_class_trains_a_text_policy(tmp_path: Path) -> None:
     rows = [{"prompt": word} for word in ("abc", "bcd", "cde", "def")]
@@ -189,7 +180,6 @@ def example_reward(prompt: str, response: str, reference: str) -> float:
     return len(response) / 4
 
 
-@pytest.mark.needs("tabletop")
 @pytest.mark.integration
 def test_script_without_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
@@ -209,7 +199,6 @@ def test_script_without_main_guard_runs_once(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("EvalResult(")
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_notebook_runs_without_errors(tmp_path: Path) -> None:
     """The code of the notebook as one script, with fewer episodes and one small training step."""
@@ -230,7 +219,6 @@ def test_notebook_runs_without_errors(tmp_path: Path) -> None:
     assert "of 20 after 1 steps" in done.stdout
 
 
-@pytest.mark.needs("demonstrations", "tabletop")
 def test_extension_commands_are_functions_of_the_package(tmp_path: Path) -> None:
     words = ("env=tabletop", "collect.episodes=2", "env.train.total_num_envs=2", "launcher=inline")
     cfg = embodyrl.compose("collect", *words, f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}")
@@ -239,7 +227,6 @@ def test_extension_commands_are_functions_of_the_package(tmp_path: Path) -> None
         _ = embodyrl.colect
 
 
-@pytest.mark.needs("tabletop")
 def test_episode_option_of_reset_selects_an_evaluation_episode() -> None:
     words = ("env=tabletop", "model=random", "env.eval.task_ids=[0,4]", "eval.episodes=5")
     cfg = embodyrl.compose("eval", *words)

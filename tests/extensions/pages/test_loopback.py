@@ -76,7 +76,6 @@ def test_requests_up_to_one_mebibyte_are_accepted() -> None:
         connection.close()
 
 
-@pytest.mark.needs("cockpit", "openvla_oft", "tabletop")
 def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
     from embodyrl.extensions.cockpit.desk import Desk
     from embodyrl.extensions.cockpit.scene import Scene
@@ -103,7 +102,6 @@ def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.needs("cockpit")
 def test_every_request_body_gets_a_response_without_an_active_episode(capfd) -> None:
     """The page of `dagger.expert=human` between two rounds."""
     from embodyrl.extensions.cockpit.desk import Desk

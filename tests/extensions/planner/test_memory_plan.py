@@ -27,9 +27,9 @@ from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.planner import limits, memory
 from embodyrl.extensions.planner.limits import require_memory
 from embodyrl.extensions.planner.memory import GIB, MemoryPlan, plan_memory
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
 from embodyrl.policies.protocol import PolicyRequest, policy_costs
@@ -48,7 +48,6 @@ def peak(pid: int) -> int:
     return high - shared
 
 
-@pytest.mark.needs("openvla_oft")
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -122,7 +121,6 @@ def test_sharding_divides_weights_and_moments(tmp_path):
     assert plan_memory(replicas).optimizer == one.optimizer // 2
 
 
-@pytest.mark.needs("openvla_oft")
 def test_rollout_processes_hold_full_weights(tmp_path):
     words = (*TOY_OFT, "launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
     run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)

@@ -28,7 +28,7 @@ from embodyrl.channels.messages import (
 )
 from embodyrl.extensions.ray_cluster.answers import fault_of
 from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_out, mark, paste
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.build import build_run_plan
 
 Change = Callable[[Any, list[Rows]], tuple[Any, list[Rows]]]
 

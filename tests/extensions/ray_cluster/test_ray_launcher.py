@@ -21,7 +21,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import EnvRequest, RankInfo
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.build import build_run_plan
 from embodyrl.scheduler.start import env_spec, plan_hosts
 from embodyrl.types import SimulatorSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec

@@ -32,7 +32,6 @@ EPISODES = 12
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(600),
-    pytest.mark.needs("tabletop", "flow", "serving", "own_loop", "checkpoints"),
     pytest.mark.skipif(not CLIENTS, reason="EMBODYRL_TEST_CLIENTS names no Python with openpi-client"),
 ]
 

@@ -18,8 +18,8 @@ from embodyrl.config.settings import plain
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG, dump_config, save_config
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")

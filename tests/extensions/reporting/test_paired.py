@@ -61,7 +61,6 @@ def test_suites_are_paired_in_any_order() -> None:
     assert [one.pairs for one in pair_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
 
 
-@pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_config_differences_that_change_states_are_found() -> None:
     from embodyrl.extensions.reporting.history import other_worlds
 
@@ -75,7 +74,6 @@ def test_config_differences_that_change_states_are_found() -> None:
     assert differs(data={"path": "b"}) == "data.path=a and b"
 
 
-@pytest.mark.needs("libero", "maniskill", "openvla_oft", "tabletop")
 def test_keys_that_affect_initial_states_are_declared() -> None:
     """The sampled and settled states of LIBERO must be included, and the device of ManiSkill's random numbers."""
     assert {"env.settle_steps", "env.settle_gripper", "env.sim_backend"} <= state_keys()
@@ -112,7 +110,6 @@ def test_discordant_pairs_are_counted_per_side() -> None:
     assert (found.only_first, found.only_second) == (2, 1)
 
 
-@pytest.mark.needs("reporting")
 def test_overall_success_once_excludes_other_suites() -> None:
     from embodyrl.extensions.reporting.history import Evaluation
 

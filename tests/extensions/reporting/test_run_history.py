@@ -16,7 +16,6 @@ LONG = 2_000
 """Number of steps of a long run."""
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_read_history_returns_metrics_and_evaluations(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     assert [row["step"] for row in history.rows] == [0, 1, 2, 3]
@@ -26,7 +25,6 @@ def test_read_history_returns_metrics_and_evaluations(tmp_path: Path) -> None:
     assert history.config["runner"]["max_steps"] == 3
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_missing_success_counts_as_failure(tmp_path: Path) -> None:
     """Fails if steps and validations without a success are omitted, or shown by their return."""
     run = write_run(tmp_path / "runs" / "late")
@@ -42,7 +40,6 @@ def test_missing_success_counts_as_failure(tmp_path: Path) -> None:
     assert found.series("eval/success_once") == [(0, 0.0)]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_video_is_found_after_moving_the_run(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     video = write_video(tmp_path / "videos" / "a" / "x.mp4")
@@ -85,7 +82,6 @@ def test_unfinished_evaluation_is_not_a_result(tmp_path: Path) -> None:
     assert [figures["step"] for figures in card_of(run)["figures"]] == [0, 3]
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 def test_evaluations_are_sorted_by_step_beyond_a_million(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for step in (999_999, 1_000_000, 10_000_000):

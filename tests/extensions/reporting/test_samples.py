@@ -35,7 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(text_config(folder, *words)).run
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_sample_rows_contain_the_conversation_and_task(trained: Path) -> None:
     first, last = read_history(trained).evaluations
@@ -61,7 +60,6 @@ def test_samples_show_replies_before_and_after(trained: Path) -> None:
     assert "before" in console.export_text()
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_console_shows_the_configured_number_of_samples(trained: Path) -> None:
     events = (trained / "logs" / "events.log").read_text().splitlines()

@@ -35,7 +35,7 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, I
 client = pytest.importorskip("websockets.sync.client", reason="the extra `serve` is not installed")
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 
-pytestmark = [pytest.mark.needs("openvla_oft"), pytest.mark.integration]
+pytestmark = [pytest.mark.integration]
 CLIENTS = os.environ.get("EMBODYRL_TEST_CLIENTS")
 """Python of an environment with openpi-client and vla-eval, which need other versions of numpy."""
 real_clients = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.settings import PairSettings, RowSettings
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 
 def jsonl(path: Path, rows: list) -> str:

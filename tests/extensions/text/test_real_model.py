@@ -18,11 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from processes import start_cli
 from toy_runs import comparable, resume_toy, rows, running_crew
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +28,6 @@ from embodyrl.channels.layout import Record
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError
-from embodyrl.extensions.chat.play import chat_page
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.text.gguf import language_model_folder
@@ -255,38 +252,6 @@ def served(folder: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
         finally:
             process.terminate()
-
-
-def test_chat_page_and_chat_server_give_the_replies_of_both_models(cut: Path, tmp_path: Path):
-    """`embodyrl play` shows the initial and the trained model; `embodyrl serve` serves the exported one."""
-    run = grpo(tmp_path, cut, "runner.max_steps=1", "actor.optim.lr=1e-3", *VARIED)
-    out, prompt = export(run, 1, tmp_path / "out"), ASKED[0]["prompt"]
-    turns = [{"role": "user", "content": prompt}]
-    found = chat_page(run, ("trust=true",))
-    assert found is not None
-    try:
-        name, reply = json.loads(found.posts["/ask"]({"start": turns, "trained": turns, "reference": "7"})[1]), {}
-        while not reply or not all(side["finish"] for side in reply.values()):
-            reply = json.loads(found.posts["/next"](name)[1])
-    finally:
-        found.close()
-    assert {side: said["text"] for side, said in reply.items()} == {
-        "start": generated(cut, prompt),
-        "trained": generated(out, prompt),
-    }
-    assert set(reply["trained"]["reward"]["parts"]) >= {"gsm8k_flexible", "exact"}
-    words = ("env=text/arithmetic", "model=causal_lm", f"model.path={out}", "model.precision=fp32", "serve.port=0")
-    server = start_cli("serve", *words, "--json", cwd=tmp_path)
-    try:
-        server.wait_for(tmp_path / "stdout.txt", lines=1)
-        url = json.loads(server.out.read_text())["url"]
-        body = {"model": out.name, "messages": turns, "max_tokens": TOKENS, "temperature": 0}
-        request = Request(f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urlopen(request, timeout=60) as answer:
-            (choice,) = json.loads(answer.read())["choices"]
-    finally:
-        server.stop()
-    assert choice["message"]["content"] == generated(out, prompt)
 
 
 def test_exported_model_behind_a_server_gives_the_same_replies(cut: Path, tmp_path: Path):

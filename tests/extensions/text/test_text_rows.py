@@ -22,8 +22,8 @@ from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.pictures import pictures_of
 from embodyrl.extensions.text.rewards.functions import countdown
 from embodyrl.extensions.text.settings import PairSettings, RowSettings
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 
 ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
 KEYS = {"prompt_key": "question", "answer_pattern": "####( .+)?"}

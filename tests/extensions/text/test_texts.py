@@ -14,10 +14,10 @@ from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import selected_reset_ids
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.initial_states import selected_reset_ids
 from embodyrl.plan.saved import save_config
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.build import build_run_plan
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.causal_lm.shared_prompts import pays
 

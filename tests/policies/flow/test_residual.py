@@ -14,8 +14,8 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.extensions.off_policy.replay import Frames
 from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.soft_actor.critics import Critics

@@ -17,8 +17,8 @@ from embodyrl.channels.messages import UpdateRequest
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.off_policy.replay import Frames
 from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
+from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.soft_actor.protocol import SoftActor

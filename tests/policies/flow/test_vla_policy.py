@@ -17,8 +17,8 @@ from tiny_vla import FORMS, build_model, write_checkpoint
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.plan.build import mismatches
 from embodyrl.plan.config import load_config
-from embodyrl.plan.run_plan import mismatches
 from embodyrl.policies import POLICIES, export_policy
 from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRANSFORMERS
 from embodyrl.policies.flow.likelihood import follow_ode

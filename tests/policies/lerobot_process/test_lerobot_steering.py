@@ -293,7 +293,6 @@ def check_runs(python: str, base: Path, tmp_path: Path, learner: str) -> None:
     assert {key: value.tobytes() for key, value in one.items()} == {key: v.tobytes() for key, v in other.items()}
 
 
-@pytest.mark.needs("off_policy", "checkpoints")
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_frozen_policy_in_a_lerobot_process_trains_resumes_and_exports(python, tmp_path, learner):
     check_runs(python, write_policy(tmp_path / "base", noise=True, state=3, action=1), tmp_path, learner)
@@ -307,7 +306,6 @@ PENDULUM = {
 
 @real_lerobot
 @pytest.mark.timeout(900)
-@pytest.mark.needs("off_policy", "checkpoints")
 @pytest.mark.parametrize(
     ("kind", "learner"), [("act", "residual"), ("diffusion", "residual"), ("diffusion", "dsrl"), ("act", "filtered_bc")]
 )

@@ -16,8 +16,9 @@ from typing import Any
 from embodyrl.clock import RunClock
 from embodyrl.envs.text.protocol import Answer, Judgement
 from embodyrl.errors import EmbodyError, UnknownNameError
-from embodyrl.extensions.text.rewards.services import REWARDS, find
+from embodyrl.extensions.text.rewards.services import find
 from embodyrl.extensions.text.rewards.settings import JudgeSettings
+from embodyrl.registry import REWARDS
 
 ERRORS, OVERLONG = "errors", "overlong"
 _START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError
-from embodyrl.registry import Registry, takes
+from embodyrl.errors import CheckpointError, UnknownNameError
+from embodyrl.registry import REWARDS, takes
 
 
 class Reward(Protocol):
@@ -19,16 +19,8 @@ class Reward(Protocol):
         ...
 
 
-REWARDS: Registry[Reward] = Registry(
-    "reward",
-    group="embodyrl.rewards",
-    wants="a function of (prompt, response, reference)",
-    fits=lambda found: takes(3)(found) and not isinstance(found, type),
-)
 COMPARING = ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "countdown")
 """Built-in rewards that compare a reply with one text."""
-for _name in (*COMPARING, "number", "format", "code"):
-    REWARDS.add(_name, f"embodyrl.extensions.text.rewards.functions:{_name if _name != 'format' else 'tagged'}")
 
 
 def find(name: str) -> Reward:
@@ -40,7 +32,12 @@ def find(name: str) -> Reward:
     if name.startswith(("http://", "https://")):
         return RemoteReward(name)
     folder = resolve_asset(name)
-    return RewardModel(folder) if "/" in name and (folder / "config.json").is_file() else REWARDS.get(name)
+    if "/" in name and (folder / "config.json").is_file():
+        return RewardModel(folder)
+    function = REWARDS.get(name)
+    if isinstance(function, type) or not takes(3)(function):
+        raise UnknownNameError(f"reward '{name}' is {function!r:.80}, not a function of (prompt, response, reference).")
+    return function
 
 
 _LONGEST = 1 << 16

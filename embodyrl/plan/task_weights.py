@@ -8,7 +8,7 @@ import numpy as np
 
 from embodyrl.algorithms.shaping import Outcomes
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.plan.episodes import reset_ids_of, selected_tasks
+from embodyrl.plan.initial_states import reset_ids_of, selected_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec, Episode
 
@@ -47,13 +47,13 @@ def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
     return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
 
 
-def weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator) -> list[int]:
+def weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
     """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
     Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
     to its weight, rounded up or down.
     """
-    split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
+    rng, split, tasks = np.random.default_rng(seed), cfg.env.train, selected_tasks(env, cfg.env.train)
     each = [reset_ids_of(env, split, task) for task in tasks]
     groups, names = (each, tasks) if weighs_tasks(env, split) else ([[i] for i in each[0]], list(each[0]))
     given = np.asarray(split.task_weights or [1.0] * len(groups))
@@ -65,35 +65,27 @@ def weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, r
     return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 
-class WeightedGroups:
-    """Sampler of reset ids by task weights and curriculum (implements `GroupSampler`)."""
-
-    def problems(self, cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
-        """Return one error for each invalid key that sets task weights or the curriculum.
-
-        Weights need one number per task (or per reset id of a single task), and slots with assigned initial states.
-        """
-        split = cfg.env.train
-        if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
-            given, wanted = len(split.task_weights or ()), count_weighed(env, split)
-            few = f"env.train.task_weights has {given} weights for {wanted} tasks; set one weight for each task."
-            return [few] if given not in (0, wanted) else []
-        given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
-        return [
-            f"{key} weights initial states, but slots choose initial states freely; set "
-            f"env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or remove {key}."
-            for key, value in given.items()
-            if value
-        ]
-
-    def sample(self, cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
-        """Return the reset ids of `count` groups (see `weighted_ids`)."""
-        return weighted_ids(cfg, env, count, seen, np.random.default_rng(seed))
-
-    def note(self, cfg: Config, env: EnvSpec, seen: Outcomes, episodes: Sequence[Episode]) -> None:
-        """Add the outcomes of a training step to `seen`, if there is a curriculum."""
-        if cfg.algorithm.curriculum:
-            note_outcomes(seen, episodes, by_task=weighs_tasks(env, cfg.env.train))
+def has_weights(cfg: Config) -> bool:
+    """Return True if the config samples initial states with unequal probabilities."""
+    return bool(cfg.algorithm.curriculum) or cfg.env.train.task_weights is not None
 
 
-SAMPLER = WeightedGroups()
+def weight_problems(cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
+    """Return one error for each invalid key that sets task weights or the curriculum.
+
+    Weights need one number per task (or per reset id of a single task), and slots with assigned initial states.
+    """
+    if not has_weights(cfg):
+        return []
+    split = cfg.env.train
+    if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
+        given, wanted = len(split.task_weights or ()), count_weighed(env, split)
+        few = f"env.train.task_weights has {given} weights for {wanted} tasks; set one weight for each task."
+        return [few] if given not in (0, wanted) else []
+    given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
+    return [
+        f"{key} weights initial states, but slots choose initial states freely; set "
+        f"env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or remove {key}."
+        for key, value in given.items()
+        if value
+    ]

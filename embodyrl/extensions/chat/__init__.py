@@ -1,1 +1,0 @@
-"""Chat with language models: an OpenAI-compatible server, and a web page that compares two checkpoints."""

@@ -1,0 +1,70 @@
+"""Initial states (reset ids) and tasks that the splits of a config select."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embodyrl.envs.settings import EnvSplit, TrainSplit
+from embodyrl.errors import ConfigError
+from embodyrl.types import EnvSpec, IntArray
+
+
+def own_tasks(env: EnvSpec) -> range:
+    """Return the task ids of the environment's main suite, which are the lowest ids."""
+    return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
+
+
+def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
+    """Return the reset ids of the selected tasks and initial states in the main suite; with `across`, in all suites.
+
+    Raises:
+        ConfigError: a task id or initial state does not exist.
+    """
+    return reset_id_array(env, split, across=across).tolist()
+
+
+def reset_id_array(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArray:
+    """Return the reset ids of the selected tasks as an array (see `selected_reset_ids`)."""
+    ids = (reset_ids_of(env, split, task) for task in selected_tasks(env, split, across=across))
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(own.start, own.stop) for own in ids)])
+
+
+def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
+    """Return the split's task ids in the main suite; with `across`, the ids of the same tasks in all suites.
+
+    Raises:
+        ConfigError: a task id does not exist.
+    """
+    own = own_tasks(env)
+    tasks = list(split.task_ids) if split.task_ids is not None else list(own)
+    bad = [t for t in tasks if t not in own]
+    if bad:
+        raise ConfigError(f"task_ids {bad} do not exist: env '{env.name}' has tasks 0 to {len(own) - 1}.")
+    suites = len(env.tasks) // len(own) if across else 1
+    return [suite * len(own) + task for suite in range(suites) for task in tasks]
+
+
+def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
+    """Return the reset ids of a task in the split of training, evaluation or collection.
+
+    Raises:
+        ConfigError: the task has fewer initial states than `state_ids` requires.
+    """
+    ids, states = env.reset_ids_of(task), split.state_ids
+    if states is None:
+        states = rows_of(env, "train" if isinstance(split, TrainSplit) else "eval")
+    if states is None:
+        return ids
+    first, last = states
+    if last >= len(ids):
+        raise ConfigError(
+            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has only states 0 to {len(ids) - 1}."
+        )
+    return ids[first : last + 1]
+
+
+def rows_of(env: EnvSpec, split: str) -> list[int] | None:
+    """Return the first and last initial state of a split; None (all states) if the environment holds out no states."""
+    last = env.states_per_task[0] - 1
+    border = last - env.benchmark.held_out
+    return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]

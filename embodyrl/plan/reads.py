@@ -1,0 +1,153 @@
+"""Config sections that each command uses, and the conditions under which their keys have an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodyrl.config.sections import no_problems
+from embodyrl.errors import ConfigError
+from embodyrl.registry import closest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """Config sections that a command uses, and the conditions under which their keys have an effect."""
+
+    sections: str
+    """Names of the sections in addition to `seed` and to the sections of `sections`."""
+    plays: tuple[str, ...] = ("train", "eval")
+    """Splits of the environment in which the command runs episodes."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Conditions under which keys have an effect, as in `Settings.needs`."""
+    problems: Callable[[Any], Iterable[str]] = no_problems
+    """Function that yields one error with the fix per missing key, and raises ConfigError for an unsupported
+    environment."""
+
+
+_VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
+_LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
+"""Keys of the training loop, separated by spaces."""
+_RUN = "trust model runner launcher actor faults"
+"""Sections that every command with workers uses, separated by spaces."""
+_ACT = f"{_RUN} ckpt env algorithm rollout eval video_cfg"
+"""Sections that every command with episodes uses, separated by spaces."""
+_SAMPLED = {
+    "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
+    "algorithm.sampling_params.top_p"
+}
+"""Sampling keys and their conditions (see `Settings.needs`), for commands that run episodes without RL training."""
+_TRAIN = Reads(
+    sections=f"{_ACT} video critic checkpoint",
+    needs={
+        "runner.only_eval": "eval.baseline",
+        "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
+        "video!=none": _VIDEO,
+        "algorithm.value_coef": "critic.path",
+        "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
+    },
+)
+_EVAL = Reads(
+    sections=f"{_ACT} video",
+    plays=("eval",),
+    needs={
+        "video!=none": _VIDEO,
+        "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
+        "never: `embodyrl eval` plays env.eval": "env.train",
+    }
+    | _SAMPLED,
+)
+_RECORDED = {
+    "never: recordings are a data set": "video_cfg faults.on_video_error",
+    "never: `collect` plays env.train and collect.episodes": "env.eval eval.episodes eval.episodes_per_task "
+    "eval.samples eval.baseline eval.show_replies eval.sampling_params.temperature",
+}
+
+
+def _collect_problems(cfg: Any) -> Iterator[str]:
+    if cfg.collect.out is None:
+        yield "collect.out is not set. Set a folder for the demonstrations, for example collect.out=demos/a."
+
+
+def _data_problems(cfg: Any) -> Iterator[str]:
+    if cfg.data.path is None:
+        yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
+
+
+def _check_env_problems(cfg: Any) -> Iterator[str]:
+    if cfg.reads_rows:
+        raise ConfigError(
+            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` checks only simulators, and this environment "
+            "evaluates text replies. To check its rows and rewards, run `embodyrl train env=... --dry-run`."
+        )
+    if cfg.env.delay[1]:
+        raise ConfigError(
+            "env.control.latency_steps must be 0: `embodyrl check-env` checks environments without inference delay."
+        )
+    return no_problems(cfg)
+
+
+_COLLECT = Reads(
+    sections=_ACT,
+    plays=("train",),
+    needs={
+        "never: nothing is trained": f"{_LOOP} actor.optim",
+        "never: collect.out is the data set": "runner.keep_episodes",
+    }
+    | _SAMPLED
+    | _RECORDED,
+    problems=_collect_problems,
+)
+_SFT = Reads(
+    sections=f"{_RUN} checkpoint",
+    needs={
+        "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
+        "faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
+        "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
+        "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
+    },
+    problems=_data_problems,
+)
+_DAGGER = Reads(
+    sections=f"{_ACT} checkpoint",
+    plays=("train",),
+    needs={
+        "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
+        "never: the labels are imitated": "objective.name",
+        "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
+    }
+    | _SAMPLED
+    | _RECORDED,
+    problems=lambda cfg: (*_collect_problems(cfg), *_data_problems(cfg)),
+)
+_CHECK_ENV = Reads(sections="trust env faults", plays=("train",), problems=_check_env_problems)
+_SERVE = Reads(sections="trust model ckpt env")
+_READS = {
+    "check-env": _CHECK_ENV,
+    "collect": _COLLECT,
+    "dagger": _DAGGER,
+    "eval": _EVAL,
+    "serve": _SERVE,
+    "sft": _SFT,
+    "train": _TRAIN,
+}
+COMMANDS = tuple(_READS)
+"""Commands that have a config."""
+
+
+def get_reads(command: str) -> Reads:
+    """Return the config sections of a command.
+
+    Raises:
+        ConfigError: the command has no config.
+    """
+    if (found := _READS.get(command)) is not None:
+        return found
+    hint = closest(command, _READS)
+    raise ConfigError(f"The command '{command}' has no config.{hint} Commands with a config: {', '.join(_READS)}.")
+
+
+def reads(command: str, section: str) -> bool:
+    """Return True if a command uses a section."""
+    return section == "seed" or section in get_reads(command).sections.split()
