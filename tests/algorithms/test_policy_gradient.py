@@ -165,7 +165,7 @@ def test_unexecuted_actions_do_not_affect_the_loss(level: TokenLevel):
 
 def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, float]:
     """One episode of two chunks, K = D = 2; the second chunk ended after one action; no clipping."""
-    cfg = algorithm_of(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=99.0)
+    cfg = algorithm_of(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=10.0)
     algorithm = Algorithm(cfg, longest_episode=2)
     episodes = [
         make_episode([[0, 0], [1, 0]], valid=[[True, True], [True, False]], episode_id=0),
