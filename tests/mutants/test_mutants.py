@@ -18,7 +18,7 @@ def test_every_mutant_applies():
     """Old text occurs once in its file, differs from the new text, and every named test exists."""
     assert len(MUTANTS) >= 60
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
-    for mutant in (m for m in MUTANTS if not m.lacks):
+    for mutant in MUTANTS:
         assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
         assert mutant.new != mutant.old, mutant.name
         assert mutant.tests, mutant.name
