@@ -56,15 +56,13 @@ def read_saved_inputs(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from None
 
 
-def missing_weights(folder: Path) -> str | None:
-    """Return an error if a folder has no weights in safetensors files, or lacks files that its index names."""
+def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
+    """Return an error if a folder has no weights in `files`, or lacks files that its index names."""
     try:
         index = read_json(folder / _INDEX_FILE)
         names = {str(name) for name in index["weight_map"].values()}
     except FileNotFoundError:
-        return (
-            None if any(folder.glob("*.safetensors")) else f"{folder} contains no *.safetensors; download the weights."
-        )
+        return None if any(folder.glob(files)) else f"{folder} contains no {files}; download the weights."
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{folder / _INDEX_FILE} cannot be read ({reason_of(error)}); download the file again."
     missing = sorted(name for name in names if not (folder / name).is_file())

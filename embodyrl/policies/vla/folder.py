@@ -59,7 +59,7 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
     if not starts_random(folder):
-        if problem := missing_weights(folder):
+        if problem := missing_weights(folder, "model*.safetensors"):
             yield f"model.path: {problem}"
     elif adapted:
         yield (

@@ -402,7 +402,7 @@ def test_validate_reports_missing_files(tmp_path):
     (path / "tokenizer.json").unlink()
     assert "PaliGemma" in factory.validate(settings("pi0", path))[0]
     (path / "model.safetensors").unlink()
-    assert any("no *.safetensors" in line for line in factory.validate(settings("pi0", path)))
+    assert any("no model*.safetensors" in line for line in factory.validate(settings("pi0", path)))
     assert "is not a folder" in factory.validate(settings("pi0", tmp_path / "none"))[0]
 
 
