@@ -145,7 +145,7 @@ def test_single_gpu_is_shared_and_cpu_hosts_hide_no_gpu(tmp_path, monkeypatch):
 
 
 def test_batched_simulator_has_one_worker_per_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("embodyrl.plan.run_plan.available_cores", lambda: 16)
+    monkeypatch.setattr("embodyrl.plan.build.available_cores", lambda: 16)
     cfg, env = toy_config(tmp_path, "launcher=local"), build_run_plan(toy_config(tmp_path), training=True).env
     batched = replace(env, simulator=SimulatorSpec(lockstep=True, on_gpu=True))
     workers = [count_env_workers(cfg, batched, deal_devices("0123"[:gpus], 1), 64) for gpus in (0, 1, 2, 4)]
