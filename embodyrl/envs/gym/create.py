@@ -178,6 +178,7 @@ def builds_vector(cfg: GymSettings) -> bool:
     if (creator := find_creator(cfg.id)) is not None:
         kind = isinstance(creator, type)
         return issubclass(creator, VectorEnv) if kind else not parameters_of(creator).keys().isdisjoint(_COUNTS)
+    _import_namespace(cfg.id)
     module, _, name = cfg.id.rpartition(":")
     with contextlib.suppress(Exception):  # building it gives the error
         if module:
