@@ -24,6 +24,7 @@ from embodyrl.extensions.text.sandboxed_objects import (
     Own,
     Refused,
     is_theirs,
+    number_of,
 )
 from embodyrl.extensions.text.sandboxed_values import Values
 
@@ -116,18 +117,18 @@ class Link(Values):
             return False
         if compares and not all(map(is_theirs, args)):
             return self._mix(one, name, args)
-        if name in NUMBERS and one._number in self._mixed:
+        if name in NUMBERS and number_of(one) in self._mixed:
             self.refuse(f"applies {name} to the result of the program's operator for a value of the test")
         if name in ("exit", "aexit"):
             return self._leave(one, name, args)
         result = self.ask("special", one, name, *args, **named)
-        if name == "iter" and hasattr(type(one), "__len__") and one._number not in self._made:
+        if name == "iter" and hasattr(type(one), "__len__") and number_of(one) not in self._made:
             items = [*result]
             if len(items) != len(one):
                 self.refuse("iterates over an object of the program whose length is another")
             return iter(items)
-        numbers = {a._number for a in (one, *args) if is_theirs(a)}
-        if (name == "call" and one._number in self.makers) or (name in BINARY and numbers & self._made):
+        numbers = {number_of(a) for a in (one, *args) if is_theirs(a)}
+        if (name == "call" and number_of(one) in self.makers) or (name in BINARY and numbers & self._made):
             self._mark(result, self._made)
         if name in BINARY and numbers & self._mixed:
             self._mark(result, self._mixed)
@@ -142,11 +143,11 @@ class Link(Values):
 
     def _mark(self, result, numbers):
         if is_theirs(result):
-            numbers.add(result._number)
+            numbers.add(number_of(result))
 
     def _mix(self, one, name, args):
         """Apply an operator to an object of the program and a value of the test."""
-        kind, made = type(one).kind, one._number in self._made
+        kind, made = type(one).kind, number_of(one) in self._made
         own = issubclass(type(one), Own)
         base = next((base for base in BASES if base.__name__ == kind), None) if own else DATA.get(kind)
         changes = name in BINARY and name.startswith("i") and name != "invert" and not own

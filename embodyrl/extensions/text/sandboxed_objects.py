@@ -121,6 +121,11 @@ def is_theirs(value):
     return issubclass(kind, (Remote, Own, Foreign)) or (issubclass(kind, type) and issubclass(value, Foreign))
 
 
+def number_of(value):
+    """Return the number of an object or exception class of the other process."""
+    return value._number
+
+
 def _forwarded(name):
     """Return a special method that forwards to the other process."""
 

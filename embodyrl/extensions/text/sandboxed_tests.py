@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from embodyrl.extensions.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
-from embodyrl.extensions.text.sandboxed_objects import Own, Remote
+from embodyrl.extensions.text.sandboxed_objects import Own, Remote, number_of
 
 _TESTED = "tested "
 """Prefix of names in the syntax tree of a test that are looked up in the program, even if a built-in has the name."""
@@ -312,7 +312,7 @@ class _Names(dict):
             raise KeyError(name)
         found = self._link.ask("name", name)
         if issubclass(type(found), Remote) and name.lstrip("_")[:1].isupper():
-            self._link.makers.add(found._number)
+            self._link.makers.add(number_of(found))
         return found
 
 

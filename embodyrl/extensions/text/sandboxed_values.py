@@ -18,7 +18,7 @@ import sys
 import uuid
 from typing import Any
 
-from embodyrl.extensions.text.sandboxed_objects import BASES, KINDS, SPECIAL, Foreign, is_theirs, proxy_class
+from embodyrl.extensions.text.sandboxed_objects import BASES, KINDS, SPECIAL, Foreign, is_theirs, number_of, proxy_class
 
 _TEXTS = {
     kind.__name__: kind
@@ -160,7 +160,7 @@ class Values:
         if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 1 << 64):
             return value
         if is_theirs(value):
-            return ["there", value._number]
+            return ["there", number_of(value)]
         if _is_shared(kind):
             if (number := self.keep(value)) not in self._shared:
                 self._shared[number] = None
@@ -209,7 +209,7 @@ class Values:
 
     def _pack_class(self, kind):
         if issubclass(kind, Foreign):
-            return ["there", kind._number]
+            return ["there", number_of(kind)]
         if _is_builtin(kind):
             return ["builtin", kind.__name__]
         bases = [self._pack_class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
@@ -278,7 +278,8 @@ class Values:
         if issubclass(kind, Foreign):
             plain: Any = next(base for base in kind.__mro__ if not issubclass(base, Foreign))
             made = plain.__new__(kind)
-            made._number, made._text, made.args = number, text, args
+            vars(made).update(_number=number, _text=text)
+            made.args = args
         else:
             try:
                 made = kind(*args)
