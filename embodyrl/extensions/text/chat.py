@@ -176,8 +176,8 @@ def control_tokens(
     """Return the ids of the special tokens that are not text, by token text.
 
     These tokens are named in the model's JSON files (bos, eos, pad, images), or the template writes them around
-    messages. Special tokens in pairs that the template writes into replies only, such as <think> and </think>, are
-    text, and so are special tokens that the template does not write.
+    messages, or their names end something. Tags in pairs such as <think> and </think> are text, and so are tokens that
+    the template does not write, such as [TOOL_CALLS]. Without a template, all tokens except such pairs are structure.
 
     Args:
         folder: model folder.
@@ -192,16 +192,26 @@ def control_tokens(
     ids = {one for value in values for one in (value if isinstance(value, list) else [value])}
     named = {*ChatTemplate._tokens(folder).values()}
     around, inside = ("", "") if template is None else _written(template, parts=parts)
-    return {
-        text: token
-        for text, token in special.items()
-        if token in ids or text in named or text in around or (text in inside and not _has_partner(text, special))
-    }
+    left = {text for text, token in special.items() if not (token in ids or text in named or text in around)}
+
+    def is_text(text: str) -> bool:
+        if text not in left or template is None or text in inside or _ENDS.search(text):
+            return text in left and not left.isdisjoint(_partners(text, begins=template is not None))
+        return True
+
+    return {text: token for text, token in special.items() if not is_text(text)}
 
 
-def _has_partner(text: str, special: Mapping[str, int]) -> bool:
-    """Return True if both the opening and the closing form of a tag are special tokens: <x> and </x>, [X] and [/X]."""
-    return (text.replace("/", "", 1) if text[1:2] == "/" else f"{text[:1]}/{text[1:]}") in special
+_ENDS = re.compile(r"end|eo[smtu]|stop", re.IGNORECASE)
+"""Names of tokens that end a text, a turn or an utterance."""
+
+
+def _partners(text: str, *, begins: bool) -> set[str]:
+    """Return the other form of a tag: </x> of <x>, [/X] of [X]; with `begins`, also end_x of begin_x and start_x."""
+    found = {text.replace("/", "", 1)} if "/" in text[1:3] else {f"{text[:1]}/{text[1:]}", f"{text[:2]}/{text[2:]}"}
+    if begins:
+        found |= {re.sub("end", word, text) for word in ("begin", "start")} | {re.sub("begin|start", "end", text)}
+    return found - {text}
 
 
 def _written(template: ChatTemplate, *, parts: bool) -> tuple[str, str]:

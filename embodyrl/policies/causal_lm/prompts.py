@@ -50,7 +50,8 @@ class Reader:
         self._sees, self._first = hasattr(processor, "tokenizer"), first
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         template = ChatTemplate.of(cfg, folder) if self._chat else None
-        controls = control_tokens(folder, template, special, parts=self._sees)
+        # Without chat, the folder's template still names the tokens between turns, which a model may write.
+        controls = control_tokens(folder, template or ChatTemplate.read(folder), special, parts=self._sees)
         # The template writes these tokens between turns; in a message they would let its author end the turn.
         self._controls = controls if self._chat else {}
         self._hidden = {*controls.values()}

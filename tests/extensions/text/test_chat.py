@@ -179,6 +179,22 @@ def test_tags_that_are_special_tokens_are_text(tmp_path: Path):
     assert reader.opened == ""
 
 
+STRUCTURE = ("<end_of_utterance>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_structural_tokens_that_no_template_writes_are_not_text(chat: bool, tmp_path: Path):
+    place = folder(tmp_path / "m", "{{ messages[0].content }}") if chat else TINY
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    pairs = ["<think>", "</think>", "[CALL]", "[/CALL]", "<|do|>", "<|/do|>"]
+    named = ["<|begin_of_thought|>", "<|end_of_thought|>", "<|python_tag|>"]  # text if a template shows the structure
+    more = [AddedToken(t, special=True, normalized=False) for t in (*pairs, *named, *STRUCTURE)]
+    tokenizer.add_tokens(more, special_tokens=True)
+    reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
+    reply = tokenizer("1".join((*pairs, *named)) + "".join(STRUCTURE), add_special_tokens=False)["input_ids"]
+    assert reader.decode(reply) == ("1".join((*pairs, *named)) if chat else "1".join((*pairs, "", "", "")))
+
+
 @pytest.mark.parametrize(
     ("generation", "opened"),
     [("<think>1", ""), ("<think>\n", "<think>\n"), ("<think>", "<think>"), ("<think>\n\n</think>\n\n", "")],
