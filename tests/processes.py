@@ -70,6 +70,10 @@ def workers_of(pid: int) -> dict[str, int]:
     return found
 
 
+SETS_PATH = f"PYTHONPATH={TESTS}:{SOURCE} "
+"""Beginning of the commands that a run of `command_environment` prints, if its config names a toy."""
+
+
 def command_environment(cwd: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a command under test: toys importable, temporary files visible to the test."""
     temporary = cwd / "tmp"

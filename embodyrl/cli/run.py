@@ -13,7 +13,7 @@ from typing import Any
 from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import dir_flags, write_word
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     only_eval = cfg.trains and cfg.runner.only_eval
     start = COMMANDS.get("eval" if only_eval else args.command)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        flags = [part for folder in args.config_dir for part in ("--config-dir", str(folder))]
-        result = start(cfg, overrides=[*args.words, *flags], **more)
+        result = start(cfg, overrides=[*args.words, *dir_flags(args.config_dir)], **more)
     if args.json:
         print(json_text(dataclasses.asdict(result)), end="")
     return getattr(result, "exit_code", 0)

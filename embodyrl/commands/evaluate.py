@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -25,7 +24,7 @@ from embodyrl.commands.facts import evaluation_facts, facts
 from embodyrl.commands.kept import keeps_episodes, open_writer, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
-from embodyrl.config.trust import trust_words
+from embodyrl.config.trust import shell_command, trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.extensions.reporting.history import read_baseline
 from embodyrl.extensions.reporting.samples import show_replies
@@ -86,8 +85,8 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # a resumed evaluation would fail again
             said, *details = str(error).splitlines()
-            again = ["embodyrl", "eval", "--resume", str(folder.root), *trust_words(cfg)]
-            said += f"; resume with: {shlex.join(again)}"
+            again = ["eval", "--resume", str(folder.root), *trust_words(cfg)]
+            said += f"; resume with: {shell_command(again, cfg)}"
             error.args = ("\n".join([said, *details]),)
             raise
         print_table(result, monitor.text)

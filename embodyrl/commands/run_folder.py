@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from pathlib import Path
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset, resolve_run
+from embodyrl.config.trust import own_sources, python_path
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores, remove_scratch
@@ -119,7 +121,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
             # One line per attempt, so that the command can be copied into a shell.
             words = " ".join(shlex.join([command, *overrides]).splitlines())
             f.write(f"# attempt {attempt}: {words}\n")
-        (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
+        (root / "env.txt").write_text(_describe_machine(cfg), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     base = cfg.video_cfg.base_dir if cfg.acts else None
@@ -227,7 +229,8 @@ def _commit() -> str:
         return ""  # git is not installed or failed
 
 
-def _describe_machine() -> str:
+def _describe_machine(cfg: Config) -> str:
+    """Return lines (name, value) about the code and the machine of a run."""
     lines = [f"embodyrl {__version__}", f"commit {_commit() or 'not known'}", f"processor {_processor()}"]
     lines += [f"gpu {gpu}" for gpu in visible_gpus()]
     lines += [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
@@ -236,6 +239,10 @@ def _describe_machine() -> str:
             lines.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             lines.append(f"{package} not installed")
+    for module, file in own_sources(cfg).items():
+        lines.append(f"source {module} {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}")
+    if folders := python_path(cfg):
+        lines.append(f"pythonpath {os.pathsep.join(folders)}")
     return "\n".join(lines) + "\n"
 
 

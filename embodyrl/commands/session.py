@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -18,7 +17,7 @@ from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import RunFolder
-from embodyrl.config.trust import trust_words
+from embodyrl.config.trust import shell_command, trust_words
 from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
@@ -287,12 +286,12 @@ class Session:
         return interruption
 
     def _resume_line(self) -> str:
-        again = ["embodyrl", self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
-        return f"resume with: {shlex.join(again)}"
+        again = [self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
+        return f"resume with: {shell_command(again, self.cfg)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
         """Print the folders of a finished run, and suggest commands for the next steps."""
-        known = [shlex.join(["embodyrl", *use]) for use in uses if use[0] in COMMANDS.names()]
+        known = [shell_command(use, self.cfg) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):
             self.monitor.text(line)

@@ -252,6 +252,11 @@ def _defaults(command: str) -> dict[str, str | None]:
     return {group: option for entry in raw["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
 
 
+def dir_flags(config_dirs: Sequence[Path]) -> list[str]:
+    """Return the command-line flags that select these folders."""
+    return [part for folder in config_dirs for part in ("--config-dir", str(folder))]
+
+
 def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
     """Return the options of a group by name (`text/gsm` for a file in a subfolder), with their files."""
     found: dict[str, Path] = {}

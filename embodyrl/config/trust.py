@@ -1,6 +1,10 @@
-"""Checks of untrusted configs for values that run code or connect to servers."""
+"""Code that the values of a config name: checks of untrusted configs, and source files of the user."""
 
+import importlib.util
+import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ TRUST = "trust=true"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
 """Pattern of `\\${`, which is the text `${`."""
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
+_NAMED_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\S*")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
 _PLAIN = (
@@ -71,6 +76,64 @@ def trust_words(cfg: Settings, further: Mapping[str, Any] | None = None) -> list
     The argument is needed if the config, or the values in `further`, name code to import.
     """
     return [TRUST] if distrusted({**dict(leaves(cfg)), **(further or {})}, {}, Path()) else []
+
+
+def own_sources(cfg: Settings) -> dict[str, Path]:
+    """Return the source file of each module of the user that a value `package.module:attr` names, by module name.
+
+    Modules of embodyrl, of the standard library and of installed packages are left out.
+    """
+    names = {
+        found[1]
+        for key, value in leaves(cfg)
+        if not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
+        for text in _texts(value)
+        if (found := _NAMED_CODE.fullmatch(text))
+    }
+    files = ((name, _source_of(name)) for name in sorted(names))
+    return {name: file for name, file in files if file is not None}
+
+
+def python_path(cfg: Settings) -> list[str]:
+    """Return the folders that PYTHONPATH must contain for a command of this config; empty if no value names own code.
+
+    Installed packages need no entry, also if they are installed from a folder (`pip install -e`).
+    """
+    set_now = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    started_in = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))  # found by `python -m` and `python FILE`
+    depths = {file: name.count(".") + (file.name == "__init__.py") for name, file in own_sources(cfg).items()}
+    own = [os.path.abspath(file.parents[depth]) for file, depth in depths.items()]
+    if not any(folder in (*set_now, *started_in) for folder in own):
+        return []
+    return list(dict.fromkeys([*set_now, *(folder for folder in own if folder in started_in)]))
+
+
+def shell_command(words: Sequence[str], cfg: Settings) -> str:
+    """Return a command of embodyrl as one shell line, with the PYTHONPATH that the code named in `cfg` needs."""
+    return f"{path_prefix(python_path(cfg))}{shlex.join(['embodyrl', *words])}"
+
+
+def path_prefix(folders: Sequence[str]) -> str:
+    """Return the beginning of a shell line that sets PYTHONPATH to these folders; empty without folders."""
+    return f"PYTHONPATH={shlex.quote(os.pathsep.join(folders))} " if any(folders) else ""
+
+
+def _source_of(module: str) -> Path | None:
+    """Return the source file of a module of the user, without importing the module."""
+    top, *inner = module.split(".")
+    if top == "embodyrl" or top in sys.stdlib_module_names:
+        return None
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # a module without a spec, for example __main__
+        return None
+    if spec is None:
+        return None
+    places = [Path(place, *inner) for place in spec.submodule_search_locations or ()]
+    files = [file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")]
+    files += [Path(spec.origin)] if spec.origin and not inner else []
+    found = next((file for file in files if file.is_file()), None)
+    return None if found is None or {"site-packages", "dist-packages"} & set(found.parts) else found
 
 
 def _names_program(key: str, text: str) -> bool:

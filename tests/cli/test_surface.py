@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import SOURCE, command_environment, run_cli
+from processes import SETS_PATH, SOURCE, command_environment, run_cli
 from run_files import write_run
 from toy_runs import toy_words
 
@@ -154,6 +154,7 @@ def test_sweep_ends_with_a_table_and_a_report(
     flags = ["--config-dir", str(tmp_path / "own")]
     assert main(["train", "-m", *words, "seed=3", *flags]) == 0
     first, *_, heading, row, last = capfd.readouterr().out.splitlines()
+    assert first.startswith(f"[1/1] PYTHONPATH={tests.parent}:{tests} embodyrl train ")
     assert first.endswith(f" seed=3 {' '.join(flags)}")
     assert (tmp_path / "run" / "overrides.txt").read_text().endswith(f" seed=3 {' '.join(flags)}\n")
     assert heading.split() == ["run", "settings", "step", "success", "return"]
@@ -169,8 +170,8 @@ def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     words = [write_word("runner.output_dir", str(folder)) if w.startswith("runner.output_dir=") else w for w in words]
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = [line[11:] for line in done.stdout.splitlines() if line[11:].startswith("embodyrl ")]
-    assert [line.split()[1] for line in told] == ["report", "eval", "play"]
+    told = [line[11:] for line in done.stdout.splitlines() if line[11:].startswith(f"{SETS_PATH}embodyrl ")]
+    assert [line.split()[2] for line in told] == ["report", "eval", "play"]
     script = f'embodyrl() {{ "{sys.executable}" -m embodyrl.cli.main "$@"; }}\n'
     script += f"{told[0].removesuffix(' --open')}\n{told[1]} --print-config\n"
     found = subprocess.run(

@@ -1,11 +1,14 @@
 """Values that a config from a folder may contain (`tests/faults/test_foreign_runs.py` tests whole runs)."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from embodyrl.config.trust import TRUST, distrusted, split_trust, trust_words
+from embodyrl.config.trust import TRUST, distrusted, own_sources, python_path, shell_command, split_trust, trust_words
 from embodyrl.plan.config import load_config
 
 FILE = Path("run/config.yaml")
@@ -60,3 +63,60 @@ def test_trust_flag_is_a_separate_argument() -> None:
         "train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.extensions.text.tasks:other"]
     )
     assert trust_words(own) == [TRUST]
+
+
+OWN = {
+    "alone.py": "alone:LOSS",
+    "pkg/__init__.py": "pkg:LOSS",
+    "pkg/part.py": "pkg.part:LOSS",
+    "space/deep/m.py": "space.deep.m:A.b",
+}
+"""Source files of a user, and values that name them; `space` is a package without `__init__.py`."""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "own code"
+    for name in OWN:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("LOSS = 1\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return folder
+
+
+@pytest.mark.parametrize(("file", "value"), OWN.items())
+def test_own_source_files_are_found_by_their_import_path(file: str, value: str, own: Path) -> None:
+    cfg = load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})
+    assert own_sources(cfg) == {value.partition(":")[0]: own / file}
+    nested = cfg.updated({"algorithm.loss_type": "ppo_clip", "env.init_params.camera_names": ["x", {"b": value}]})
+    assert own_sources(nested) == own_sources(cfg)
+
+
+@pytest.mark.parametrize(
+    "value", ["ppo_clip", "os:system", "torch:Tensor", "embodyrl.types:EnvSpec", "no:LOSS", "alone: x", "alone:80"]
+)
+def test_installed_and_missing_modules_are_no_own_source_files(value: str, own: Path) -> None:
+    assert own_sources(load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})) == {}
+
+
+def test_command_sets_pythonpath_only_for_folders_that_need_it(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_config("train", ["env=tabletop"])
+    cfg = plain.updated({"algorithm.loss_type": "pkg.part:LOSS"})
+    assert python_path(cfg) == [], "on Python's path without PYTHONPATH, as installed with `pip install -e`"
+    monkeypatch.setenv("PYTHONPATH", f"/elsewhere:{own.name}")
+    assert python_path(cfg) == ["/elsewhere", str(own)]
+    line = shell_command(["train", "a=b c"], cfg)
+    assert line == f"PYTHONPATH='/elsewhere:{own}' embodyrl train 'a=b c'"
+    assert shell_command(["train"], plain) == "embodyrl train"
+    shown = subprocess.run(
+        ["bash", "-c", line.replace("embodyrl train", f"{sys.executable} -c 'import pkg.part; print(pkg.part.LOSS)'")],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert shown.stdout == "1\n", shown.stderr
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(own)  # as with `python -m embodyrl.cli.main`
+    assert python_path(cfg) == [str(own)]

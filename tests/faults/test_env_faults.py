@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from processes import run_cli
+from processes import SETS_PATH, run_cli
 from toy_runs import resume_toy, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
@@ -103,4 +103,4 @@ def test_evaluation_that_exhausts_restarts_prints_the_resume_command(tmp_path):
     done = run_cli("eval", *words, "launcher.env_workers=1", "eval.episodes=8", cwd=tmp_path)
     assert done.returncode == 4
     assert "restarted 1 times already" in done.stderr
-    assert f"resume with: embodyrl eval --resume {tmp_path / 'run'}" in done.stderr.splitlines()[0]
+    assert f"resume with: {SETS_PATH}embodyrl eval --resume {tmp_path / 'run'}" in done.stderr.splitlines()[0]

@@ -14,7 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import Command, command_environment, heed_signals, listening, start_cli, wait_until, workers_of
+from processes import (
+    SETS_PATH,
+    Command,
+    command_environment,
+    heed_signals,
+    listening,
+    start_cli,
+    wait_until,
+    workers_of,
+)
 from toy_gates import GATE
 from toy_runs import rows, toy_words
 
@@ -102,7 +111,7 @@ def test_signal_during_worker_start_exits_cleanly(start, tmp_path, signum, code)
     command.signal_group(signum)
     assert command.wait() == code
     line = assert_one_line_and_no_traceback(command)
-    assert line.endswith(f"resume with: embodyrl train --resume {tmp_path / 'run'} trust=true.")
+    assert line.endswith(f"resume with: {SETS_PATH}embodyrl train --resume {tmp_path / 'run'} trust=true.")
     assert not (tmp_path / "run" / "lock").exists()
 
 
@@ -194,7 +203,7 @@ def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, c
         assert wait_until(lambda: command.err.read_text().endswith("\n"), 60)
     finally:
         command.stop()
-    assert "resume with: embodyrl train --resume" in assert_one_line_and_no_traceback(command)
+    assert f"resume with: {SETS_PATH}embodyrl train --resume" in assert_one_line_and_no_traceback(command)
     assert_saved(tmp_path / "run-0")
     assert not (tmp_path / "run-1").exists()
 
@@ -251,7 +260,8 @@ def test_ctrl_c_in_an_evaluation_prints_how_to_resume(start, tmp_path):
     open_gate(gate)
     assert command.wait() == 130
     line = assert_one_line_and_no_traceback(command)
-    assert line == f"embodyrl: stopped by SIGINT; resume with: embodyrl eval --resume {tmp_path / 'run'} trust=true."
+    again = f"{SETS_PATH}embodyrl eval --resume {tmp_path / 'run'} trust=true."
+    assert line == f"embodyrl: stopped by SIGINT; resume with: {again}"
 
 
 def test_killed_driver_leaves_no_worker(start, tmp_path):
@@ -314,7 +324,7 @@ def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_
     assert command.wait() == 4
     error = command.err.read_text()
     assert "worker policy died with SIGKILL" in error
-    assert f"there is no checkpoint; resume with: embodyrl train --resume {tmp_path / 'run'}" in error
+    assert f"there is no checkpoint; resume with: {SETS_PATH}embodyrl train --resume {tmp_path / 'run'}" in error
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 

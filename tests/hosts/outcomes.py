@@ -59,8 +59,8 @@ def start(lab: Lab, folder: Path, phase: Phase, *more: str, held: bool = False) 
 
 def resume_command(command: Command) -> list[str]:
     """Return the arguments of the command that the run has printed to resume it."""
-    line = next(line for line in command.printed.splitlines() if "resume with: embodyrl train --resume " in line)
-    return shlex.split(line.partition("resume with: ")[2])[1:]
+    line = next(line for line in command.printed.splitlines() if "resume with: " in line)
+    return shlex.split(line.partition("resume with: ")[2].partition("embodyrl ")[2])
 
 
 def result(run: Path) -> Result:

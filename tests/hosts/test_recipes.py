@@ -110,7 +110,7 @@ def stopped_and_resumed(empty: Lab, tmp_path: Path, job: Callable[[], subprocess
     os.kill(first.pid, signal.SIGTERM)
     empty.gate.with_suffix(".open").touch()
     assert first.wait(120) == 143, printed(tmp_path)
-    assert "resume with: embodyrl train --resume" in printed(tmp_path)
+    assert "embodyrl train --resume" in printed(tmp_path)
     empty.lose_all()
     assert job().wait(400) == 0, printed(tmp_path)
     empty.lose_all()

@@ -14,8 +14,9 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.output import show_result
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import locked
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import dir_flags, write_word
 from embodyrl.config.paths import resolve_asset
+from embodyrl.config.trust import shell_command
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.sft import DECIDES, FREE
@@ -150,8 +151,9 @@ class Rounds:
 
     def _compose(self, command: str, words: list[str]) -> Config:
         """Compose and check the config of a stage, and record its command for the report."""
-        self._commands.append(shlex.join(["embodyrl", command, *words]))
-        return self._load(command, words)
+        cfg = self._load(command, words)
+        self._commands.append(shell_command([command, *words, *dir_flags(self._dirs)], cfg))
+        return cfg
 
     def _load(self, command: str, words: list[str]) -> Config:
         """Compose and check the config of a stage."""

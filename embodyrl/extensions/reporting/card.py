@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.trust import TRUST
+from embodyrl.config.trust import TRUST, path_prefix
 from embodyrl.extensions.reporting.history import Evaluation, History, read_history
 from embodyrl.extensions.reporting.paired import Paired, pair_suites
 from embodyrl.extensions.reporting.timing import run_seconds
@@ -51,7 +52,8 @@ def card_of(folder: Path) -> dict[str, Any]:
         "embodyrl": machine.pop("embodyrl", __version__),
         "commit": machine.pop("commit", None),
         "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
-        "command": _commands(history),
+        "sources": dict(one.split(" ") for one in machine.pop("source", "").split(", ") if one),
+        "command": _commands(history, path_prefix(machine.pop("pythonpath", "").split(os.pathsep))),
         "environment": _environment(config),
         "model": {"type": _at(config, "model.model_type"), "weights": _weights(config)},
         "algorithm": _at(config, "algorithm.adv_type") if history.rows else None,
@@ -82,6 +84,7 @@ def card_text(card: Mapping[str, Any]) -> str:
         "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items() if value),
         "code": f"embodyrl {card['embodyrl']}, commit {card['commit'] or 'not known'}",
         "config": f"sha256 {card['config_sha256'][:16]}",
+        "own code": "; ".join(f"{name}, sha256 {digest}" for name, digest in card.get("sources", {}).items()),
         "machine": "; ".join(f"{name} {value}" for name, value in card["machine"].items()),
         "solved at reset": f"{n} episodes" if (n := card.get("solved_at_reset")) else None,
         "lost": f"{card['dropped_episodes']} episodes were dropped" if card["dropped_episodes"] else None,
@@ -112,15 +115,15 @@ def _machine(history: History) -> dict[str, str]:
     return {name: value for name, value in found.items() if value not in ("not installed", "not known")}
 
 
-def _commands(history: History) -> str:
-    """Return the shell command that started the run, and later commands with other arguments."""
+def _commands(history: History, prefix: str) -> str:
+    """Return the shell command that started the run, and later commands with other arguments, each after `prefix`."""
     first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
     command, _, words = first.partition(" ")
-    said = [f"embodyrl {first}".rstrip()]
+    said = [f"{prefix}embodyrl {first}".rstrip()]
     for line in dict.fromkeys(later):
         more = " ".join(word for word in line.partition(" ")[2].split(" ") if word != TRUST)
         if more not in ("", words):
-            said.append(f"embodyrl {command} --resume {shlex.quote(history.name)} {more}")
+            said.append(f"{prefix}embodyrl {command} --resume {shlex.quote(history.name)} {more}")
     return " && ".join(said)
 
 

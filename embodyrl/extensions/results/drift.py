@@ -88,6 +88,7 @@ def differences(stored: Sequence[Card], new: Sequence[Card]) -> list[str]:
     facts = {
         "command": lambda card: _plain(card["command"]),
         "config": lambda card: card["config_sha256"][:16],
+        "own code": lambda card: ", ".join(map(" ".join, card.get("sources", {}).items())) or "none",
         "weights": lambda card: card["model"]["weights"],
         "commit": lambda card: (card["commit"] or "not known")[:8],
         "processor": lambda card: card["machine"].get("processor"),

@@ -55,7 +55,8 @@ class Job:
         """True if the result card is of another command than the recipe's, for example of an earlier version."""
         if not self.done:
             return False
-        typed = shlex.split(read_card(self.run / CARD_JSON)["command"].partition(" && ")[0])[2:]
+        typed = shlex.split(read_card(self.run / CARD_JSON)["command"].partition(" && ")[0])
+        typed = typed[typed.index("embodyrl") + 2 :]
         _, *words = shlex.split(self.recipe.command)  # the first word of the card may be eval (runner.only_eval)
         fixed = {word for word in words if "{out}" not in word and "{seed}" not in word}
         return len(typed) + 1 != len(self.steps()[-1][1]) or not fixed <= {*typed}

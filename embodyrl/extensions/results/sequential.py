@@ -17,7 +17,7 @@ from pathlib import Path
 
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import dir_flags, write_word
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.history import JUDGED, other_worlds
@@ -192,8 +192,8 @@ class _Side:
 
     def play(self, count: int) -> None:
         """Evaluate the policy until the first `count` episodes are finished."""
-        more = (f"eval.episodes={count}",)
-        result: EvalResult = evaluate(self.compose(*more), overrides=[*self._words, *more], resume=self.folder)
+        more, flags = (f"eval.episodes={count}",), dir_flags(self._config_dirs)
+        result: EvalResult = evaluate(self.compose(*more), overrides=[*self._words, *more, *flags], resume=self.folder)
         self.folder = result.folder.parents[1]
         self.rows = read_episodes(result.folder / EPISODES_FILE)
 

@@ -15,6 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from embodyrl.cli.runs import run_folders
+from embodyrl.config.compose import dir_flags
+from embodyrl.config.trust import shell_command
 from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.extensions.discover.runs import describe_run
 from embodyrl.files import has_room
@@ -67,14 +69,15 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
     _check_parts(configs)
     places = [Path(cfg.runner.output_dir) for cfg in configs]
-    flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
+    flags = dir_flags(config_dirs)
     codes: list[int | None] = [None] * len(jobs)
     found: list[dict[str, Any]] = [{} for _ in jobs]
     running = _Running()
     with running.listening():
-        for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
+        for number, (job, cfg, place) in enumerate(zip(jobs, configs, places, strict=True)):
             before = _written(place)
-            print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join([*job, *flags])}", flush=True)
+            line = shell_command([command, *job, *flags], cfg)
+            print(f"[{number + 1}/{len(jobs)}] {line}", flush=True)
             codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
             # Also a run that `runner.on_existing=resume` resumed.
             found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})

@@ -189,7 +189,7 @@ def test_run_starts_a_local_cluster_and_tolerates_a_head_failure(tmp_path):
         command.stop()
         session.cleanup()
     assert "the Ray head at 127.0.0.1:" in command.printed
-    assert command.printed.rstrip().endswith(f"resume with: embodyrl train --resume {tmp_path}/run trust=true")
+    assert command.printed.rstrip().endswith(f" embodyrl train --resume {tmp_path}/run trust=true")
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     store.verify(store.path(store.steps()[-1]))
     assert wait_until(lambda: not marked_processes(), 60), "agents of a node look for it every few seconds"
@@ -229,7 +229,7 @@ def test_signal_during_the_start_of_a_local_cluster_leaves_no_process(tmp_path, 
         command.signal_group(signum)
         assert command.wait(100) == 128 + signum, command.printed
         assert wait_until(lambda: not marked_processes(), 20), marked_processes()
-        assert f"resume with: embodyrl train --resume {tmp_path}/run" in command.printed
+        assert f" embodyrl train --resume {tmp_path}/run" in command.printed
         assert "Traceback" not in command.printed
     finally:
         command.stop()
