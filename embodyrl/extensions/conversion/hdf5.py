@@ -42,6 +42,7 @@ _INSTRUCTIONS = ("language_instruction", "lang", "env_lang", "instruction")
 _SCENE = re.compile(r"[A-Z]\w*?_?SCENE\d+_")
 """Prefix of LIBERO's file names before the instruction."""
 _FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_SUCCESS = ("success", "is_success", "succeeded", "successful", "task_success")
 _HELD_OUT = ("valid", "val", "validation", "test")
 """Names of robomimic's masks (`mask/<name>`) with episodes that are not used in training."""
 
@@ -256,14 +257,15 @@ def _json(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _succeeded(where: str, attributes: Sequence[Mapping[str, Any]]) -> bool:
-    """Return False if the attribute `success` marks a failed attempt.
+    """Return False if an attribute such as `success` marks a failed attempt.
 
     Raises:
         EmbodyError: the attribute is neither true nor false.
     """
-    value = next((each["success"] for each in attributes if "success" in each), True)
+    found = ((name, each[name]) for each in attributes for name in _SUCCESS if name in each)
+    name, value = next(found, ("success", True))
     if (flag := _FLAGS.get(_text(value).lower())) is None:
-        raise EmbodyError(f"{where}: the attribute success is {_text(value)!r}, expected true or false. Correct it.")
+        raise EmbodyError(f"{where}: the attribute {name} is {_text(value)!r}, expected true or false. Correct it.")
     return flag
 
 

@@ -48,9 +48,10 @@ def test_failed_attempts_are_left_out_and_counted(tmp_path: Path, capsys: Any, f
     source = write_libero(tmp_path / "libero", demos=3)
     change(source, FIRST, lambda file: file["data/demo_1"].attrs.__setitem__("success", flag))
     change(source, SECOND, lambda file: file["data/demo_0"].attrs.__setitem__("success", True))
+    change(source, SECOND, lambda file: file["data/demo_1"].attrs.__setitem__("is_success", flag))
     demos = converted(source, tmp_path / "out")
-    assert "left out 1 demonstrations (success=False)" in " ".join(capsys.readouterr().out.split())
-    assert (demos.stop - demos.start).tolist() == [4, 6, 4, 5, 6]
+    assert "left out 2 demonstrations (success=False)" in " ".join(capsys.readouterr().out.split())
+    assert (demos.stop - demos.start).tolist() == [4, 6, 4, 6]
 
 
 def test_unclear_success_and_sets_of_failures_are_refused(tmp_path: Path, capsys: Any) -> None:
