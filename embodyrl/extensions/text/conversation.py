@@ -162,6 +162,17 @@ def column_value(raw: Mapping[str, Any], key: str) -> Any:
     return column_value(inner, rest) if isinstance(inner, Mapping) else None
 
 
+def _asked(prompt: str) -> tuple[Message, ...]:
+    """Return a text as the message of the user.
+
+    Raises:
+        ValueError: the text is a list of messages in JSON, which the model would read as text.
+    """
+    if re.match(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""", prompt):
+        raise ValueError("the messages are written as text; write a list of objects instead")
+    return (Message(role="user", content=prompt),)
+
+
 def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tuple[Message, ...], str, str | None]:
     """Return the complete prompt, the answer and the rejected answer of a row.
 
@@ -175,8 +186,7 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
             )
     prompt, answer = column_value(raw, cfg.prompt_key), column_value(raw, cfg.answer_key)
     try:
-        asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else None
-        asked = asked or read_messages(prompt, images=cfg.image_key is not None)
+        asked = _asked(prompt) if isinstance(prompt, str) else read_messages(prompt, images=cfg.image_key is not None)
         messages = complete_messages(asked, cfg)
     except TypeError as error:
         raise ConfigError(

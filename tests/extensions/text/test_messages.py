@@ -64,6 +64,7 @@ CALL = [{"function": {"name": "f", "arguments": "{}"}}]
         ([{"from": "human", "value": "hi"}], "neither text nor a list of messages"),
         ([USER, "hi"], "neither text nor a list of messages"),
         (USER, "neither text nor a list of messages"),
+        ('[{"role": "user", "content": "hi"}]', "the messages are written as text"),
         ([USER | {"content": [{"type": "text", "text": None}]}], "message 1 contains the unsupported part"),
         ([USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
         ([USER | {"content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}], "cache_control"),
