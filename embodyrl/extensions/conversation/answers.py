@@ -178,7 +178,11 @@ def _found(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
 
 def _refused(text: str, match: re.Match[str]) -> bool:
     place = match.start(match.lastindex or 0)
-    end = place + 2 + text.startswith(")", place + 2)
+    end = last = place + 2 + text.startswith(")", place + 2)
+    while also := _ALSO.match(text, last):
+        last = also.end()
+    if re.match(r"\s*(?:are|were)\b", text[last:]):
+        end = last  # as in "A and C are wrong"
     before = (text[max(0, match.start() - 40) : match.start()], text[max(0, place - 41) : place - 1])
     return bool(_REJECTED.match(text, end)) or any(_REJECTING.search(part) for part in before)
 
