@@ -83,7 +83,8 @@ class Link(Values):
         # As in a generator (PEP 479): StopIteration from a call would end a loop of the test early.
         follows = what == "await" or (what == "special" and parts[1] == "next")
         ends = isinstance(error, StopIteration | StopAsyncIteration) and not follows
-        raise RuntimeError(f"the program raised {error!r}") if ends or not isinstance(error, Exception) else error
+        unusual = ends or not isinstance(error, Exception)
+        raise RuntimeError(f"the program raised {type(error).__name__}: {error}") if unusual else error
 
     def answer(self, asked):
         """Execute a request of the other process and send the result."""

@@ -27,7 +27,7 @@ from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.planner import limits, memory, rates
 from embodyrl.extensions.planner.measured import keep_measured
-from embodyrl.plan import run_plan
+from embodyrl.plan import build
 from embodyrl.plan.config import load_config
 from embodyrl.plan.schema import Config
 from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA, FlowSpec
@@ -45,7 +45,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    for module in (run_plan, rates, command_facts):
+    for module in (build, rates, command_facts):
         monkeypatch.setattr(module, "available_cores", lambda: 96)
     for module in (limits, command_facts, env_factory):
         monkeypatch.setattr(module, "available_bytes", lambda: 900 * 2**30)
@@ -161,7 +161,7 @@ LARGER = ("env.train.total_num_envs=32", "env.eval.total_num_envs=32")
 def test_presets_of_24_gb_fit_24_and_48_gb_with_simulators(preset, workers, tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     for most, words in ((22, ()), (44, (*LARGER, f"launcher.env_workers={workers}"))):
-        plan = run_plan.build_run_plan(config(preset, tmp_path, monkeypatch, *words), training=True)
+        plan = build.build_run_plan(config(preset, tmp_path, monkeypatch, *words), training=True)
         assert 0.6 * most * 2**30 < memory.fullest_gpu(plan, memory.plan_memory(plan)) < most * 2**30
 
 
@@ -171,7 +171,7 @@ def test_texture_memory_is_planned_for_the_tasks_that_fit_in_host_memory(tmp_pat
     for gib in (900, 110):
         monkeypatch.setattr(env_factory, "available_bytes", lambda gib=gib: gib * 2**30)
         cfg = config("libero_10_lora_1gpu", tmp_path, monkeypatch)
-        planned[gib] = memory.plan_memory(run_plan.build_run_plan(cfg, training=True)).env_gpu
+        planned[gib] = memory.plan_memory(build.build_run_plan(cfg, training=True)).env_gpu
     assert planned == {900: 2_000_000_000, 110: 1_100_000_000}
 
 
@@ -229,7 +229,7 @@ def test_memory_is_planned_per_node(tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, *ranks)
-    plan = run_plan.build_run_plan(cfg, training=True)
+    plan = build.build_run_plan(cfg, training=True)
     assert [plan.policy_node(rank) for rank in range(16)] == [0] * 8 + [1] * 8
     assert plan.devices.policies == (*"01234567", *"01234567")
     assert (len(plan.env_workers), plan.env_workers_per_node) == (192, 96)
@@ -245,9 +245,9 @@ def test_memory_is_planned_per_node(tmp_path, monkeypatch):
 def test_rank_count_covers_all_nodes(tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, "actor.fsdp.size=-1")
-    assert run_plan.count_ranks(cfg) == 16
+    assert build.count_ranks(cfg) == 16
     one = (*TWO_NODES[:2], "cluster.component_placement={env:0-1,rollout:1,actor:1}")
-    plan = run_plan.build_run_plan(config("libero_10_full_8gpu", tmp_path, monkeypatch, *one), training=True)
+    plan = build.build_run_plan(config("libero_10_full_8gpu", tmp_path, monkeypatch, *one), training=True)
     assert (plan.ranks, {plan.policy_node(rank) for rank in range(8)}) == (8, {1})
 
 
@@ -262,7 +262,7 @@ def test_gradient_sync_setting_depends_on_available_memory(gib, when, tmp_path, 
     pytest.importorskip("libero.libero")
     monkeypatch.setattr(Gpus, "free", gib * 2**30)
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)
-    plan = memory.plan_memory(run_plan.build_run_plan(cfg, training=True))
+    plan = memory.plan_memory(build.build_run_plan(cfg, training=True))
     assert plan.gradient_sync == when
     assert plan.policy < gib * 2**30
 
