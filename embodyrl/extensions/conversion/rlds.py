@@ -89,7 +89,7 @@ class RldsSource:
             columns=self._columns,
             # OpenVLA's copies of LIBERO contain upright frames; the gripper is robosuite's.
             conventions=Conventions(keys=_LIBERO, gripper=(-1, 1)) if is_libero else Conventions(keys=_COMMON),
-            left_out="the last step of each episode, which has no action (is_last)" if self._drops_last else "",
+            left_out="steps marked as is_last, which have no action" if self._drops_last else "",
             unread={name: reason for name, reason in described.items() if isinstance(reason, str)},
         )
 
