@@ -15,7 +15,6 @@ from embodyrl.cli.main import main
 from embodyrl.extensions.doctor import gpu, host, links, listing, speed
 from embodyrl.extensions.findings import GpuCheck, GpuParts
 from embodyrl.extensions.planner.measured import read_measured
-from embodyrl.registry import Registry, has
 
 CHECKS = """
 import os, signal, time
@@ -61,12 +60,12 @@ def report_of(folder: Path) -> dict[str, dict]:
 def test_failing_check_is_reported_and_later_checks_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_checks.py").write_text(CHECKS)
     monkeypatch.syspath_prepend(folder)
-    checks: Registry[GpuCheck] = Registry("check", group="tests.gpu_checks", wants="a check", fits=has("function"))
+    checks: dict[str, GpuCheck] = {}
     for number, name in enumerate(("hang", "crash", "die", "lack", "partly")):
         timeout = 5.0 if name == "hang" else 60.0
         function = f"broken_checks:{name}"
-        checks.add(name, GpuCheck(number=number, title=name, function=function, timeout_s=timeout, needs_gpu=False))
-    checks.add("absent", GpuCheck(number=9, title="", function="x:y", timeout_s=1, needs_gpu=False, needs=("no_such",)))
+        checks[name] = GpuCheck(number=number, title=name, function=function, timeout_s=timeout, needs_gpu=False)
+    checks["absent"] = GpuCheck(number=9, title="", function="x:y", timeout_s=1, needs_gpu=False, needs=("no_such",))
     monkeypatch.setattr(gpu, "GPU_CHECKS", checks)
     assert main(["doctor", "--gpu"]) == 3
     found = report_of(folder)
@@ -99,7 +98,7 @@ def test_parent_process_does_not_import_torch(folder: Path) -> None:
     code = (
         "import sys; from embodyrl.cli.main import main; main(['doctor', '--gpu', 'host']); "
         "from embodyrl.extensions.doctor.gpu import GPU_CHECKS; "
-        "numbers = sorted(check.number for check in GPU_CHECKS.every()); "
+        "numbers = sorted(check.number for check in GPU_CHECKS.values()); "
         "assert len({*numbers}) == len(numbers); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
