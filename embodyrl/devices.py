@@ -113,6 +113,19 @@ class Gpus:
         return {gpu.name for gpu in select_visible(self._listed)}
 
     @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """Names in CUDA_VISIBLE_DEVICES of GPUs that this host does not have; MIG names are not checked."""
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:
+            return ()
+        names = tuple(name for name in visible_gpus() if not name.startswith("MIG-"))
+        if not self._listed:  # torch decides, unless there is a device that nvidia-smi does not list
+            return () if any(DEV.glob("nvidia[0-9]*")) or _seen_by_torch() else names
+        known = {str(gpu.number) for gpu in self._listed}, tuple(gpu.uuid for gpu in self._listed)
+        return tuple(
+            name for name in names if name not in known[0] and not any(uuid.startswith(name) for uuid in known[1])
+        )
+
+    @cached_property
     def _listed(self) -> tuple[Gpu, ...]:
         return query_gpus()
 

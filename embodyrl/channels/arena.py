@@ -105,8 +105,8 @@ class Arena:
         self._next_sequence = 1
 
     @classmethod
-    def create(cls, layout: RecordLayout, capacity: int) -> Arena:
-        """Create an arena with memory for `capacity` records.
+    def create(cls, layout: RecordLayout, capacity: int, fix: str = "Free memory on this host.") -> Arena:
+        """Create an arena with memory for `capacity` records; `fix` is the end of the error.
 
         Raises:
             EmbodyError: the host has not enough free memory; the message contains the required size.
@@ -118,8 +118,7 @@ class Arena:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
                 f"{layout.record_bytes / 2**10:.0f} KiB), but only {available / 2**30:.2f} GiB of memory is free. "
-                "Lower env.train.total_num_envs, "
-                "algorithm.rollout_epoch or the camera size."
+                f"{fix}"
             )
         fd = os.memfd_create("embodyrl-arena", os.MFD_CLOEXEC)
         # Reserve the memory here: otherwise, a lack of memory would later be a SIGBUS in a worker.

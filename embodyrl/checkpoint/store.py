@@ -373,7 +373,9 @@ def _full_disk(target: Path, *, needed: int, free: int, cause: BaseException | N
     need = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
     if needed <= free:
         need = "the disk has free space, so a quota or file-size limit is reached"
-    return f"{reason}: {need}; older checkpoints are intact. Free some space, or set checkpoint.keep=1."
+    others = [folder for folder in target.parent.glob("step_*") if folder.name != target.name]
+    fewer = ", or set checkpoint.keep=1" if len(others) > 1 else ""
+    return f"{reason}: {need}; older checkpoints are intact. Free some space{fewer}."
 
 
 def _is_other_process(pid: int) -> bool:

@@ -167,10 +167,12 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
     written = 1 if interval == -1 else -(-total_steps // interval)
     held = min(written, cfg.checkpoint.keep + 1)
     if checkpoint * held > free:
+        # With checkpoint.keep=1, two checkpoints are stored while the second is written.
+        fewer = ", set checkpoint.keep=1" if held > 2 else ", set runner.save_interval=-1" if held > 1 else ""
         kept = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
         raise ConfigError(
             f"A checkpoint needs {_bytes(checkpoint)}{kept}, but only {_bytes(free)} are free in "
-            f"{cfg.runner.output_dir}. Free disk space, set checkpoint.keep=1, or change runner.output_dir."
+            f"{cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
         )
 
 

@@ -218,7 +218,7 @@ def start_workers(
 ) -> Workers:
     """Create the arena, start all workers and wait until they are ready."""
     cfg = run_plan.cfg
-    arena = Arena.create(run_plan.layout, run_plan.capacity)
+    arena = Arena.create(run_plan.layout, run_plan.capacity, fewer_records(run_plan))
     names = [worker.name for worker in run_plan.env_workers]
     observers = [open_timeline(run_plan, arena, log_dir)]
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
@@ -235,6 +235,19 @@ def start_workers(
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks)
     return workers
+
+
+def fewer_records(run_plan: RunPlan) -> str:
+    """Return a sentence with the settings that reduce the memory of the arena; values that are minimal are left out."""
+    cfg, learns = run_plan.cfg, run_plan.algorithm is not None
+    keys = []
+    if run_plan.num_slots > (cfg.algorithm.group_size if learns else 1):
+        keys.append(f"env.{'train' if learns else 'eval'}.total_num_envs")
+    if learns and cfg.algorithm.rollout_epoch > 1:
+        keys.append("algorithm.rollout_epoch")
+    if run_plan.env.cameras.names:
+        keys.append("the size of the cameras")
+    return f"Lower {' or '.join(keys)}." if keys else "Free memory on this host."
 
 
 def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:

@@ -57,6 +57,8 @@ BAD = [
     ("seed=???", ["cannot be resolved"]),
     # ranges
     ("algorithm.clip_ratio_low=20", ["greater than 0 and at most 1"]),
+    ("algorithm.clip_ratio_high=20", ["greater than 0 and at most 10"]),
+    ("algorithm.clip_ratio_high=-0.1", ["greater than 0 and at most 10"]),
     ("env.train.total_num_envs=0", ["must be an integer at least 1"]),
     ("seed=-1", ["at least 0"]),
     ("actor.optim.learning_rate=1", ["Did you mean 'actor.optim.lr'?"]),

@@ -82,7 +82,7 @@ def start_supervised(
         WorkerError: a rank could not start.
     """
     ranks, faults = count_ranks(cfg), cfg.faults
-    arena = Arena.create(layout, width * cfg.actor.global_batch_size)
+    arena = Arena.create(layout, width * cfg.actor.global_batch_size, "Lower actor.global_batch_size.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
     supervisor = Supervisor(launcher, limits, say)

@@ -1,5 +1,6 @@
 """Errors for runs that do not fit in memory, with the settings that reduce it."""
 
+import os
 from collections import Counter
 
 from embodyrl.devices import visible_gpus
@@ -7,6 +8,25 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.planner.memory import GIB, PROCESS, MemoryPlan, fullest_gpu
 from embodyrl.files import available_bytes
 from embodyrl.plan.run_plan import RunPlan
+
+
+def require_devices(run_plan: RunPlan) -> None:
+    """Raise an error if a run needs GPUs that the host does not have.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names a missing GPU, or several actor ranks would share a GPU.
+    """
+    if missing := run_plan.gpus.missing:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: this host has no GPU {', '.join(missing)}. "
+            "Name GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
+        )
+    ranks = Counter((run_plan.policy_node(n), run_plan.devices.of_policy(n)) for n in range(run_plan.ranks))
+    if run_plan.devices.policies and max(ranks.values()) > 1:
+        raise ConfigError(
+            f"actor.fsdp.size={run_plan.ranks}: each process needs its own GPU, but only {len(ranks)} are visible. Set "
+            f"actor.fsdp.size={len(ranks)}, or name more GPUs in CUDA_VISIBLE_DEVICES."
+        )
 
 
 def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:

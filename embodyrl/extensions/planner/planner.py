@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embodyrl.extensions.planner.limits import require_memory
+from embodyrl.extensions.planner.limits import require_devices, require_memory
 from embodyrl.extensions.planner.memory import MemoryPlan, engine_share, plan_evaluation, plan_memory
 from embodyrl.extensions.planner.rates import predict
 from embodyrl.plan.resources import Resources
@@ -21,8 +21,9 @@ class PlannedResources(Resources):
         """Return the lines of `--dry-run` about memory and speed.
 
         Raises:
-            ConfigError: the run needs more memory than the machine has.
+            ConfigError: the run needs more memory or GPUs than the machine has.
         """
+        require_devices(run_plan)
         require_memory(run_plan, self.memory)
         if run_plan.algorithm is None:
             return self.memory.lines(run_plan.ranks, len(run_plan.env_workers))

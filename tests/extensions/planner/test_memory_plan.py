@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from embodyrl import devices
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
+from embodyrl.commands.facts import require_disk
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
@@ -35,6 +36,7 @@ from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
 from embodyrl.policies.protocol import PolicyRequest, policy_costs
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout
+from embodyrl.scheduler.start import fewer_records
 from embodyrl.types import PolicyCosts
 
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
@@ -415,3 +417,52 @@ def test_checkpoint_size_includes_frozen_weights(tmp_path):
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
     costs, each = run_plan.policy_costs, 2 if run_plan.cfg.model.half else 4
     assert plan_memory(run_plan).checkpoint == 12 * costs.num_trained + each * costs.num_parameters
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("visible", "ranks", "reason"),
+    [
+        ("0,1", 2, None),
+        ("GPU-1", 1, None),
+        ("0,3", 1, r"CUDA_VISIBLE_DEVICES=0,3: this host has no GPU 3"),
+        ("GPU-7", 1, r"this host has no GPU GPU-7"),
+        ("0", 2, r"actor.fsdp.size=2: each process needs its own GPU, but only 1 are visible. Set actor.fsdp.size=1"),
+        ("", 2, None),
+    ],
+)
+def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 80_000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cfg = toy_config(tmp_path, "launcher=local", f"actor.fsdp.size={ranks}", command=command)
+    run_plan = build_run_plan(cfg, training=command == "train")
+    if reason is None:
+        assert run_plan.resources.facts(run_plan)
+        return
+    with pytest.raises(ConfigError, match=reason):
+        run_plan.resources.facts(run_plan)
+
+
+def test_advice_about_the_arena_leaves_out_minimal_settings(tmp_path):
+    def fix(command, *words):
+        return fewer_records(build_run_plan(toy_config(tmp_path, *words, command=command), training=command == "train"))
+
+    assert fix("train", "algorithm.rollout_epoch=2") == (
+        "Lower env.train.total_num_envs or algorithm.rollout_epoch or the size of the cameras."
+    )
+    assert fix("train", "env.train.total_num_envs=2") == "Lower the size of the cameras."
+    assert fix("eval") == "Lower env.eval.total_num_envs or the size of the cameras."
+    assert fix("eval", "env.eval.total_num_envs=1") == "Lower the size of the cameras."
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("checkpoint.keep=3", "runner.save_interval=1"), "Free disk space, set checkpoint.keep=1, or change"),
+        (("checkpoint.keep=1", "runner.save_interval=1"), "Free disk space, set runner.save_interval=-1, or change"),
+        (("checkpoint.keep=3", "runner.save_interval=-1"), "Free disk space, or change"),
+    ],
+)
+def test_disk_advice_leaves_out_settings_of_the_run(words, fix, tmp_path):
+    with pytest.raises(ConfigError, match=fix):
+        require_disk(toy_config(tmp_path, *words), 2**60, total_steps=5)
