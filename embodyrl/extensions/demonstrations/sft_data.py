@@ -1,5 +1,6 @@
 """Load the samples of SFT from data sets, add pairs or labels, and split them into training and validation."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
+from embodyrl.plan.build import mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
-from embodyrl.policies import POLICIES
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE
 from embodyrl.specs import convert_gripper
 from embodyrl.types import BoolArray, EnvSpec, PolicySpec
@@ -84,8 +86,25 @@ def require_instructions(policy: PolicySpec) -> None:
         )
 
 
-def require_history(cfg: Config, root: Path) -> None:
-    """Check that the policy reads the observation steps of the data.
+def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> None:
+    """Check that a policy can be trained and fits the data.
+
+    Raises:
+        ConfigError: it cannot, or does not.
+    """
+    if model.weights is None and policy.untrainable:
+        raise ConfigError(
+            f"model_type '{model.model_type}' needs a trainable checkpoint folder (model.path) for SFT. Use, for "
+            f"example, model=openvla_oft_tiny."
+        )
+    if problems := mismatches(env, policy):
+        if policy.gripper is not None and env.action.gripper is None:
+            problems.append("data.gripper=[open,closed] sets the gripper convention of the data.")
+        raise ConfigError(problems)
+
+
+def require_history(cfg: Config, root: Path, describe: Callable[[EnvSpec], PolicySpec]) -> None:
+    """Check that the policy reads the observation steps of the data; `describe` returns its spec.
 
     Raises:
         ConfigError: the policy reads another number of steps.
@@ -94,7 +113,7 @@ def require_history(cfg: Config, root: Path) -> None:
     env, steps = stored_card(root, cfg.data).env, cfg.data.history
     try:
         # Without data.history, because the shapes of most policies do not fit a history.
-        spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
+        spec = describe(env)
     except EmbodyError:  # reported later, with the history
         return
     read, stored = spec.observed_steps, env.history

@@ -25,7 +25,13 @@ from embodyrl.extensions.demonstrations.reader import (
 )
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Labels, Objective
-from embodyrl.extensions.demonstrations.sft_data import further_folders, load_samples, require_history, simulated_delay
+from embodyrl.extensions.demonstrations.sft_data import (
+    further_folders,
+    load_samples,
+    require_history,
+    require_match,
+    simulated_delay,
+)
 from embodyrl.extensions.demonstrations.statistics import scaling_stats, scaling_text
 from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.text.conversation import TextRow, join_pair
@@ -119,15 +125,7 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     ranked = cfg.objective.name is Objective.dpo
     measured = model.weights is not None and not ranked
     spec, scaled = _spec(cfg, env, folder), ""
-    if model.weights is None and spec.untrainable:
-        raise ConfigError(
-            f"model_type '{model.model_type}' needs a trainable checkpoint folder (model.path) for SFT. Use, for "
-            f"example, model=openvla_oft_tiny."
-        )
-    if problems := mismatches(env, spec):
-        if spec.gripper is not None and env.action.gripper is None:
-            problems.append("data.gripper=[open,closed] sets the gripper convention of the data.")
-        raise ConfigError(problems)
+    require_match(model, env, spec)
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):
         raise ConfigError(
@@ -265,7 +263,8 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ]
     assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
-    require_history(cfg, root)
+    with TemporaryDirectory() as scratch:
+        require_history(cfg, root, lambda env: _spec(cfg, env, Path(scratch)))
     card = read_card(root, cfg.data)
     more, val_path = further_folders(cfg)
     folders = (root, *more, *(() if val_path is None else (val_path,)))
@@ -273,6 +272,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         raise ConfigError(problems)
     with TemporaryDirectory() as scratch:
         spec = _spec(cfg, card.env, Path(scratch))
+    require_match(cfg.model, card.env, spec)
     count = spec.inputs.num_images
     (height, width), names = card.env.cameras.size, card.env.cameras.names
     unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""

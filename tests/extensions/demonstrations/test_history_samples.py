@@ -46,6 +46,7 @@ def test_all_steps_of_a_history_are_augmented_equally(cameras: int) -> None:
         ("cnn", "model 'cnn' has no n_obs_steps. Set data.history=1."),
         ("act", "model 'act' reads 1 observation step"),
         ("smolvla_tiny", "model 'smolvla' reads 1 observation step"),
+        ("openvla_oft_tiny", "model 'openvla_oft' reads 1 observation step"),
     ],
 )
 def test_history_needs_a_policy_that_reads_it(
@@ -54,6 +55,12 @@ def test_history_needs_a_policy_that_reads_it(
     root = write_set(tmp_path / "set", columns={"action": numbers(7), "observation.state": numbers(4)})
     assert main(["sft", f"data.path={root}", f"model={model}", "data.history=2", "--dry-run"]) == 2
     assert f"data.history=2: {error}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_dry_run_rejects_data_that_do_not_fit_the_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_set(tmp_path / "set", columns={"action": numbers(7), "observation.state": numbers(4)})
+    assert main(["sft", f"data.path={root}", "model=openvla_oft_tiny", "--dry-run"]) == 2
+    assert "data.gripper=[open,closed] sets the gripper convention" in " ".join(capsys.readouterr().err.split())
 
 
 def test_data_with_a_history_need_a_policy_that_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
