@@ -97,7 +97,7 @@ def test_own_source_files_are_found_by_their_import_path(file: str, value: str, 
 @pytest.mark.parametrize(
     "value", ["ppo_clip", "os:system", "torch:Tensor", "embodyrl.types:EnvSpec", "no:LOSS", "alone: x", "alone:80"]
 )
-def test_installed_and_missing_modules_are_no_own_source_files(value: str, own: Path) -> None:
+def test_installed_and_missing_modules_have_no_own_source_files(value: str, own: Path) -> None:
     assert own_sources(load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})) == {}
 
 
