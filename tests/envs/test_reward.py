@@ -152,10 +152,10 @@ def test_reward_gets_gymnasium_info():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["reward.path=os:system"], "reward.path: step reward 'os:system' is"),
+        (["reward.path=os:system"], "reward.path: reward 'os:system' is"),
         (["reward.path=test_reward:two_arguments"], "not a function of a RewardStep"),
         (["reward.path=test_reward:nothing"], "has no 'nothing'"),
-        (["reward.path=test_reward"], "Known: none. To plug in your own, use 'package.module:attr'"),
+        (["reward.path=test_reward"], "Unknown reward 'test_reward'. Known: choice"),
         (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "unknown reward component far. Known: near"),
         (["reward.weights={near: 1}"], "reward.weights needs reward.path"),
         (["reward.path=test_reward:parts", "reward.mode=instead"], "must be one of replace, add"),
