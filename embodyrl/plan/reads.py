@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.config.sections import no_problems
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.registry import closest
 
 
@@ -75,6 +75,16 @@ def _data_problems(cfg: Any) -> Iterator[str]:
         yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
 
 
+def _dagger_problems(cfg: Any) -> Iterator[str]:
+    from embodyrl.extensions.demonstrations.experts import find_expert
+
+    yield from (*_collect_problems(cfg), *_data_problems(cfg))
+    try:
+        find_expert(cfg.dagger.expert)
+    except UnknownNameError as error:
+        yield str(error)
+
+
 def _check_env_problems(cfg: Any) -> Iterator[str]:
     if cfg.reads_rows:
         raise ConfigError(
@@ -119,7 +129,7 @@ _DAGGER = Reads(
     }
     | _SAMPLED
     | _RECORDED,
-    problems=lambda cfg: (*_collect_problems(cfg), *_data_problems(cfg)),
+    problems=_dagger_problems,
 )
 _CHECK_ENV = Reads(sections="trust env faults", plays=("train",), problems=_check_env_problems)
 _SERVE = Reads(sections="trust model ckpt env")
