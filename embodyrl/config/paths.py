@@ -30,6 +30,15 @@ def resolve_asset(path: str) -> Path:
     return assets_dir() / rest if head == "assets" and rest else cached_snapshot(path) or Path(path).expanduser()
 
 
+def is_on_hub(path: str) -> bool:
+    """Return True if a path has the form owner/name of a hub repository and is not a local path."""
+    found = HUB_NAME.fullmatch(path)
+    if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
+        return False
+    first = path.partition("/")[0]
+    return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
+
+
 def cached_snapshot(path: str) -> Path | None:
     """Return the folder of `owner/name@commit` in the hub's cache; None: not cached."""
     found = HUB_NAME.fullmatch(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_word, split_words
-from embodyrl.config.paths import HUB_NAME, resolve_run
+from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.settings import find_key, keys_of, leaves, parents_of, plain
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
@@ -60,7 +60,7 @@ def load_config(
         chosen = on_base(base, command, groups, chosen, typed, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in typed):
         chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
-    own, warnings = settings_of_weights(command, [*chosen, *typed], problems)
+    own, warnings = settings_of_weights(command, [*chosen, *typed], problems, fetch=fetch)
     settings = [*chosen, *own, *_protocol([*chosen, *typed], problems), *typed]
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
 
@@ -260,15 +260,6 @@ def _located(cfg: Config) -> dict[str, Any]:
         found["model.precision"] = Precision.fp32
         cfg.note({"model.precision": THIS_HOST})
     return found
-
-
-def is_on_hub(path: str) -> bool:
-    """Return True if a path has the form owner/name of a hub repository and is not a local path."""
-    found = HUB_NAME.fullmatch(path)
-    if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
-        return False
-    first = path.partition("/")[0]
-    return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
 
 
 def located(key: str, value: Any) -> Any:

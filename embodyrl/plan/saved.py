@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.compose import Setting, flat, parse_word, write_word
-from embodyrl.config.paths import resolve_run
+from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
 from embodyrl.config.settings import plain, spell
 from embodyrl.config.trust import distrusted
@@ -58,7 +58,7 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
     """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
-        return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
+        return run_config(_described("ckpt", str(parse_word(named[-1])[1]))) if named else None
     return None
 
 
@@ -208,12 +208,12 @@ _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
 
 
 def settings_of_weights(
-    command: str, settings: Sequence[Setting], problems: list[str]
+    command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool
 ) -> tuple[list[Setting], list[str]]:
     """Return image size, chunk length and time limit that belong to the weights, and a warning about typed values.
 
     These settings replace values of presets, but not values of the file that sets `model.path`. Time limit and images
-    are those of the same environment.
+    are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.
     """
     last = {setting.key: setting for setting in settings}
     named = next((last[key] for key in ("ckpt", "model.path") if key in last and last[key].value), None)
@@ -221,7 +221,7 @@ def settings_of_weights(
         return [], []
     here = {key: last[key].value for key in _TASK_KEYS if key in last}
     try:
-        file, made = _record(resolve_run(named.value), here)
+        file, made = _record(_described(named.key, named.value) if fetch else resolve_run(named.value), here)
     except ConfigError as error:
         problems += error.problems
         return [], []
@@ -239,6 +239,19 @@ def settings_of_weights(
     typed, own = (" ".join(write_word(s.key, one[s.key]) for s in changed) for one in (_values(settings), made))
     warnings = [f"{typed}: the weights {named.value} were trained with {own}."] if changed else []
     return [s for s in found if named.typed or s.key not in last or last[s.key].source != named.source], warnings
+
+
+def _described(key: str, path: str) -> Path:
+    """Return the folder of weights; of a hub repository, the files that describe the weights are downloaded.
+
+    Raises:
+        ConfigError: the repository does not exist, or the hub cannot be reached.
+    """
+    if not is_on_hub(path):
+        return resolve_run(path)
+    from embodyrl.extensions.hub.download import download
+
+    return resolve_run(download(key, path, "model", files=(EXPORTED_CONFIG, INPUTS_FILE, ENVIRONMENT_FILE)))
 
 
 def _record(folder: Path, here: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hub_server import Hub, Repository
+from huggingface_hub import constants
 
 from embodyrl.config.paths import assets_dir
 from embodyrl.errors import ConfigError
@@ -67,6 +70,43 @@ def test_settings_do_not_depend_on_the_name_of_the_weights(
         cfg = load(*words, command=command)
         assert found(cfg) == (112, ["front"], 6, 40)
         assert cfg.env.train.max_episode_steps == 36
+
+
+@pytest.fixture
+def hub(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Serve the exported folder as me/exported, and a copy of the checkpoint as me/copy; the cache is empty."""
+    hub, commit = Hub(), "a" * 40
+    address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(run.parent / "cache"), "HUGGINGFACE_CO_URL_TEMPLATE": address}
+    for name, value in {**settings, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    for name in ("exported", "copy"):
+        files = {file.name: file.read_bytes() for file in (run.parent / name).iterdir()}
+        hub.repositories["model", f"me/{name}"] = Repository({commit: files}, {"main": commit})
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.mark.parametrize("command", ["eval", "train"])
+@pytest.mark.parametrize("key", ["model.path=", "ckpt="])
+@pytest.mark.parametrize("name", ["exported", "copy"])
+def test_weights_of_the_hub_have_the_settings_of_a_local_folder(
+    command: str, key: str, name: str, run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    local, remote = (load(*PAIR, f"{key}{path}", command=command) for path in (name, f"me/{name}"))
+    assert found(remote) == found(local)
+    assert found(remote)[:3] == (112, ["front"], 6)
+    assert remote.get(key.removesuffix("=")) == f"me/{name}@{'a' * 40}"
+    assert found(load(*PAIR, f"{key}me/{name}@main", "model.num_action_chunks=2", command=command))[2] == 2
+    with pytest.raises(ConfigError, match="output chunks of 6 actions"):
+        load(*PAIR, f"{key}me/{name}", "model.num_action_chunks=100", command=command)
+
+
+def test_missing_repository_of_the_hub_is_an_error(hub: Hub) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=me/none: no such folder here, and"):
+        load(*PAIR, "model.path=me/none")
 
 
 def test_copied_checkpoint_keeps_its_images_and_chunk_length(run: Path) -> None:

@@ -1,7 +1,7 @@
 """Download of repositories from the Hugging Face hub, with one-line error messages."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,10 @@ _FILES = (
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def download(key: str, path: str, kind: str, programs: bool) -> str:
+def download(key: str, path: str, kind: str, programs: bool = False, *, files: Sequence[str] = _FILES) -> str:
     """Download a repository `owner/name[@revision]`; return `owner/name@commit`.
 
-    Code is downloaded only if `programs` is true.
+    Only files that match `files` are downloaded; with `programs`, all files, including code.
 
     Raises:
         ConfigError: the repository does not exist, or the hub cannot be reached or names an invalid commit.
@@ -30,7 +30,7 @@ def download(key: str, path: str, kind: str, programs: bool) -> str:
         f"{key}={path}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
     ):
         folder = snapshot_download(
-            repo, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*_FILES]
+            repo, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*files]
         )
     commit = Path(folder).name
     if not _COMMIT.fullmatch(commit):
