@@ -203,6 +203,7 @@ def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
 _IMAGES = [f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")]
 _CHUNK, _NUM_IMAGES = "model.num_action_chunks", "model.num_images_in_input"
 _HORIZONS = ["env.train.max_episode_steps", "env.eval.max_episode_steps"]
+_TASKS = ["env.train.task_ids", "env.eval.task_ids"]
 _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
 """Keys that two environments with the same time limit share."""
 
@@ -210,10 +211,10 @@ _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
 def settings_of_weights(
     command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool
 ) -> tuple[list[Setting], list[str]]:
-    """Return image size, chunk length and time limit that belong to the weights, and a warning about typed values.
+    """Return image size, chunk length, time limit and tasks of the weights, and a warning about typed values.
 
-    These settings replace values of presets, but not values of the file that sets `model.path`. Time limit and images
-    are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.
+    These settings replace values of presets, but not values of the file that sets `model.path`. Time limit, tasks and
+    images are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.
     """
     last = {setting.key: setting for setting in settings}
     named = next((last[key] for key in ("ckpt", "model.path") if key in last and last[key].value), None)
@@ -228,7 +229,8 @@ def settings_of_weights(
     keys = [_CHUNK]
     keys += [_NUM_IMAGES] if made.get("model.model_type") == _values(settings).get("model.model_type") else []
     keys += _IMAGES if made.get("env.env_type") == here.get("env.env_type") else []
-    keys += _HORIZONS if here and all(made.get(key) == value for key, value in here.items()) else []
+    if here and all(made.get(key) == value for key, value in here.items()):
+        keys += [*_HORIZONS, *(key for key in _TASKS if key not in last)]  # presets and arguments select other tasks
     found = [Setting(key, made[key], str(file)) for key in keys if key in made]
     own = made.get(_CHUNK)
     if command != "sft" and isinstance(own, int) and _CHUNK in last and last[_CHUNK].typed:

@@ -167,6 +167,17 @@ def test_included_checkpoint_has_its_settings_with_other_presets() -> None:
     assert found(cfg) == (56, ["front"], 4, 24)
 
 
+def test_copy_of_an_included_checkpoint_has_the_tasks_of_its_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(assets_dir() / "flow_small_tabletop", tmp_path / "copy")
+    for key in ("model.path=", "ckpt="):
+        copy = load(*PAIR, f"{key}{tmp_path / 'copy'}")
+        assert copy.env.eval.task_ids == load(*PAIR).env.eval.task_ids == [0, 1, 2]
+        assert load(*PAIR, f"{key}{tmp_path / 'copy'}", "env.eval.task_ids=[1,5]").env.eval.task_ids == [1, 5]
+    assert caplog.records == []
+
+
 def test_presets_of_other_groups_are_named_in_the_banner() -> None:
     from embodyrl.commands.facts import preset_facts
 
