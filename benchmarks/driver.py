@@ -35,7 +35,6 @@ from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.extensions.timeline.timeline import Timeline
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, Wave
@@ -45,6 +44,7 @@ from embodyrl.scheduler import scheduler as scheduling
 from embodyrl.scheduler.event_loop import PolicyClient
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.scheduler import RolloutScheduler
+from embodyrl.scheduler.timeline import Timeline
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 

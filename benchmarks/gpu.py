@@ -28,8 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
+from embodyrl.cli.doctor.speed import Limits, measure_limits, seconds_of
 from embodyrl.config.shared import Precision
-from embodyrl.extensions.doctor.speed import Limits, measure_limits, seconds_of
 from embodyrl.learners.ranks import OneRank
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization

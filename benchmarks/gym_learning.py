@@ -123,8 +123,8 @@ gymnasium.register("MinBreakout-v0", entry_point="gym_learning:breakout")
 
 
 def ours(case: str, seed: int, more: list[str]) -> float:
+    from embodyrl.commands.collect import collect
     from embodyrl.commands.train import train
-    from embodyrl.extensions.demonstrations.collect import collect
     from embodyrl.plan.config import load_config
 
     env, algorithm, steps, _, settings = CASES[case]

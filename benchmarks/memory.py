@@ -25,10 +25,10 @@ from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.config.paths import assets_dir
-from embodyrl.extensions.planner.memory import GIB, plan_memory
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
+from embodyrl.plan.memory import GIB, plan_memory
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.workers.policy_host import PolicyHost

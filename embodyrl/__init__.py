@@ -19,15 +19,15 @@ if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
 
 _NAMES = {
-    "GRPO": "embodyrl.extensions.text.program",
-    "LoadedPolicy": "embodyrl.extensions.own_loop.acting",
-    "collect": "embodyrl.extensions.demonstrations.program",
-    "compose": "embodyrl.program.commands",
-    "evaluate": "embodyrl.program.commands",
-    "load_policy": "embodyrl.extensions.own_loop.acting",
-    "make_env": "embodyrl.extensions.own_loop.environment",
-    "sft": "embodyrl.extensions.demonstrations.program",
-    "train": "embodyrl.program.commands",
+    "GRPO": "embodyrl.api.text",
+    "LoadedPolicy": "embodyrl.api.acting",
+    "collect": "embodyrl.api.data",
+    "compose": "embodyrl.api.commands",
+    "evaluate": "embodyrl.api.commands",
+    "load_policy": "embodyrl.api.acting",
+    "make_env": "embodyrl.api.environment",
+    "sft": "embodyrl.api.data",
+    "train": "embodyrl.api.commands",
 }
 """Module of each public name."""
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import gymnasium
 
+from embodyrl.api.environment import SingleEnv, make_env
 from embodyrl.config import compose
 from embodyrl.envs.libero.factory import TASK_IDS as LIBERO
 from embodyrl.envs.maniskill.settings import TASK_IDS as MANISKILL
 from embodyrl.envs.metaworld.settings import TASK_IDS as METAWORLD
 from embodyrl.envs.tabletop.factory import TASK_IDS as TABLETOP
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.own_loop.environment import SingleEnv, make_env
 
 Overrides = tuple[str, ...]
 

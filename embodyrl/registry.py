@@ -129,8 +129,26 @@ def name_problems(key: str, names: Iterable[str], find: Callable[[str], Any]) ->
     return problems
 
 
+MOVED = {
+    "embodyrl.datasets.tasks": "embodyrl.text.tasks",
+    "embodyrl.extensions.objectives": "embodyrl.algorithms.objectives",
+    "embodyrl.extensions.openenv": "embodyrl.envs.openenv",
+    "embodyrl.extensions.text": "embodyrl.text",
+}
+"""Modules and packages by their name in configs of earlier versions."""
+
+
+def current_path(target: str) -> str:
+    """Return an import path of an earlier version with the present name of its module."""
+    module, colon, attribute = target.partition(":")
+    for old, new in MOVED.items():
+        if f"{module}.".startswith(f"{old}."):
+            module = new + module.removeprefix(old)
+    return f"{module}{colon}{attribute}"
+
+
 def _import(target: str, kind: str) -> Any:
-    module_name, _, attribute = target.partition(":")
+    module_name, _, attribute = current_path(target).partition(":")
     if not re.fullmatch(r"[\w.]+:[\w.]+", target):
         raise UnknownNameError(f"{kind} '{target}' must have the form package.module:attr.")
     try:

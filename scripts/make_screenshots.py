@@ -19,9 +19,9 @@ from pathlib import Path
 from PIL import Image, ImageChops
 from rich.console import Console, RenderableType
 
-from embodyrl.extensions.reporting.command import picture as draw
-from embodyrl.extensions.reporting.history import read_history
-from embodyrl.extensions.reporting.page import write_report
+from embodyrl.cli.report import picture as draw
+from embodyrl.reports.history import read_history
+from embodyrl.reports.page import write_report
 
 OUT = Path(__file__).parents[1] / "docs" / "images"
 GALLERY = """<style>header, nav, footer, main > * { display: none !important; }

@@ -84,7 +84,7 @@ API = tuple(
         ),
         (
             "Step an environment",
-            "embodyrl.extensions.own_loop.environment",
+            "embodyrl.api.environment",
             """
             import embodyrl
 

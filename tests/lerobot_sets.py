@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from embodyrl.extensions.demonstrations.layout import tasks_table
+from embodyrl.data.layout import tasks_table
 
 LENGTHS = (6, 7, 8)
 _COUNTERS = {

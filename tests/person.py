@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Protocol
 
 from browser import Browser, browser
 
+from embodyrl.commands.dagger import DaggerResult, dagger
 from embodyrl.envs.tabletop.sims import expert_action
-from embodyrl.extensions.cockpit.human import HumanExpert
-from embodyrl.extensions.cockpit.scene import Scene
-from embodyrl.extensions.demonstrations.dagger import DaggerResult, dagger
 from embodyrl.plan.schema import Config
+from embodyrl.play.human import HumanExpert
+from embodyrl.play.scene import Scene
 from embodyrl.types import FloatArray
 
 _NEARER = 0.005

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from mixed_launcher import MixedLauncher
 
 from embodyrl.cluster.protocol import ClusterSettings
-from embodyrl.extensions.ray_cluster.placement import parse_placement
+from embodyrl.cluster.ray_cluster.placement import parse_placement
 
 
 class SpreadLauncher(MixedLauncher):

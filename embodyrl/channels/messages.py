@@ -73,7 +73,7 @@ class Request:
     """Request to a worker, whose reply has the same sequence number.
 
     Workers on the driver's host map the driver's arena. For other hosts, records are transferred
-    (`extensions/ray_cluster/launcher.py`), so each request class declares the fields that its worker reads and writes.
+    (`cluster/ray_cluster/launcher.py`), so each request class declares the fields that its worker reads and writes.
     """
 
     sequence: int = 0
@@ -316,7 +316,7 @@ class RankInfo:
     """Host of the rendezvous store; empty: a single rank."""
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
-    """Secret of the store's authenticated proxy (`extensions/sharded/rendezvous.py`); empty: no proxy."""
+    """Secret of the store's authenticated proxy (`channels/rendezvous.py`); empty: no proxy."""
     timeout_s: float = 3600.0
     """Timeout of a collective operation in seconds."""
 

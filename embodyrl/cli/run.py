@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
             raise ConfigError("--resume, --print-config, --dry-run or --json cannot be combined with -m; remove one.")
-        from embodyrl.extensions.sweep.sweep import sweep
+        from embodyrl.cli.sweep import sweep
 
         return sweep(args.command, args.words, args.config_dir)
     if args.command == "eval" and args.until_significant:
         if args.resume or args.print_config or args.dry_run:
             raise ConfigError("--resume, --print-config or --dry-run cannot be combined with --until-significant.")
-        from embodyrl.extensions.results.sequential import until_significant
+        from embodyrl.commands.sequential import until_significant
 
         return until_significant(args.until_significant, args.words, args.config_dir, args.json)
     with no_collecting():
@@ -135,7 +135,7 @@ def only_look(args: argparse.Namespace, cfg: Config) -> bool:
         text = dump_config(cfg)
         print(json.dumps(yaml.safe_load(text), indent=2) if args.json else text.rstrip("\n"))
     elif args.dry_run:
-        from embodyrl.commands.dry_run import describe
+        from embodyrl.cli.dry_run import describe
 
         print(masked(describe(cfg)))
     return args.print_config or args.dry_run

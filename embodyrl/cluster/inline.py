@@ -14,8 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from embodyrl.channels.messages import Request
+from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import LOOPBACK, ON_THIS_HOST, ClusterSettings, Event, LauncherSettings, WorkerDied
+from embodyrl.cluster.protocol import ON_THIS_HOST, ClusterSettings, Event, LauncherSettings, WorkerDied
 from embodyrl.leftovers import end_owned, owning
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
-from embodyrl.cluster.protocol import LOOPBACK, ClusterSettings, Event, Handle, OpenRequests
+from embodyrl.channels.rendezvous import LOOPBACK
+from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 from embodyrl.leftovers import end_owned, owning
 

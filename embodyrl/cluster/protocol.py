@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from embodyrl.workers.lifecycle import WorkerSpec
 
 
-LOOPBACK = "127.0.0.1"
-
 OnVideoError = StrEnum("OnVideoError", ["warn", "stop"])
 OnEnvCrash = StrEnum("OnEnvCrash", ["restart", "fail"])
 OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodyrl.channels.layout import decode_instruction
+from embodyrl.commands.conversations import majority, turns_of
 from embodyrl.errors import WorkerError
-from embodyrl.extensions.conversation.evaluation import majority, turns_of
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.initial_states import own_tasks

@@ -26,8 +26,6 @@ from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, wei
 from embodyrl.commands.session import announce, screen_only
 from embodyrl.config.trust import shell_command, trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
-from embodyrl.extensions.reporting.history import read_baseline
-from embodyrl.extensions.reporting.samples import show_replies
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
@@ -36,6 +34,8 @@ from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
+from embodyrl.reports.history import read_baseline
+from embodyrl.reports.samples import show_replies
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec

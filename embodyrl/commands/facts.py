@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
+from embodyrl.commands.held_out import held_out_facts, rendering_facts
 from embodyrl.config.compose import write_word
 from embodyrl.envs import ENVS
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.reporting.held_out import held_out_facts, rendering_facts
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_asked, eval_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan

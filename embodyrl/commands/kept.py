@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodyrl.channels.arena import Arena
-from embodyrl.extensions.experience.keeping import KeptEpisodesWriter, check_episodes
+from embodyrl.commands.episode_writer import KeptEpisodesWriter, check_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.commands.before_after import record_changes
+from embodyrl.commands.collapse import collapse_check
+from embodyrl.commands.episode_writer import KeptEpisodesWriter
 from embodyrl.commands.eval_result import EvalResult, changes
 from embodyrl.commands.evaluate import Compared, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
@@ -23,9 +26,6 @@ from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.experience.keeping import KeptEpisodesWriter
-from embodyrl.extensions.reporting.changes import record_changes
-from embodyrl.extensions.reporting.collapse import collapse_check
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import greedy_episodes, groups_per_step, refill_episodes, train_episodes

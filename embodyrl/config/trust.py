@@ -12,7 +12,7 @@ from typing import Any
 from embodyrl.config.compose import conf_dir, write_word
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Settings, leaves
-from embodyrl.registry import installed
+from embodyrl.registry import current_path, installed
 
 TRUST = "trust=true"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
@@ -35,8 +35,6 @@ _PROGRAMS = ("env.id",)
 """Keys whose value may be a hub repository (owner/name@revision) with code that the run executes."""
 STARTED = ("env.python", "model.python")
 """Keys whose value is the path of a program that a run starts."""
-_MOVED_MODULES = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
-"""Modules by their name in the configs of earlier versions."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
@@ -149,8 +147,7 @@ def _may_execute_code_or_connect(text: str) -> bool:
 def _is_known(path: str) -> bool:
     if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
         return True
-    module, _, name = path.partition(":")
-    path = f"{_MOVED_MODULES.get(module, module)}:{name}"
+    path = current_path(path)
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 
 

@@ -15,7 +15,7 @@ from embodyrl.files import available_bytes
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
-    from embodyrl.extensions.delay.env import Timing
+    from embodyrl.envs.delay import Timing
 
 S = TypeVar("S", contravariant=True)
 
@@ -95,7 +95,7 @@ def _delay_of(cfg: Any, context: EnvContext) -> Timing | None:
     """Return the configured delay, or None if the config has neither a delay nor overlapping chunks."""
     if not cfg.delay[1] and not context.overlap:
         return None
-    from embodyrl.extensions.delay.env import delay_of
+    from embodyrl.envs.delay import delay_of
 
     return delay_of(cfg, context)
 

@@ -121,8 +121,7 @@ class EnvContext:
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Objects built from other config sections, such as rows and reward functions, by name; see
-    `EnvFactory.complete`."""
+    """Objects built from other config sections, such as rows and reward functions, by name."""
     pictures: bool = True
     """True if `render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
@@ -153,18 +152,6 @@ class EnvFactory(Protocol):
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config errors with fixes, one line each, without importing the simulator."""
-        ...
-
-    def run_problems(self, cfg: Any) -> list[str]:
-        """Return errors in config sections other than `env`, one line each. Optional."""
-        ...
-
-    def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Return the context, extended with objects that are built from other config sections. Optional.
-
-        Raises:
-            ConfigError: a section has invalid values.
-        """
         ...
 
     def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:

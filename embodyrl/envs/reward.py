@@ -10,9 +10,9 @@ from pathlib import Path
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path as SettingsPath
 from embodyrl.config.settings import Settings
+from embodyrl.envs.learned_reward import load_reward
 from embodyrl.envs.reward_step import RewardStep
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.extensions.demonstrations.learned_reward import load_reward
 from embodyrl.registry import REWARDS, takes
 from embodyrl.types import EnvSpec
 

@@ -19,7 +19,7 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 from embodyrl.monitor.timing import PHASES, step_seconds
 
 if TYPE_CHECKING:
-    from embodyrl.extensions.reporting.dashboard import Dashboard
+    from embodyrl.monitor.dashboard import Dashboard
 
 PROGRESS_PERIOD_S = 30.0
 """Minimum time in seconds between two progress lines without a TTY."""
@@ -107,7 +107,7 @@ class ConsoleMonitor(Monitor):
         self._total = info.total_steps
         self._quiet_since = self._clock()
         if self._live:
-            from embodyrl.extensions.reporting.dashboard import Dashboard
+            from embodyrl.monitor.dashboard import Dashboard
 
             self._board = Dashboard(info)
             for row in read_rows(run_dir / METRICS_FILE) if info.resume_step else ():

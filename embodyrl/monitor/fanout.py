@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError, masked
-from embodyrl.extensions.background_logging import BackgroundMonitor
+from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
 

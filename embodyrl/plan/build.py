@@ -16,12 +16,12 @@ from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import CameraSettings, EnvSplit
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.planner.planner import plan_resources
 from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
 from embodyrl.plan.environment import env_context, timing_problems
 from embodyrl.plan.episodes import eval_episodes, groups_per_step
 from embodyrl.plan.initial_states import selected_reset_ids
+from embodyrl.plan.planner import plan_resources
 from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.run_plan import RunPlan, WorkerSlots, place_policy
 from embodyrl.plan.schema import Config
@@ -241,7 +241,7 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     """Return the visible GPU of each process of the run; a single process uses all GPUs.
 
     All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
-    (`extensions/ray_cluster`).
+    (`cluster/ray_cluster`).
     """
     acting = cfg.acting_processes if training and cfg.acts else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()

@@ -19,12 +19,14 @@ from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError, short
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.fanout import missing_loggers
+from embodyrl.plan.experts import find_expert
 from embodyrl.plan.reads import get_reads
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import RolloutMode
+from embodyrl.plan.text import text_problems
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.registry import closest
+from embodyrl.registry import closest, name_problems
 from embodyrl.types import ActionKind, PolicySpec
 
 log = logging.getLogger(__name__)
@@ -278,6 +280,8 @@ def check_components(cfg: Config) -> None:
         ConfigError: problems reported by a component, and missing keys of the command; one line each.
     """
     problems = [*get_reads(cfg.command).problems(cfg)]
+    if cfg.has("dagger"):
+        problems += name_problems("dagger.expert", [cfg.dagger.expert], find_expert)
     if cfg.has("runner"):
         problems += missing_loggers(cfg.runner.logger.backends)
     if cfg.trains and cfg.algorithm.reference_path is not None:
@@ -288,8 +292,8 @@ def check_components(cfg: Config) -> None:
         if isinstance(getattr(cfg, "reward", None), StepRewardSettings):
             problems += reward_problems(cfg.reward)
         factory = ENVS.get(cfg.env.env_type)
-        if hasattr(factory, "run_problems"):
-            problems += factory.run_problems(cfg)
+        if cfg.reads_rows and cfg.acts:
+            problems += text_problems(cfg)
         problems += factory.validate(cfg.env)
     if problems:
         raise ConfigError(problems)

@@ -277,7 +277,7 @@ def located(key: str, value: Any) -> Any:
 
 def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
     """Download a repository, with `programs` including its code, and return `owner/name@commit`."""
-    from embodyrl.extensions.hub.download import download
+    from embodyrl.hub import download
 
     return download(key, path, kind, programs)
 

@@ -7,6 +7,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
+from embodyrl.plan.text import give_task
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -28,8 +29,7 @@ def env_context(cfg: Config) -> EnvContext:
         observe_committed=cfg.has("model") and cfg.model.reads_committed,
         suites=_further_suites(cfg) if cfg.evaluates else (),
     )
-    complete = getattr(ENVS.get(cfg.env.env_type), "complete", None)
-    return context if complete is None else complete(cfg, context)
+    return give_task(cfg, context) if cfg.reads_rows else context
 
 
 def env_spec(cfg: Config) -> EnvSpec:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.config.sections import no_problems
-from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
 
@@ -75,16 +75,6 @@ def _data_problems(cfg: Any) -> Iterator[str]:
         yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
 
 
-def _dagger_problems(cfg: Any) -> Iterator[str]:
-    from embodyrl.extensions.demonstrations.experts import find_expert
-
-    yield from (*_collect_problems(cfg), *_data_problems(cfg))
-    try:
-        find_expert(cfg.dagger.expert)
-    except UnknownNameError as error:
-        yield str(error)
-
-
 def _check_env_problems(cfg: Any) -> Iterator[str]:
     if cfg.reads_rows:
         raise ConfigError(
@@ -129,7 +119,7 @@ _DAGGER = Reads(
     }
     | _SAMPLED
     | _RECORDED,
-    problems=_dagger_problems,
+    problems=lambda cfg: (*_collect_problems(cfg), *_data_problems(cfg)),
 )
 _CHECK_ENV = Reads(sections="trust env faults", plays=("train",), problems=_check_env_problems)
 _SERVE = Reads(sections="trust model ckpt env")

@@ -251,7 +251,7 @@ def _described(key: str, path: str) -> Path:
     """
     if not is_on_hub(path):
         return resolve_run(path)
-    from embodyrl.extensions.hub.download import download
+    from embodyrl.hub import download
 
     return resolve_run(download(key, path, "model", files=(EXPORTED_CONFIG, INPUTS_FILE, ENVIRONMENT_FILE)))
 

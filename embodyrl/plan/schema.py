@@ -246,10 +246,10 @@ returns its settings classes. An algorithm has one class for its estimator and o
 @functools.cache
 def sections() -> Mapping[str, Section]:
     """Return the sections whose settings class depends on the command or on other values, by name."""
-    from embodyrl.extensions.demonstrations.section import SECTION as DATA
-    from embodyrl.extensions.demonstrations.settings import COLLECT, DAGGER, OBJECTIVE
-    from embodyrl.extensions.text.rewards.section import SECTION as REWARD
+    from embodyrl.data.section import SECTION as DATA
+    from embodyrl.data.settings import COLLECT, DAGGER, OBJECTIVE
     from embodyrl.policies.remote.settings import SECTION as SERVE
+    from embodyrl.text.rewards.section import SECTION as REWARD
 
     return {
         "collect": COLLECT,

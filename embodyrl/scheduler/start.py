@@ -13,18 +13,18 @@ from typing import Any
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
+from embodyrl.channels.rendezvous import Rendezvous, rendezvous
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.devices import Devices, visible_gpus
-from embodyrl.extensions.sharded.rendezvous import Rendezvous, rendezvous
-from embodyrl.extensions.timeline.timeline import open_timeline
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
+from embodyrl.scheduler.timeline import open_timeline
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 

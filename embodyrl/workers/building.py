@@ -30,7 +30,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     if not init.shards:
         return OneRank(init.rank_info)
     sync = init.gradient_sync or init.actor.fsdp.gradient_sync
-    from embodyrl.extensions.sharded.ranks import ShardedRanks
+    from embodyrl.learners.fsdp import ShardedRanks
 
     return ShardedRanks(
         policy.module, init.rank_info, init.actor.fsdp, gradient_sync=sync, half=init.model.half, acts=init.acts

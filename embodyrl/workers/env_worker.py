@@ -14,9 +14,9 @@ from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, T
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.extensions.recording.recordings import Mp4Recordings
 from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
+from embodyrl.workers.recording.recordings import Mp4Recordings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

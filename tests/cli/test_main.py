@@ -148,7 +148,7 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_example_in_the_help_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    from embodyrl.extensions.sweep.sweep import expand
+    from embodyrl.cli.sweep import expand
     from embodyrl.plan.config import load_config
 
     for name in ("train", "eval"):
@@ -192,7 +192,7 @@ def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.C
 
 
 def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
-    from embodyrl.extensions.reporting.history import is_running
+    from embodyrl.reports.history import is_running
 
     run = saved_config(tmp_path / "a")
     assert not is_running(run)
@@ -373,7 +373,7 @@ def test_installed_package_adds_a_command(tmp_path: Path) -> None:
 
 
 def test_list_names_extras_and_how_to_install_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from embodyrl.extensions.discover import command
+    from embodyrl.cli.discover import command
 
     monkeypatch.setattr(command, "find_spec", lambda module: None)
     assert main(["list", "extras"]) == 0

@@ -97,7 +97,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
 
 
 def test_sweep_runs_each_combination_in_its_own_folder() -> None:
-    from embodyrl.extensions.sweep.sweep import expand
+    from embodyrl.cli.sweep import expand
 
     words = ["seed=range(0,2)", "env=tabletop,libero_10", "runner.experiment_name=a", "env.train.task_ids=[0,1]"]
     jobs = expand(words)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from embodyrl import load_policy
-from embodyrl.commands.dry_run import describe
+from embodyrl.cli.dry_run import describe
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.config import load_config

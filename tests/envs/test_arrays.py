@@ -157,7 +157,7 @@ def test_termination_flags_of_wrong_shape_are_refused(monkeypatch):
 
 
 def test_array_environment_passes_check_env():
-    from embodyrl.extensions.check_env import check_env
+    from embodyrl.envs.check import check_env
 
     found = list(check_env(env_of(env_type="test_arrays:FACTORY", use_rel_reward=False)))
     assert {finding.level for finding in found} == {"ok"}, found

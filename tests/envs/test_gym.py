@@ -281,7 +281,7 @@ def test_image_order_is_kept():
 
 
 def test_channels_first_stacks_give_a_warning():
-    from embodyrl.extensions.check_env.observations import doubts
+    from embodyrl.envs.check.observations import doubts
 
     space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
     assert "channels are not last, which become 768 numbers" in next(doubts(space, [space.sample()], None))
@@ -362,7 +362,7 @@ def test_success_signals_are_detected(env_id, known):
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "pixel_env:PixelEnv", COUNTER])
 def test_gym_environment_passes_check_env(env_id):
-    from embodyrl.extensions.check_env import check_env
+    from embodyrl.envs.check import check_env
 
     cfg = load_config("train", ["env=gym", f"env.id={env_id}"]).env
     findings = list(check_env(cfg))

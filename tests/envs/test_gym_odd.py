@@ -208,7 +208,7 @@ def test_images_of_another_dtype_are_read(kind):
     ("shape", "high", "doubted"), [((3, 3), 2, False), ((6, 7, 2), 1, False), ((64, 64, 3), 1, True)]
 )
 def test_byte_arrays_with_other_bounds_are_read_as_state(shape, high, doubted):
-    from embodyrl.extensions.check_env.observations import doubts
+    from embodyrl.envs.check.observations import doubts
 
     space = spaces.Box(0, high, shape, np.uint8)
     writer = ObservationWriter("board", space)
@@ -269,7 +269,7 @@ def test_final_observation_is_kept_if_the_environment_resets_in_the_same_step(na
 
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal", "metrics.sucess", "suceeded"])
 def test_unused_success_key_candidates_give_a_warning(name):
-    from embodyrl.extensions.check_env.said import success_doubts
+    from embodyrl.envs.check.said import success_doubts
 
     (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
     assert f"env.success_key={name}" in doubt

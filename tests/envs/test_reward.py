@@ -219,7 +219,7 @@ def test_tabletop_trains_on_a_user_reward(tmp_path):
 
 def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
     """A network with one weight: the state is the log-odds. Each slot and each episode starts at 0."""
-    from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
+    from embodyrl.envs.learned_reward import LearnedReward
 
     shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 1}
     (tmp_path / "config.json").write_text(json.dumps(shape))

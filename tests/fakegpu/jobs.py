@@ -185,7 +185,7 @@ def one_of(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from embodyrl.extensions.sharded import ranks
+    from embodyrl.learners import fsdp as ranks
 
     join, mesh, exchange = ranks._join, ranks.init_device_mesh, ranks.ShardedRanks.exchange
 
@@ -260,7 +260,7 @@ def run(job: Job, folder: Path) -> Result:
     """Build, act, score, update twice, save and load."""
     from embodyrl.channels.arena import Arena
     from embodyrl.devices import Gpus
-    from embodyrl.extensions.planner import memory
+    from embodyrl.plan import memory
     from embodyrl.plan.build import build_run_plan
     from embodyrl.scheduler.start import policy_init
 

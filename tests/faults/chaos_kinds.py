@@ -18,9 +18,9 @@ from test_killed_commands import dagger_words, prepare, recap_words, results, sw
 from toy_runs import TOY_COLLECT, TOY_OFT, comparable, rows, toy_words, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.extensions.demonstrations.checks import check_layout
-from embodyrl.extensions.demonstrations.reader import load_demonstrations
-from embodyrl.extensions.demonstrations.tables import read_episodes
+from embodyrl.data.checks import check_layout
+from embodyrl.data.reader import load_demonstrations
+from embodyrl.data.tables import read_episodes
 
 STEPS = 3
 SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=1.4")

@@ -149,7 +149,7 @@ def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
 
 
 def test_registered_components_need_no_trust(tmp_path):
-    for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.extensions.text.tasks:copy")]:
+    for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.text.tasks:copy")]:
         load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
 
 
@@ -213,7 +213,7 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
 
 def test_endless_files_are_not_loaded_into_memory(tmp_path):
     """The files are sparse, so their size costs no disk space."""
-    from embodyrl.extensions.reporting.history import read_history
+    from embodyrl.reports.history import read_history
 
     run = write_run(tmp_path / "theirs")
     with open(run / "metrics.jsonl", "r+b") as file:
@@ -230,7 +230,7 @@ def test_endless_files_are_not_loaded_into_memory(tmp_path):
 
 
 def test_report_embeds_only_real_video_files(tmp_path):
-    from embodyrl.extensions.reporting.history import read_history
+    from embodyrl.reports.history import read_history
 
     run = foreign_run(tmp_path / "theirs", "env.env_type", "tabletop")
     (tmp_path / "secret.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
@@ -296,8 +296,8 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
 
 @pytest.mark.integration
 def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
-    from embodyrl.extensions.text.dataset import open_rows
-    from embodyrl.extensions.text.settings import RowSettings
+    from embodyrl.text.dataset import open_rows
+    from embodyrl.text.settings import RowSettings
 
     (tmp_path / "memory.max").write_text(str(1 << 30))  # in a container of 1 GiB: more of the file need not be read
     (tmp_path / "memory.current").write_text("0")

@@ -13,7 +13,7 @@ from toy_runs import toy_config, train_toy
 
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.recording.video import VideoError, VideoRecorder
+from embodyrl.workers.recording.video import VideoError, VideoRecorder
 
 FRAME = np.zeros((64, 64, 3), np.uint8)
 

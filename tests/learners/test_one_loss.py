@@ -16,7 +16,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
 PRESETS = sorted(compose.options("algorithm").keys() - {"iql"})
-"""tests/extensions/iql breaks the loss of IQL, which needs a data set."""
+"""tests/learners/iql breaks the loss of IQL, which needs a data set."""
 REPLAYS = {"sac", "rlpd", "filtered_bc"}
 SINGLE = REPLAYS | {"ppo", "rlinf_ppo", "remax", "reinforce_pp"}
 """Presets without groups."""
@@ -49,8 +49,8 @@ def small_run(folder: Path, preset: str) -> Any:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_loss_exception_ends_the_training(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from embodyrl.extensions.objectives import losses
-    from embodyrl.extensions.off_policy import sac_learner as sac
+    from embodyrl.algorithms.objectives import losses
+    from embodyrl.algorithms.off_policy import sac_learner as sac
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("the loss was called")

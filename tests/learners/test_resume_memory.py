@@ -42,7 +42,7 @@ def peak(*, anew: bool = False) -> int:
 
 
 def resume(rank_info: RankInfo, file: Path) -> None:
-    from embodyrl.extensions.sharded.ranks import ShardedRanks
+    from embodyrl.learners.fsdp import ShardedRanks
 
     torch.set_num_threads(1)
     module = build()
@@ -60,7 +60,7 @@ def resume(rank_info: RankInfo, file: Path) -> None:
 
 
 def resume_text(rank_info: RankInfo, folder: Path) -> None:
-    from embodyrl.extensions.sharded.ranks import ShardedRanks
+    from embodyrl.learners.fsdp import ShardedRanks
 
     torch.set_num_threads(1)
     env = EnvSpec(
@@ -109,7 +109,7 @@ def test_resuming_rank_never_holds_full_weights(tmp_path):
 
 def save(rank_info: RankInfo, folder: Path) -> None:
     from embodyrl.checkpoint.tensors import save_state
-    from embodyrl.extensions.sharded.ranks import ShardedRanks
+    from embodyrl.learners.fsdp import ShardedRanks
 
     torch.set_num_threads(1)
     # Else it keeps freed ones of these 4 MiB, sometimes as many as all of them together.

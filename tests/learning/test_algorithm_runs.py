@@ -14,7 +14,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
 FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc", "iql"}
-"""Presets without a ratio: see `test_off_policy_runs`, `test_filtered_runs` and tests/extensions/iql."""
+"""Presets without a ratio: see `test_off_policy_runs`, `test_filtered_runs` and tests/learners/iql."""
 PRESETS = sorted(compose.options("algorithm").keys() - FROM_A_BUFFER)
 
 

@@ -10,10 +10,10 @@ import pytest
 from browser import CHROMIUM, DRIVER
 from person import Gamepad, dagger_with_person
 
+from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.layout import Actor
-from embodyrl.extensions.demonstrations.reader import load_demonstrations
+from embodyrl.data.layout import Actor
+from embodyrl.data.reader import load_demonstrations
 from embodyrl.monitor.intervals import wilson
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from gates import gain, train_gate
 
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.commands.collect import collect
+from embodyrl.commands.sft import sft
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 

@@ -27,7 +27,7 @@ def returns(folder: Path) -> list[float]:
 
 @pytest.mark.integration
 def test_normalised_policy_acts_identically_after_resume_and_export(tmp_path):
-    from embodyrl.extensions.checkpoints.export import export
+    from embodyrl.commands.export import export
 
     where = f"runner.output_dir={tmp_path}"
     run = train(load_config("train", [*GYM, *SMALL, where, "runner.max_steps=2"])).run

@@ -13,11 +13,11 @@ from gymnasium.envs.classic_control.pendulum import PendulumEnv
 from safetensors.numpy import load_file
 
 from embodyrl.channels.arena import Arena
+from embodyrl.commands.collect import collect
 from embodyrl.commands.train import train
+from embodyrl.data.reader import load_demonstrations
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.reader import load_demonstrations
-from embodyrl.extensions.off_policy.sac_learner import SacLearner
+from embodyrl.learners.off_policy.sac_learner import SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.scheduler.start import policy_init

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.export import export
 from embodyrl.commands.train import train
-from embodyrl.extensions.checkpoints.export import export
 from embodyrl.plan.config import load_config, load_saved_config
 
 SAME = (

@@ -8,8 +8,8 @@ import pytest
 from toy_runs import resume_toy, rows, weights
 
 import embodyrl
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.commands.collect import collect
+from embodyrl.commands.sft import sft
 from embodyrl.plan.config import load_config
 
 

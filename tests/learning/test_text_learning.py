@@ -8,15 +8,15 @@ from gates import gain, learn
 from text_runs import ASKING
 from toy_runs import rows
 
+from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
-from embodyrl.extensions.conversation import Message
-from embodyrl.extensions.demonstrations.sft import sft
-from embodyrl.extensions.text.conversation import TextRow
-from embodyrl.extensions.text.sandbox import calculate
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.text.conversation import TextRow
+from embodyrl.text.messages import Message
+from embodyrl.text.sandbox import calculate
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -81,7 +81,7 @@ def test_text_distillation_reaches_the_teacher(tmp_path: Path):
 
     The student has seen little of the teacher's data, so its learning rate is small: 1e-3 is too large.
     """
-    begun, teacher = (imitate(tmp_path / str(n), "embodyrl.extensions.text.tasks:copy", n) for n in (40, 300))
+    begun, teacher = (imitate(tmp_path / str(n), "embodyrl.text.tasks:copy", n) for n in (40, 300))
     nothing = ("reward.weights={exact: 0.0, overlap: 0.0}", "algorithm.entropy_bonus=0")
     words = (f"algorithm.reference_path={teacher}", "algorithm.kl_beta=1", "algorithm.kl_penalty_type=k2", *nothing)
     start = (f"ckpt={begun}", "runner.max_steps=60", "actor.optim.lr=2e-4", "launcher=inline")
@@ -170,7 +170,7 @@ def test_calculator_calls_are_learned_from_outcome_rewards(tmp_path: Path):
 
 @pytest.mark.slow
 def test_reverse_task_is_learned_by_sft_then_resumed_rl(tmp_path: Path):
-    start = imitate(tmp_path, "embodyrl.extensions.text.tasks:reverse", 66)
+    start = imitate(tmp_path, "embodyrl.text.tasks:reverse", 66)
     sparse = ("reward.weights={exact: 1.0, overlap: 0.0}", f"ckpt={start}", "runner.max_steps=40")
     calm = ("algorithm.sampling_params.temperature=0.4", "actor.optim.schedule=constant", "actor.optim.lr=3e-4")
     before, _ = gain(learn(tmp_path, "reverse", *sparse, *calm, name="rl"))

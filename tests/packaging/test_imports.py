@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from embodyrl import parts
+
 ROOT = Path(__file__).parents[2]
-EXTENSIONS = "embodyrl.extensions"
-"""Each of its folders is at a level of its own; the import contract leaves imports of them out."""
 
 
 @cache
@@ -59,36 +59,53 @@ def test_imports_have_no_cycles(unit):
     if unit == "folders":
         names = {folder(module) for module in graph}
         graph = {
-            name: frozenset(folder(t) for m in graph if folder(m) == name for t in graph[m]) - {name, EXTENSIONS}
-            for name in names
+            name: frozenset(folder(t) for m in graph if folder(m) == name for t in graph[m]) - {name} for name in names
         }
     assert len(graph) > 20 - 5 * (unit == "folders")
     assert cycle(graph) == []
 
 
-def test_imports_follow_the_layer_order():
-    """The layers of the import contract, including its exceptions: type-only imports and single files."""
+def layers() -> Mapping[str, int]:
+    """Return the number of the layer of each folder in the import contract; 0 is the top."""
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    level = {name.strip(): i for i, row in enumerate(contract["layers"]) for name in row.split("|")}
-    level["embodyrl.clock"] = len(contract["layers"]) - 1
+    assert "ignore_imports" not in contract
+    return {name.strip(): i for i, row in enumerate(contract["layers"]) for name in row.split("|")}
+
+
+def test_imports_follow_the_layer_order():
+    """The layers of the import contract, also for function-level and type-only imports."""
+    level = layers()
     upwards = [
         f"{module} -> {target}"
         for module, targets in imports().items()
         for target in targets
-        if folder(target) != EXTENSIONS
-        and (a := level.get(folder(module))) is not None
-        and (b := level.get(folder(target))) is not None
-        and folder(module) != folder(target)
-        and b <= a
-        and a < len(contract["layers"]) - 1
+        if folder(target) != "embodyrl"
+        and folder(module) not in ("embodyrl", folder(target))
+        and level[folder(target)] <= level[folder(module)]
+        and level[folder(module)] < max(level.values())
     ]
     assert upwards == []
-    assert {folder(module) for module in imports()} - set(level) <= {
-        "embodyrl",
-        "embodyrl.__main__",
-        "embodyrl.datasets",
-        "embodyrl.gymnasium",
+    assert {folder(module) for module in imports()} - set(level) == {"embodyrl"}
+
+
+def test_parts_are_in_the_layer_of_their_kind():
+    """Strings of `parts.py` name modules that exist, in the folders that an import of them would allow."""
+    folders = {
+        "ENVIRONMENTS": "envs",
+        "POLICIES": "policies",
+        "ADVANTAGES": "algorithms",
+        "LOSSES": "algorithms",
+        "REWARDS": "text",
+        "MONITORS": "monitor",
+        "LAUNCHERS": "cluster",
     }
+    tables = {name: table for name, table in vars(parts).items() if name.isupper() and name != "EXTRAS"}
+    assert set(tables) == {*folders, "COMMANDS"}
+    modules = {name: {target.partition(":")[0] for target in table.values()} for name, table in tables.items()}
+    assert [m for found in modules.values() for m in found if m not in imports()] == []
+    homes = {name: {folder(m) for m in found} for name, found in modules.items()}
+    assert homes.pop("COMMANDS") <= {"embodyrl.cli", "embodyrl.commands"}
+    assert homes == {name: {f"embodyrl.{home}"} for name, home in folders.items()}
 
 
 def test_documented_files_exist():

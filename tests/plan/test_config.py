@@ -102,7 +102,7 @@ def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
 
 def test_sweep_is_checked_with_the_config_of_its_ckpt(run: Path) -> None:
     """Fails if `-m` rejects a key of the run's own model."""
-    from embodyrl.extensions.sweep.sweep import sweep
+    from embodyrl.cli.sweep import sweep
 
     save_config(load_config("train", ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo"]), run)
     assert config_of_ckpt([f"ckpt='{run.parent}'"]) == config_of_ckpt([f"ckpt={run.parent}"]) == run
@@ -120,7 +120,7 @@ def test_answer_pattern_must_be_a_regular_expression(tmp_path: Path) -> None:
 
 
 def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
-    from embodyrl.extensions.text.dataset import open_rows
+    from embodyrl.text.dataset import open_rows
 
     (tmp_path / "main").mkdir()
     (tmp_path / "main" / "rows.jsonl").write_text('{"prompt": "1=", "answer": "x"}\n')

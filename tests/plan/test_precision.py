@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from embodyrl import devices
-from embodyrl.commands.dry_run import describe
+from embodyrl.cli.dry_run import describe
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.plan.config import load_config, load_saved_config

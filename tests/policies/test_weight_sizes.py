@@ -7,12 +7,12 @@ import sys
 import torch
 from torch import nn
 
-from embodyrl.policies.diffusion.config import DiffusionConfig
-from embodyrl.policies.diffusion.network import Diffusion
 from embodyrl.policies.lerobot.config import Feature
+from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
+from embodyrl.policies.lerobot.diffusion.network import Diffusion
 from embodyrl.policies.vla.weights import weight_sizes
 
-NETWORK = "embodyrl.policies.diffusion.network:Diffusion"
+NETWORK = "embodyrl.policies.lerobot.diffusion.network:Diffusion"
 CONFIG = DiffusionConfig(
     input_features={"observation.state": Feature(type="STATE", shape=(4,))},
     output_features={"action": Feature(type="ACTION", shape=(2,))},
@@ -20,7 +20,7 @@ CONFIG = DiffusionConfig(
 )
 DRIVER = f"""
 import sys
-from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
 from embodyrl.policies.vla.weights import weight_sizes
 found = weight_sizes({NETWORK!r}, DiffusionConfig.model_validate_json(sys.argv[1]))
 assert "torch" not in sys.modules

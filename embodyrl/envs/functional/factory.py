@@ -14,7 +14,7 @@ from embodyrl.envs.functional.settings import FunctionalSettings
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
-from embodyrl.extensions.isolation import NoAnswerError, call_isolated
+from embodyrl.isolation import NoAnswerError, call_isolated
 from embodyrl.types import ActionKind, EnvSpec, RewardSpec, SimulatorSpec, TextSpec
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from gymnasium.vector import VectorEnv
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.envs.gym.api import line, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.mujoco_rendering import draw_without_display
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
-from embodyrl.extensions.mujoco_rendering.renderer import draw_without_display
 from embodyrl.registry import closest, load, takes
 
 AnyEnv = gymnasium.Env[Any, Any]
@@ -151,7 +151,7 @@ def find_creator(env_id: str) -> Callable[..., Any] | None:
         return load(env_id, "env.id", wants="a Gymnasium environment, or a function that returns one", fits=takes(0))
     if "@" not in env_id or not HUB_NAME.fullmatch(env_id):
         return None
-    from embodyrl.extensions.hub.programs import program_of
+    from embodyrl.envs.gym.hub_programs import program_of
 
     return program_of(env_id)
 

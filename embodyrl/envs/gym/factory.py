@@ -56,7 +56,7 @@ class GymFactory(SimFactory[GymSettings]):
             ConfigError: the constructor rejects `env.kwargs`, or a space is not supported.
             EnvError: the environment's first steps violate Gymnasium's interface, crash or hang.
         """
-        from embodyrl.extensions.isolation.gym import describe
+        from embodyrl.envs.gym.isolated import describe
 
         return describe(cfg, context.pictures)
 
@@ -69,7 +69,7 @@ class GymFactory(SimFactory[GymSettings]):
         found = probe(cfg, pictures=context.pictures, described=context.described)
         spec, build = spec_of(cfg, found), partial(create, cfg, found.kwargs)
         if found.vector:
-            from embodyrl.extensions.gym_vectors.sims import VectorSims
+            from embodyrl.envs.gym.vector_sims import VectorSims
 
             return VectorSims(cfg, spec, found, build, context.num_slots)
         return GymSims(cfg, spec, found, build)
@@ -77,7 +77,7 @@ class GymFactory(SimFactory[GymSettings]):
     def judge(self, cfg: GymSettings) -> GoalJudge:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
         from embodyrl.envs.gym.create import create
-        from embodyrl.extensions.off_policy.gym_goals import GymGoals
+        from embodyrl.envs.gym.goals import GymGoals
 
         return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
 

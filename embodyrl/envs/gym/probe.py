@@ -11,6 +11,8 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from embodyrl.envs.check.observations import doubts as observation_doubts
+from embodyrl.envs.check.said import doubts as info_doubts
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import (
     NOT_SAVED,
@@ -21,15 +23,13 @@ from embodyrl.envs.gym.create import (
     running_statistics,
     takes_render_mode,
 )
+from embodyrl.envs.gym.goals import GymGoals
 from embodyrl.envs.gym.properties import PROBED_S, Probe, max_probed, success_facts
 from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, copied
+from embodyrl.envs.gym.vector_probe import try_out_vector
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.extensions.check_env.observations import doubts as observation_doubts
-from embodyrl.extensions.check_env.said import doubts as info_doubts
-from embodyrl.extensions.gym_vectors.support import try_out_vector
-from embodyrl.extensions.off_policy.gym_goals import GymGoals
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4

@@ -7,15 +7,15 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import NumbersStates
+from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
+from embodyrl.envs.mujoco_rendering import choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
+from embodyrl.envs.sim_checks import camera_problems, task_problems
 from embodyrl.envs.simulators import Simulators
-from embodyrl.extensions.controls import arm_controls
-from embodyrl.extensions.mujoco_rendering.renderer import choose_renderer
-from embodyrl.extensions.sim_checks import camera_problems, task_problems
 from embodyrl.registry import closest
 from embodyrl.types import (
     ActionSpec,

@@ -10,7 +10,7 @@ from embodyrl.devices import visible_gpus
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import EGL_DRAW_S, PHYSICS_S, chunk_name
 from embodyrl.envs.settings import RenderProfile
-from embodyrl.extensions.findings import GpuCheck, GpuParts, GpuResult
+from embodyrl.findings import GpuCheck, GpuParts, GpuResult
 
 CHECK = GpuCheck(
     number=4,

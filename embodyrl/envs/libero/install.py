@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.envs.libero.plus import stock
+from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer, without_egl_device
 from embodyrl.errors import MissingDependencyError
-from embodyrl.extensions.mujoco_rendering.renderer import choose_device, choose_renderer, without_egl_device
 
 INSTALL = "pip install 'embodyrl[libero]'"
 STATES_PER_TASK = 50

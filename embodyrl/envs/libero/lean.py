@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from embodyrl.extensions.meshes.decimate import decimate, read_mesh, small_copy
+from embodyrl.envs.meshes import decimate, read_mesh, small_copy
 
 MAX_FACES = 2000
 """Maximum number of triangles per mesh; a scene of the benchmark has 70 to 110 meshes with up to 100 000 triangles."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.settings import (
@@ -15,10 +16,9 @@ from embodyrl.envs.maniskill.settings import (
     instruction,
 )
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.sim_checks import camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.controls import arm_controls
-from embodyrl.extensions.sim_checks import camera_problems
 from embodyrl.registry import closest
 from embodyrl.types import (
     ActionKind,

@@ -12,8 +12,8 @@ from embodyrl.envs.maniskill.install import (
     vulkan_problem,
 )
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
-from embodyrl.extensions.findings import GpuCheck, GpuParts, GpuResult
-from embodyrl.extensions.isolation import run_isolated
+from embodyrl.findings import GpuCheck, GpuParts, GpuResult
+from embodyrl.isolation import run_isolated
 
 _FETCH_S = 180.0
 CHECK = GpuCheck(

@@ -11,7 +11,7 @@ from embodyrl.config.settings import plain
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, SimBackend
 from embodyrl.errors import MissingDependencyError
-from embodyrl.extensions.isolation import NoAnswerError, call_isolated, run_isolated
+from embodyrl.isolation import NoAnswerError, call_isolated, run_isolated
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
 

@@ -4,7 +4,7 @@ from importlib import metadata
 
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.maniskill.install import GPU_VULKAN_FIX, INSTALL, VULKAN_FIX, vulkan_problem
-from embodyrl.extensions.findings import Finding
+from embodyrl.findings import Finding
 
 
 def probe_vulkan() -> Finding:

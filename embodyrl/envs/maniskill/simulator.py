@@ -16,9 +16,9 @@ import torch
 
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, Description
 from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, HAND_CAMERA, ManiSkillSettings, ObsMode, SimBackend
+from embodyrl.envs.meshes import decimate, small_copy, weld
 from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
-from embodyrl.extensions.meshes.decimate import decimate, small_copy, weld
 from embodyrl.registry import closest
 
 MAX_FACES = 400

@@ -4,14 +4,14 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
+from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.sim_checks import camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
-from embodyrl.extensions.controls import arm_controls
-from embodyrl.extensions.mujoco_rendering.renderer import choose_device, choose_renderer
-from embodyrl.extensions.sim_checks import camera_problems
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
 

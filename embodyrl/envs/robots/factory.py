@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
+from embodyrl.controls import controls_of
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.factory import FACTORY as GYM
 from embodyrl.envs.protocol import EnvContext, GoalJudge
@@ -13,7 +14,6 @@ from embodyrl.envs.robots.presets import Preset
 from embodyrl.envs.robots.settings import RobotSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
-from embodyrl.extensions.controls import controls_of
 from embodyrl.types import EnvSpec, GripperConvention
 
 

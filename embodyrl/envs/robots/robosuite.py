@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from embodyrl.envs.robots import robosuite_server
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.extensions.foreign import ForeignScript
+from embodyrl.external_python import ForeignScript
 
 _LOAD_S, _STEP_S = 300.0, 120.0
 

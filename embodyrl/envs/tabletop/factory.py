@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from embodyrl.config.settings import NumbersStates
+from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
+from embodyrl.envs.sim_checks import camera_problems, task_problems
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS, Axis
-from embodyrl.extensions.controls import arm_controls
-from embodyrl.extensions.sim_checks import camera_problems, task_problems
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, SimulatorSpec
 
 STATES_PER_TASK = 4000

@@ -8,7 +8,7 @@ import numpy as np
 
 from embodyrl.envs.text.environment import clip
 from embodyrl.errors import EnvError, NoImageError
-from embodyrl.extensions.conversation import Message, join_messages
+from embodyrl.text.messages import Message, join_messages
 from embodyrl.types import BoolArray, EnvSpec
 
 

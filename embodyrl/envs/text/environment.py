@@ -11,13 +11,13 @@ import numpy as np
 
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.text.protocol import Answer
+from embodyrl.envs.text.reward_runner import RewardJudge
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError, NoImageError
-from embodyrl.extensions.conversation import Message, join_messages, spoken
-from embodyrl.extensions.text.conversation import TextRow
-from embodyrl.extensions.text.dataset import TextRows
-from embodyrl.extensions.text.rewards.judge import RewardJudge
 from embodyrl.registry import load, takes
+from embodyrl.text.conversation import TextRow
+from embodyrl.text.dataset import TextRows
+from embodyrl.text.messages import Message, join_messages, spoken
 from embodyrl.types import (
     BoolArray,
     ByteArray,
@@ -34,8 +34,8 @@ error message is the answer. Answers longer than the function's attribute `answe
 truncated."""
 
 TOOLS = {
-    "calculator": "embodyrl.extensions.text.sandbox:calculate",
-    "python": "embodyrl.extensions.text.sandbox:python_tool",
+    "calculator": "embodyrl.text.sandbox:calculate",
+    "python": "embodyrl.text.sandbox:python_tool",
 }
 """Import paths of the built-in tools, by name."""
 

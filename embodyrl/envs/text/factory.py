@@ -1,15 +1,12 @@
 """Factory of text environments: config checks, spec and construction."""
 
-from typing import Any
-
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv, answer_bytes, find_tool
+from embodyrl.envs.text.reward_runner import RewardJudge
 from embodyrl.envs.text.settings import TextSettings
-from embodyrl.extensions.text.dataset import TextRows
-from embodyrl.extensions.text.plan import give_task, text_problems
-from embodyrl.extensions.text.rewards.judge import RewardJudge
 from embodyrl.registry import name_problems
 from embodyrl.specs import picture_names
+from embodyrl.text.dataset import TextRows
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -32,18 +29,6 @@ class TextFactory:
 
     settings = TextSettings
     reads_rows = True
-
-    def run_problems(self, cfg: Any) -> list[str]:
-        """Return errors in the config sections `data` and `reward` of a run with episodes, one line each."""
-        return text_problems(cfg) if cfg.acts else []
-
-    def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Add the data rows and the reward function to the context.
-
-        Raises:
-            ConfigError: a file, row or reward function is invalid.
-        """
-        return give_task(cfg, context)
 
     def validate(self, cfg: TextSettings) -> list[str]:
         """Return config errors, one line each."""

@@ -68,7 +68,7 @@ class ActorCriticFactory:
         spec = self.spec(cfg, request.env, request.value_dim)
         shape = self._shape(cfg, request.env, request.value_dim)
         if shape.squashed:
-            from embodyrl.policies.soft_actor.policy import SquashedPolicy
+            from embodyrl.policies.actor_critic.squashed import SquashedPolicy
 
             return SquashedPolicy(spec, shape, request, cfg)
         return ActorCriticPolicy(spec, shape, request, cfg)

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 from safetensors import SafetensorError, safe_open
 
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
-from embodyrl.extensions.text.chat import ChatTemplate, roles_problem, unnamed_end
-from embodyrl.extensions.text.gguf import language_model_folder
-from embodyrl.extensions.text.plan import prompt_facts, sampling_problems
 from embodyrl.files import read_json
+from embodyrl.policies.causal_lm.run_checks import sampling_problems
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.inputs import missing_weights
 from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.text.chat import ChatTemplate, roles_problem, unnamed_end
+from embodyrl.text.gguf import language_model_folder
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 BYTES_PER_TOKEN = 32
@@ -76,7 +76,7 @@ class CausalLMFactory:
         Raises:
             ConfigError: the chat template rejects messages of the environment.
         """
-        folder = self._folder(cfg)
+        folder = self.folder(cfg)
         template = ChatTemplate.of(cfg, folder)
         if template is not None:
             found = (roles_problem(template, roles, parts=self.sees) for roles in env.text.roles)
@@ -99,7 +99,7 @@ class CausalLMFactory:
 
     def costs(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from config.json and the headers of the weight files."""
-        folder = self._folder(cfg)
+        folder = self.folder(cfg)
         size, shown = read_sizes(folder), len(env.cameras.names) if self.sees else 0
         tokens = cfg.num_action_chunks
         if env.text.prompt_tokens:
@@ -138,17 +138,13 @@ class CausalLMFactory:
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
         """Return an error for each run key that the policy does not support. Optional."""
-        kind = read_json(self._folder(cfg.model) / "config.json").get("model_type")
+        kind = read_json(self.folder(cfg.model) / "config.json").get("model_type")
         if kind in RECURRENT and cfg.rollout.backend == "hf":
             return [
                 f"model.path={cfg.model.path}: models of the type '{kind}' keep a state that padded prompts change. "
                 "Use a model with attention or hybrid layers, or rollout.backend=vllm."
             ]
         return sampling_problems(cfg, spec)
-
-    def prompt_facts(self, cfg: Any) -> list[tuple[str, str]]:
-        """Return the lines (label, text) of `--dry-run` about the first prompt and about unknown tokens. Optional."""
-        return prompt_facts(cfg, self._folder(cfg.model))
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or the included small model with weights from the seed.
@@ -168,9 +164,9 @@ class CausalLMFactory:
         from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
         spec = self.spec(cfg, request.env, request.value_dim)
-        return CausalLMPolicy(spec, cfg, self._folder(cfg), request, sees=self.sees)
+        return CausalLMPolicy(spec, cfg, self.folder(cfg), request, sees=self.sees)
 
-    def _folder(self, cfg: CausalLMSettings) -> Path:
+    def folder(self, cfg: CausalLMSettings) -> Path:
         path = cfg.path or self.start
         assert path is not None, "`validate` refuses it"
         folder = language_model_folder(path)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import SamplingSettings
-from embodyrl.extensions.conversation import Message, split_messages, split_pictures
-from embodyrl.extensions.text.chat import ChatTemplate, control_tokens, opened_tag, template_text, without_controls
 from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
+from embodyrl.text.chat import ChatTemplate, control_tokens, opened_tag, template_text, without_controls
+from embodyrl.text.messages import Message, split_messages, split_pictures
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
 _CACHED_PROMPTS = 4096

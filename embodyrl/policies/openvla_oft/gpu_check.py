@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from embodyrl.config.shared import Precision
-from embodyrl.extensions.findings import GpuParts, GpuResult
+from embodyrl.findings import GpuParts, GpuResult
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.llama import RmsNorm
 from embodyrl.policies.openvla_oft.settings import OftSettings

@@ -1,6 +1,6 @@
 """Declaration of the GPU check of OpenVLA-OFT. Does not import torch."""
 
-from embodyrl.extensions.findings import GpuCheck
+from embodyrl.findings import GpuCheck
 
 CHECK = GpuCheck(
     number=9,

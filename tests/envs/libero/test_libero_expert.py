@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from settings import env_of
 
+from embodyrl.commands.collect import draw_collection
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError, EnvError
-from embodyrl.extensions.demonstrations.collect import draw_collection
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart

@@ -12,9 +12,9 @@ from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FAC
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
-from embodyrl.extensions.cockpit.controls import action_of, neutral_action
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
+from embodyrl.play.controls import action_of, neutral_action
 
 
 def problems(**changes):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from embodyrl.envs.libero.lean import MAX_FACES, MAX_TEXTURE, lean_xml
+from embodyrl.envs.meshes import cache_folder, decimate, read_mesh
 from embodyrl.errors import EnvError
-from embodyrl.extensions.meshes.decimate import cache_folder, decimate, read_mesh
 
 mujoco = pytest.importorskip("mujoco")
 pytest.importorskip("meshoptimizer")

@@ -12,12 +12,12 @@ import pytest
 from settings import env_of
 
 from embodyrl.config import compose
+from embodyrl.controls import controls_of
 from embodyrl.envs.gym.create import prepare_rendering
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.robots.factory import FACTORY, differences
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
 from embodyrl.errors import ConfigError, MissingDependencyError
-from embodyrl.extensions.controls import controls_of
 from embodyrl.plan.config import load_config
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeStart
 

@@ -10,20 +10,18 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
 from embodyrl.envs.text.protocol import Answer, Judgement
-from embodyrl.extensions.conversation import Message, split_messages
-from embodyrl.extensions.text.conversation import TextRow
-from embodyrl.extensions.text.dataset import TextRows, open_rows
-from embodyrl.extensions.text.pictures import Picture
-from embodyrl.extensions.text.rewards.judge import build_judge
-from embodyrl.extensions.text.rewards.settings import JudgeSettings
-from embodyrl.extensions.text.settings import RowSettings
+from embodyrl.envs.text.reward_runner import build_judge
+from embodyrl.text.conversation import TextRow
+from embodyrl.text.dataset import TextRows, open_rows
+from embodyrl.text.messages import Message, split_messages
+from embodyrl.text.pictures import Picture
+from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.settings import RowSettings
 from embodyrl.types import EpisodeStart, ObservationOut
 
 
 def two_digits() -> TextRows:
-    return open_rows(
-        RowSettings(path="embodyrl.extensions.text.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None
-    )
+    return open_rows(RowSettings(path="embodyrl.text.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None)
 
 
 @pytest.fixture

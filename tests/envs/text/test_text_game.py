@@ -12,7 +12,7 @@ from settings import env_of
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.game import FACTORY, GameEnv
 from embodyrl.errors import ConfigError, NoImageError
-from embodyrl.extensions.conversation import split_messages
+from embodyrl.text.messages import split_messages
 from embodyrl.types import EpisodeStart
 
 DOWN, RIGHT = "1", "2"

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.errors import CheckpointError
-from embodyrl.extensions.conversation import Message, join_messages
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm import _count
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
@@ -21,6 +20,7 @@ from embodyrl.policies.causal_lm.sampling import choose, truncate
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.text.messages import Message, join_messages
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, Observation
 
 ENV = EnvSpec(name="text/toy", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("toy",), states_per_task=(4,))

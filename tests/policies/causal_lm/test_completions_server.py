@@ -23,11 +23,11 @@ from toy_runs import rows
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm.run_checks import sampling_problems
 from embodyrl.policies.causal_lm.server import ServedReference
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest, weights_changed

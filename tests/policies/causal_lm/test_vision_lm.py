@@ -11,13 +11,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError
-from embodyrl.extensions.conversation import Message, join_messages
-from embodyrl.extensions.text import tasks
-from embodyrl.extensions.text.conversation import place_pictures
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.specs import picture_names
+from embodyrl.text import tasks
+from embodyrl.text.conversation import place_pictures
+from embodyrl.text.messages import Message, join_messages
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation, TextSpec
 
 ROOM = (24, 40)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_policy import ENV, build, folder, noise_for, observe, stir  # noqa: F401
 
+from embodyrl.algorithms.off_policy.replay import Frames
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.extensions.off_policy.replay import Frames
-from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
+from embodyrl.learners.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.small import FACTORY

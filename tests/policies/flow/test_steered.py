@@ -11,12 +11,12 @@ import pytest
 import torch
 from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
 
+from embodyrl.algorithms.off_policy.replay import Frames
 from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.off_policy.replay import Frames
-from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
+from embodyrl.learners.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.likelihood import flow_sde

@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 from tiny_vla import FORMS, write_checkpoint
 from toy_runs import comparable, resume_toy, rows
 
+from embodyrl.api.acting import load_policy
+from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.sft import sft
-from embodyrl.extensions.own_loop.acting import load_policy
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 

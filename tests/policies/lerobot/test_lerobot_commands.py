@@ -10,10 +10,10 @@ import torch
 from golden_lerobot import fresh
 from rank_work import Rollout, losses, run_ranks, state
 
+from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 

@@ -26,7 +26,7 @@ from settings import model_of
 
 from embodyrl.envs.history.observed import flattened, with_history
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.act.config import ActConfig
+from embodyrl.policies.lerobot.act.config import ActConfig
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.types import ActionSpec

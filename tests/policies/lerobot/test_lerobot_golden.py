@@ -23,7 +23,7 @@ from golden_lerobot import (
     recorded,
 )
 
-from embodyrl.policies.diffusion.schedule import Schedule
+from embodyrl.policies.lerobot.diffusion.schedule import Schedule
 
 
 @pytest.fixture(scope="module")

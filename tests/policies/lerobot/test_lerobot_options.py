@@ -7,9 +7,9 @@ import pytest
 import torch
 from golden_lerobot import fresh, noise_for, observe, policy_of, toy_env
 
-from embodyrl.policies.diffusion.config import DiffusionConfig
-from embodyrl.policies.diffusion.network import ImageEncoder
-from embodyrl.policies.diffusion.schedule import Schedule, betas
+from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
+from embodyrl.policies.lerobot.diffusion.network import ImageEncoder
+from embodyrl.policies.lerobot.diffusion.schedule import Schedule, betas
 from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, resnet_parts
 from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, last_channels, map_size
 from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms

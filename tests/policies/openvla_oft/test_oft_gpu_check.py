@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from embodyrl.extensions.findings import GpuParts
+from embodyrl.findings import GpuParts
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import RANDOM_ON_DEVICE
 from embodyrl.policies.openvla_oft.gpu_check import _settings, measure_policy, planned_bytes

@@ -11,12 +11,12 @@ import torch
 from test_oft_continuous import TINY, observe, uniform
 
 from embodyrl.channels.arena import Arena
+from embodyrl.commands.collect import collect
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.extensions.demonstrations.collect import collect
-from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
-from embodyrl.extensions.planner.memory import plan_memory
+from embodyrl.learners.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
+from embodyrl.plan.memory import plan_memory
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy

@@ -1,0 +1,63 @@
+"""Algorithm entry of soft actor-critic (SAC, RLPD), and its config keys."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.settings import BufferSettings, DiscountSettings
+from embodyrl.config.settings import Count, Index, Positive
+from embodyrl.types import Episode
+
+
+class ReplaySettings(BufferSettings, DiscountSettings):
+    """Config keys for algorithms whose critics train on a replay buffer (SAC, RLPD)."""
+
+    transitions = True
+    n_step: Count = 1
+    """Number of chunks whose rewards are summed before the bootstrapped value (n-step return)."""
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Polyak coefficient of the target critics, per update."""
+    critics: Annotated[int, Field(ge=2, le=100)] = 2
+    """Number of critics.
+    With more than two (REDQ), the target is the minimum of two random critics, and the policy uses the mean of all."""
+    policy_interval: Count = 1
+    """Number of critic updates per update of the policy and the temperature."""
+    critic_layer_norm: bool = False
+    """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
+    alpha_init: Positive = 1.0
+    """Initial temperature (entropy coefficient); training adapts the temperature."""
+    target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
+    """Target entropy of a chunk in nats; default: minus the number of action dimensions."""
+    image_shift: Annotated[int, Field(ge=0, le=64)] = 4
+    """Maximum shift of camera images in pixels, for random-shift augmentation of each update; 0: no augmentation."""
+    hindsight_goals: Index = 0
+    """Number of relabelled transitions per original transition in goal environments (HER, strategy `future`).
+    Goals are states reached later in the same episode. The paper uses 4. 0: no relabelling."""
+
+    @property
+    def method(self) -> str:
+        """Return a one-line description of the algorithm."""
+        return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")
+
+    @property
+    def needs_all_ends(self) -> bool:
+        """True if the final observation of terminated episodes is stored, as an achieved goal."""
+        return self.hindsight_goals > 0
+
+
+def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
+    """Return the rewards in place of advantages, because the replay buffer stores rewards."""
+    del cfg
+    return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
+
+
+SAC = AdvantageEstimator(
+    compute=sac_credits,
+    settings=ReplaySettings,
+    counts_chunk_steps=True,
+    learner="embodyrl.learners.off_policy.sac_learner:SacLearner",
+    check="embodyrl.plan.off_policy:replay_problems",
+)

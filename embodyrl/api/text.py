@@ -1,0 +1,83 @@
+"""Training of a language model with GRPO from Python: model, reward function and rows of data."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodyrl.api.commands import compose, train
+from embodyrl.config.compose import write_word
+
+if TYPE_CHECKING:
+    from embodyrl.commands.train import TrainResult
+
+Reward = Callable[[str, str, str], float]
+"""Reward function of prompt, response and reference; a reward of at least 1 is a success."""
+
+
+class GRPO:
+    """Trainer for a language model with GRPO (Shao et al. 2024, arXiv:2402.03300).
+
+    For example:
+
+        def short(prompt, response, reference):
+            return 1.0 - len(response) / 100
+
+        result = embodyrl.GRPO("models/Qwen3-0.6B", short, [{"prompt": "Say hello."}]).train()
+    """
+
+    def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
+        """Store the arguments; `train` starts the training.
+
+        Args:
+            model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.
+            reward: a function of a module, or a self-contained function of a script or notebook (imports in its body).
+            rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
+            words: overrides as for `embodyrl train`, for example "runner.max_steps=50".
+        """
+        self.model, self.reward, self.rows, self.words = model, reward, list(rows), words
+
+    def train(self, **callbacks: Any) -> TrainResult:
+        """Train the model; `callbacks` are `on_step` and `on_eval`, as in `embodyrl.train`.
+
+        Raises:
+            EmbodyError: any failure with a known cause.
+        """
+        with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
+            rows = Path(folder) / "rows.jsonl"
+            # Rewards are always given a reference; rows without an answer have an empty one.
+            lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
+            rows.write_text("".join(lines), encoding="utf-8")
+            model = ["model=causal_lm", write_word("model.path", self.model)]
+            if self.model == "tiny":
+                model = ["model=causal_lm_tiny"]
+            reward = f"reward.path={_importable(self.reward, Path(folder))}"
+            mine = (write_word("data.path", str(rows)), reward)
+            cfg = compose("train", "env=text/math", *model, *_PLAIN, *mine, *self.words)
+            return train(cfg, **callbacks)
+
+
+_PLAIN = (
+    *("data.prompt_key=prompt", "data.answer_key=answer", 'data.prompt_template="{prompt}"', "reward.name=null"),
+    *("algorithm.sampling_params.max_new_tokens=64", "eval.episodes=64"),
+)
+
+
+def _importable(reward: Reward, folder: Path) -> str:
+    """Return an import path (module:function) for a reward function.
+
+    The source of a function of a script or notebook is written to a file in `folder`.
+    """
+    if reward.__module__ != "__main__":
+        return f"{reward.__module__}:{reward.__qualname__}"
+    name = f"embodyrl_reward_{os.getpid()}"
+    (folder / f"{name}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
+    sys.path.insert(0, str(folder))  # spawned processes inherit it
+    return f"{name}:{reward.__name__}"

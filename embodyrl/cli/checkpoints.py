@@ -1,0 +1,135 @@
+"""The commands `ckpt` (list, verify, export and prune checkpoints of a run) and `push` (upload to the hub)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from embodyrl.checkpoint.store import CheckpointStore, size_bytes
+from embodyrl.cli.output import show_result
+from embodyrl.cli.runs import find_run
+from embodyrl.config.paths import HUB_NAME, resolve_run
+from embodyrl.config.trust import split_trust
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.registry import closest
+
+
+def ckpt(args: argparse.Namespace) -> int:
+    """Run `embodyrl ckpt`, which lists, verifies, exports or prunes checkpoints."""
+    verbs = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
+    wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
+    args.trust, args.words = split_trust(args.words)
+    verb = args.words[0] if args.words else ""
+    if verb not in verbs:
+        what = f"unknown action '{verb}'.{closest(verb, verbs)}" if verb else "the action is missing."
+        raise ConfigError(f"embodyrl ckpt: {what} Actions: {', '.join(verbs)}.")
+    if len(args.words) != 1 + len(wants[verb].split()):
+        raise ConfigError(
+            f"embodyrl ckpt {verb}: wrong number of arguments. Usage: embodyrl ckpt {verb} {wants[verb]}."
+        )
+    if args.keep is not None and verb != "prune":
+        raise ConfigError("--keep applies only to `embodyrl ckpt prune`; remove --keep.")
+    return verbs[verb](args)
+
+
+def _ls(args: argparse.Namespace) -> int:
+    store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
+    best = store.best()
+    rows = [
+        {
+            "step": step,
+            "created": store.manifest(step).created,
+            "bytes": size_bytes(store.path(step)),
+            "best": step == best,
+            "path": str(store.path(step)),
+        }
+        for step in store.steps()
+    ]
+    lines = [
+        f"{row['step']:>8}  {row['created']}  {row['bytes'] / 2**20:>8.1f} MiB  {'best' if row['best'] else '    '}  "
+        f"{row['path']}"
+        for row in rows
+    ]
+    show_result(args, rows, lines or [f"no complete checkpoint in {store.root}/"])
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store, steps = _target(args.words[1])
+    problems: list[dict[str, str]] = []
+    for step in steps:
+        try:
+            store.verify(store.path(step))
+        except CheckpointError as error:
+            problems.append({"path": str(store.path(step)), "problem": str(error)})
+    checked = [str(store.path(step)) for step in steps]
+    broken = {problem["path"] for problem in problems}
+    lines = (f"{'FAIL' if path in broken else 'ok':<4}  {path}" for path in checked)
+    show_result(args, {"checked": checked, "problems": problems}, lines)
+    if problems:
+        raise CheckpointError("\n".join(problem["problem"] for problem in problems))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    store, steps = _target(args.words[1])
+    from embodyrl.commands.export import export
+
+    out = export(store.root.parent, steps[-1], Path(args.words[2]), overrides=args.trust)
+    show_result(args, {"path": out}, [f"exported {store.path(steps[-1])} to {out}"])
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
+        raise ConfigError(
+            "embodyrl ckpt prune needs --keep N, where N is the number of newest checkpoints to keep, at least 1."
+        )
+    store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
+    from embodyrl.commands.run_folder import locked
+
+    best = store.best()
+    with locked(store.root.parent):
+        gone = store.prune(int(args.keep), [] if best is None else [best])
+    kept = f"and the best (step {best})" if best is not None else "no best checkpoint is recorded"
+    text = (
+        f"deleted {len(gone)} checkpoints: {', '.join(map(str, gone)) or 'none'}; kept the newest {args.keep}, {kept}"
+    )
+    show_result(args, {"deleted": gone}, [text])
+    return 0
+
+
+def _target(word: str) -> tuple[CheckpointStore, list[int]]:
+    """Return the checkpoint store of a run and the selected steps: all steps, or the step of one checkpoint folder."""
+    path = Path(word)
+    step = path.name.removeprefix("step_")
+    if path.parent.name == "checkpoints" and step.isdecimal():
+        store = CheckpointStore(path.parent)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"The checkpoint {path} does not exist. Steps with a checkpoint: {store.steps() or 'none'}."
+            )
+        return store, [int(step)]
+    store = CheckpointStore(find_run(word) / "checkpoints")
+    if not store.folders():
+        raise CheckpointError(f"The run {word} has no complete checkpoint.")
+    return store, store.folders()
+
+
+def push(args: argparse.Namespace) -> int:
+    """Run `embodyrl push`, which uploads a policy or a data set to the hub."""
+    trust, words = split_trust(args.words)
+    if len(words) != 2 or "@" in words[1] or not HUB_NAME.fullmatch(words[1]):
+        raise ConfigError(
+            "embodyrl push needs a folder and a repository (owner/name): embodyrl push runs/my_run me/my_policy."
+        )
+    source = resolve_run(words[0])
+    if not source.is_dir():
+        raise ConfigError(f"'{words[0]}' is neither a folder nor a run in ./runs. List the runs: embodyrl list runs.")
+    print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
+    from embodyrl.commands.export import push as upload
+
+    pinned = upload(source, words[1], private=args.private, overrides=trust)
+    show_result(args, {"repository": words[1], "pinned": pinned}, [f"pushed {source} as {pinned}"])
+    return 0

@@ -1,0 +1,84 @@
+"""The command `convert`, which converts demonstrations to the LeRobot layout v3.0."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from embodyrl.cli.output import show_result
+from embodyrl.commands.run_folder import locked
+from embodyrl.config.compose import Setting, parse_word
+from embodyrl.config.settings import keys_of
+from embodyrl.data.conversion.settings import ConversionSettings, ConvertSettings
+from embodyrl.errors import ConfigError
+from embodyrl.monitor.fanout import build_monitor
+from embodyrl.monitor.protocol import RunInfo
+from embodyrl.plan.checks import validated
+from embodyrl.registry import closest
+from embodyrl.version import __version__
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Run `embodyrl convert SOURCE OUT`."""
+    paths = [word for word in args.words if "=" not in word]
+    if len(paths) != 2:
+        raise ConfigError("embodyrl convert needs a source and an output folder: embodyrl convert SOURCE OUT.")
+    data = read_settings([word for word in args.words if "=" in word])
+    source, out = map(Path, paths)
+    if out.exists():
+        raise ConfigError(f"The output folder {out} already exists. Choose another folder, or delete it.")
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        result = _convert(source, out, data)
+    show_result(args, dataclasses.asdict(result), ())
+    return 0
+
+
+def read_settings(words: Sequence[str]) -> ConversionSettings:
+    """Parse and validate the config overrides of the command line.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    problems: list[str] = []
+    settings: dict[str, Setting] = {}
+    known = keys_of(ConvertSettings)
+    for word in words:
+        name, value = parse_word(word)
+        if name not in known:
+            problems.append(f"unknown key '{name}'.{closest(name, known)} Keys: {', '.join(known)}.")
+        settings[name] = Setting(name, value, "command line", word)
+    values: Mapping[str, Any] = {name: setting.value for name, setting in settings.items() if name in known}
+    found = validated(ConvertSettings, values, problems, settings)
+    if found is None or problems:
+        raise ConfigError(problems)
+    return found.data
+
+
+def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
+    from embodyrl.data.conversion.convert import convert, open_source
+    from embodyrl.data.conversion.plan import plan_conversion
+
+    monitor = build_monitor(["console"])
+    with locked(out):
+        opened = open_source(source, data)
+        plan = plan_conversion(opened.description, data, str(source.resolve()))
+        facts = plan.facts(source, out)
+        monitor.open(out.parent, RunInfo(run_id=out.name, summary=dict(facts)))
+        try:
+            monitor.banner([f"embodyrl {__version__} · convert", *(f"  {name:<10} {text}" for name, text in facts)])
+            result = convert(opened, plan, data, out, partial(monitor.progress, what="episodes converted"))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the conversion was stopped; run the same command to resume it") from None
+        finally:
+            monitor.close()
+    skipped = f", {result.left_out} left out (non-finite numbers)" if result.left_out else ""
+    print(f"  data     {out}: {result.episodes} episodes, {result.frames} frames, {result.tasks} tasks{skipped}")
+    print(f"  next     embodyrl sft {shlex.quote(f'data.path={out}')}")
+    return result

@@ -1,0 +1,139 @@
+"""The commands `list`, `show` and `completion`."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+from embodyrl.cli.commands import COMMANDS
+from embodyrl.cli.discover.runs import describe_run
+from embodyrl.cli.output import about, show_result
+from embodyrl.cli.runs import run_folders
+from embodyrl.config import compose
+from embodyrl.errors import ConfigError
+from embodyrl.parts import EXTRAS
+from embodyrl.registry import closest
+
+
+def list_things(args: argparse.Namespace) -> int:
+    """Run `embodyrl list`, which prints names of components, runs or pip extras."""
+    groups = {f"{group}s": group for group in compose.default_options("train")}
+    kinds = [*groups, "extras", "runs"]
+    what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
+    if what not in kinds:
+        said = f" '{what}' is unknown.{closest(what, kinds)}" if what else ""
+        raise ConfigError(f"embodyrl list needs the kind of names to list.{said} Kinds: {', '.join(kinds)}.")
+    if what == "runs":
+        folder = _runs_folder(overrides)
+        rows = [describe_run(run) for run in run_folders(folder)]
+        lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
+    elif overrides:
+        raise ConfigError(f"embodyrl list {what} takes no more arguments; remove '{overrides[0]}'.")
+    elif what == "extras":
+        rows = _extras()
+        lines = _table(rows)
+    else:
+        found = compose.options(groups[what], args.config_dir)
+        rows = [{"name": name, "about": about(groups[what], name, file)} for name, file in found.items()]
+        lines = [*_table(rows), *(row["about"] for row in _extras() if row["missing"])]
+    show_result(args, rows, lines)
+    return 0
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    width = max((len(row["name"]) for row in rows), default=0)
+    return [f"{row['name']:<{width}}  {row['about']}" for row in rows]
+
+
+def _extras() -> list[dict[str, str]]:
+    """Return a row for each pip extra: name, description, and the modules that are not installed."""
+    rows = []
+    for extra in sorted({*EXTRAS.values()}):
+        modules = [module for module, name in EXTRAS.items() if name == extra]
+        missing = ", ".join(module for module in modules if find_spec(module) is None)
+        install = f"{missing} is not installed: pip install 'embodyrl[{extra}]'"
+        rows.append(
+            {"name": extra, "about": install if missing else f"installed: {', '.join(modules)}", "missing": missing}
+        )
+    return rows
+
+
+def _runs_folder(overrides: list[str]) -> Path:
+    """Return the folder that the override `runner.output_dir=DIR` selects, or the default folder."""
+    from embodyrl.config.compose import parse_word
+    from embodyrl.plan.settings import RunnerSettings
+
+    given = dict(map(parse_word, overrides))
+    folder = given.pop("runner.output_dir", RunnerSettings().output_dir)
+    if given:
+        raise ConfigError(f"embodyrl list runs accepts only the key runner.output_dir; remove '{next(iter(given))}'.")
+    return Path(str(folder))
+
+
+def _run_line(*, started: str, path: str, step: int | None, success: float | None, **more: object) -> str:
+    earned = more["return"]
+    score = f"return {earned:>6.4g}" if success is None and earned is not None else f"success {_rate(success):>5}"
+    return f"{started}  step {'-' if step is None else step:>6}  {score}  {path}"
+
+
+def _rate(success: float | None) -> str:
+    return "-" if success is None else f"{success:.3f}"
+
+
+def show(args: argparse.Namespace) -> int:
+    """Run `embodyrl show`, which prints config keys with their values and documentation."""
+    from embodyrl.cli.discover.schema import json_schema
+    from embodyrl.config.settings import keys_of, leaves, plain, spell
+    from embodyrl.plan.config import load_config
+    from embodyrl.plan.keys import suggest
+    from embodyrl.plan.reads import COMMANDS as CONFIGURED
+
+    what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
+    group, equals, _ = what.partition("=")
+    if equals:
+        overrides = [what, *overrides]
+    command = group if group in CONFIGURED else "train"
+    cfg = load_config(command, overrides, config_dirs=args.config_dir)
+    if args.schema:
+        print(json.dumps(json_schema(type(cfg)), indent=2))
+        return 0
+    values, keys = dict(leaves(cfg)), keys_of(type(cfg))
+    wanted = (command, "experiment")
+    names = [n for n in keys if group in wanted or n == group or n.startswith(f"{group}.")]
+    if not names:
+        tops = ", ".join(name for name in type(cfg).model_fields)
+        hint = suggest(group)
+        raise ConfigError(f"Unknown group or key '{group}'.{hint} Commands: {', '.join(CONFIGURED)}. Groups: {tops}.")
+    rows, lines = [], []
+    for name in names:
+        key = keys[name]
+        # A free mapping may have been set through one of its entries.
+        places = [place for at, place in cfg.sources.items() if at == name or at.startswith(f"{name}.")]
+        row = {"key": name, "type": key.type_text, "value": plain(values[name]), "default": plain(key.default)}
+        rows.append(row | {"doc": key.doc, "source": places[-1] if places else "default"})
+        changed = "" if key.required or row["value"] == row["default"] else f" (default {spell(row['default'])})"
+        lines += [f"{name}: {key.type_text} = {spell(values[name])}{changed}  [{rows[-1]['source']}]", f"    {key.doc}"]
+    show_result(args, rows, lines)
+    return 0
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Run `embodyrl completion bash|zsh`, which prints a completion script."""
+    from embodyrl.plan.keys import all_keys
+
+    if args.words not in (["bash"], ["zsh"]):
+        raise ConfigError('embodyrl completion needs a shell, bash or zsh: eval "$(embodyrl completion bash)".')
+    flags = [f'        {name}:-*) words="{" ".join([*c.flags, "--help"])}" ;;' for name, c in COMMANDS.items()]
+    parts = {
+        "commands": " ".join(COMMANDS),
+        "flags": "\n".join(flags),
+        "options": " ".join(f"{g}={o}" for g in compose.default_options("train") for o in compose.options(g)),
+        "keys": " ".join(f"{name}=" for name in all_keys()),
+    }
+    script = files("embodyrl.cli.discover").joinpath("completion.bash").read_text(encoding="utf-8")
+    for mark, text in parts.items():
+        script = script.replace(f"@{mark}@", text)
+    print(("autoload -U bashcompinit && bashcompinit\n" if args.words == ["zsh"] else "") + script, end="")
+    return 0

@@ -1,0 +1,48 @@
+"""Output of `--dry-run`: a description of the run, built without worker processes."""
+
+from collections.abc import Callable, Mapping
+
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.commands.collect import collection_facts
+from embodyrl.commands.dagger import dagger_facts
+from embodyrl.commands.evaluate import find_baseline
+from embodyrl.commands.facts import evaluation_facts, facts, training_facts
+from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.commands.sft_setup import sft_facts
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.schema import Config
+from embodyrl.plan.text import prompt_facts
+from embodyrl.policies import POLICIES
+from embodyrl.serving.serve import server_facts
+
+
+def describe(cfg: Config) -> str:
+    """Return the output of `--dry-run` for a config."""
+    lines = [*_LINES[cfg.command](cfg)]
+    if find_folder := getattr(POLICIES.get(cfg.model.model_type), "folder", None):
+        lines += prompt_facts(cfg, find_folder(cfg.model))
+    if launcher := getattr(cfg, "launcher", None):
+        hosts = LAUNCHERS.get(launcher.name).preview(getattr(cfg, "cluster", None))
+        lines += [("hosts", hosts)] if hosts else []
+    return "\n".join(f"  {label:<12} {text}" for label, text in lines)
+
+
+def run_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Return the `--dry-run` lines (label, text) of a training or an evaluation."""
+    training = cfg.trains and not cfg.runner.only_eval
+    run_plan = build_run_plan(cfg, training=training)
+    if not training:
+        find_baseline(cfg)
+    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
+    lines += training_facts(run_plan) if training else run_plan.resources.facts(run_plan)
+    return [*lines, *evaluation_facts(run_plan)]
+
+
+_LINES: Mapping[str, Callable[[Config], list[tuple[str, str]]]] = {
+    "collect": collection_facts,
+    "dagger": dagger_facts,
+    "eval": run_facts,
+    "serve": server_facts,
+    "sft": sft_facts,
+    "train": run_facts,
+}

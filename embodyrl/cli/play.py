@@ -1,0 +1,51 @@
+"""The command `play`, which opens a web page to watch and control a trained policy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.config.trust import split_trust
+from embodyrl.errors import ConfigError
+from embodyrl.play.start import page, policy_with_env
+
+if TYPE_CHECKING:
+    pass
+
+
+def play(args: argparse.Namespace) -> int:
+    """Run `embodyrl play`, which serves the page until the command is interrupted."""
+    trust, named = split_trust(args.words)
+    if len(named) > 1 or not args.port.isdecimal():
+        raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")
+    run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
+    print(f"loading {run.name} ...", file=sys.stderr, flush=True)
+    from embodyrl.commands.run_folder import locked
+    from embodyrl.config.compose import write_word
+    from embodyrl.plan.config import load_config
+    from embodyrl.plan.saved import run_config
+    from embodyrl.play.desk import Desk
+    from embodyrl.play.recording import Recording
+    from embodyrl.play.scene import Scene
+    from embodyrl.web_pages.loopback import Loopback
+
+    with ExitStack() as stack:
+        recording = None
+        policy, env = policy_with_env(run, trust, records=args.record is not None)
+        stack.callback(env.close)
+        if args.record is not None:
+            stack.enter_context(locked(Path(args.record)))
+            # Later evaluations of the data have the time limit of the run.
+            environment = load_config("eval", [write_word("ckpt", str(run)), *trust], base=run_config(run))
+            recording = Recording(Path(args.record), policy.run_plan, environment)
+            stack.callback(recording.close)
+        scene = Scene(policy, env, recording)
+        stack.callback(scene.keep)
+        desk = Desk(run.name, scene)
+        server = Loopback(int(args.port), {"/": page}, desk.posts)
+        server.show(open_page=args.open, name=f"{run.name}: ")
+    return 0

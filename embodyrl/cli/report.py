@@ -1,0 +1,142 @@
+"""The commands `report` (HTML page), `card` (result card) and `view` (terminal dashboard)."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.cli.output import printable, show_result
+from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.errors import ConfigError
+from embodyrl.monitor.history import EVENTS_FILE
+from embodyrl.reports.history import Evaluation, History, is_running, read_history, samples_of
+from embodyrl.reports.samples import sample_lines
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+_REPLIES, _REFRESH_S = 3, 15
+
+
+def report(args: argparse.Namespace) -> int:
+    """Run `embodyrl report`: write or serve an HTML page about runs."""
+    from embodyrl.plan.keys import all_keys, state_keys
+    from embodyrl.reports.page import write_report
+
+    runs = [find_run(word) for word in args.words] or [latest_run("embodyrl report")]
+    name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
+    out = args.out or runs[0] / name
+    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
+    write = partial(write_report, runs, defaults=defaults, states=state_keys())
+    try:
+        lines = write(out)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another path with --out FILE.") from error
+    if args.watch:
+        return _watch(args, runs, write)
+    if args.gif:
+        from embodyrl.reports.media import animate_changes
+
+        animate_changes(read_history(runs[0]), args.gif)
+        lines.append(f"gif   {args.gif}")
+    show_result(args, {"page": out, "summary": lines}, (*lines, f"page  {out}"))
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(out.resolve().as_uri())
+    return 0
+
+
+def card(args: argparse.Namespace) -> int:
+    """Run `embodyrl card`: write the result card of a run."""
+    from embodyrl.reports.card import card_of, card_text, write_card
+
+    if len(args.words) != 1:
+        raise ConfigError("embodyrl card takes one run, for example: embodyrl card runs/my_run.")
+    run = find_run(args.words[0])
+    try:
+        paths = write_card(run, args.out)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {args.out or run}: {error.strerror}. Choose another path with --out."
+        ) from error
+    found = card_of(run)
+    show_result(args, found, (card_text(found), *(f"card  {path}" for path in paths)))
+    return 0
+
+
+def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
+    """Serve the page on this machine; each request renders the current state of the run."""
+    from embodyrl.web_pages.loopback import Answer, Loopback
+
+    if args.json or not args.port.isdecimal():
+        raise ConfigError("--watch serves a page: remove --json, and set --port to a number.")
+
+    def page() -> Answer:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "report.html"
+            write(out)
+            text = out.read_text(encoding="utf-8")
+        if any(map(is_running, runs)):
+            text = text.replace("<head>", f'<head><meta http-equiv="refresh" content="{_REFRESH_S}">', 1)
+        return "text/html; charset=utf-8", text.encode()
+
+    Loopback(int(args.port), {"/": page}, {}).show(open_page=args.open)
+    return 0
+
+
+def view(args: argparse.Namespace) -> int:
+    """Run `embodyrl view`: show the dashboard of a run in the terminal."""
+    if len(args.words) > 1:
+        raise ConfigError("embodyrl view takes one run, for example: embodyrl view runs/my_run.")
+    run = find_run(args.words[0]) if args.words else latest_run("embodyrl view")
+    from rich.console import Console
+    from rich.live import Live
+
+    if not args.follow:
+        Console().print(picture(read_history(run)))
+        return 0
+    with Live(picture(read_history(run)), auto_refresh=False) as live:
+        while is_running(run):
+            time.sleep(1.0)
+            live.update(picture(read_history(run)), refresh=True)
+    return 0
+
+
+def picture(history: History) -> RenderableType:
+    """Return the dashboard of a training run, or the table of an evaluation, as a rich renderable."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown = history.evaluations[-1] if history.evaluations else history.unfinished
+    if not (history.rows or shown):
+        return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for them.")
+    if said := list(sample_lines(samples_of(history, _REPLIES))):
+        return Group(_numbers(history, shown), Text("\n".join(["replies", *said])))
+    return _numbers(history, shown)
+
+
+def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
+    from rich.table import Table
+
+    from embodyrl.monitor.dashboard import replay
+    from embodyrl.monitor.protocol import RunInfo
+
+    if shown is not None and not history.rows:
+        known = any(e.success_once is not None for e in shown.episodes)
+        title = f"{history.name}{': unfinished, episodes so far' * (shown is history.unfinished)}"
+        table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=title)
+        for task in [*dict.fromkeys(e.task for e in shown.own), None]:
+            table.add_row(printable(task or "all tasks"), str(shown.score(task)))
+        for suite, score in shown.suites.items():
+            table.add_row(f"suite {suite}", str(score))
+        return table
+    names = {e.task_id: printable(e.task) for e in (shown.episodes if shown else ())}
+    tasks = tuple(names.get(k, "") for k in range(max(names, default=-1) + 1))
+    total = int(history.config["runner"]["max_steps"])
+    events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
+    return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

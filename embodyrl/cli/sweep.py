@@ -1,0 +1,169 @@
+"""Sweeps with the flag `-m` (multirun): runs one after the other, each in a separate process."""
+
+import itertools
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from embodyrl.cli.discover.runs import describe_run
+from embodyrl.cli.runs import run_folders
+from embodyrl.config.compose import dir_flags
+from embodyrl.config.trust import shell_command
+from embodyrl.errors import PARENT_EXITED, ConfigError
+from embodyrl.files import has_room
+from embodyrl.plan.config import load_config
+from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.schema import Config
+
+_NAME = "runner.experiment_name="
+_SIGNALS_S = 1.0
+"""Maximum duration of a blocking wait, in seconds. A signal that arrives just before a wait is handled after at most
+this time."""
+
+
+def expand(words: Sequence[str]) -> list[list[str]]:
+    """Return the arguments of each run: all combinations of `key=a,b`, `key=range(0,3)`, `key=choice(a,b)`.
+
+    >>> expand(["seed=0,1", "env=tabletop"])
+    [['seed=0', 'env=tabletop'], ['seed=1', 'env=tabletop']]
+
+    Raises:
+        ConfigError: an argument cannot be parsed.
+    """
+    try:
+        choices = [
+            [f"{word.get_key_element()}={value}" for value in word.sweep_string_iterator()]
+            if word.is_sweep_override()
+            else [str(word.input_line)]
+            for word in OverridesParser.create().parse_overrides(list(words))
+        ]
+        jobs = [list(job) for job in itertools.product(*choices)]
+    except (HydraException, ValueError):  # no such syntax; a range without end
+        jobs = []
+    if not jobs:
+        raise ConfigError(f"Cannot sweep '{' '.join(words)}'. With -m, write key=a,b or key=range(0,3).")
+    for number, job in enumerate(jobs):
+        # Runs with the same name would share a folder.
+        job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]
+    return jobs
+
+
+def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
+    """Check and run all combinations; return 1 if a run failed, and 128 + n after signal n.
+
+    A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
+
+    Raises:
+        ConfigError: a combination is invalid; no run was started.
+    """
+    jobs = expand(words)
+    configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
+    _check_parts(configs)
+    places = [Path(cfg.runner.output_dir) for cfg in configs]
+    flags = dir_flags(config_dirs)
+    codes: list[int | None] = [None] * len(jobs)
+    found: list[dict[str, Any]] = [{} for _ in jobs]
+    running = _Running()
+    with running.listening():
+        for number, (job, cfg, place) in enumerate(zip(jobs, configs, places, strict=True)):
+            before = _written(place)
+            line = shell_command([command, *job, *flags], cfg)
+            print(f"[{number + 1}/{len(jobs)}] {line}", flush=True)
+            codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
+            # Also a run that `runner.on_existing=resume` resumed.
+            found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
+            if running.stopped:
+                break
+        if has_room(sys.stdout, 1.0):  # else there is no reader, as in a closed terminal
+            _print_table(jobs, codes, found)
+            if running.stopped and any(word.startswith(_NAME) for word in words):
+                print("resume  with the same arguments and runner.on_existing=resume")
+            if paths := [run["path"] for run in found if run]:
+                print(f"next  embodyrl report {shlex.join(paths)} --open")
+    return 128 + running.stopped if running.stopped else int(any(codes))
+
+
+def _check_parts(configs: Sequence[Config]) -> None:
+    """Raise an error if a config has incompatible components."""
+    # Imported late: a wrong key is rejected without the imports of the run plan.
+    from embodyrl.plan.build import build_run_plan
+    from embodyrl.plan.checks import check_components
+
+    for cfg in configs:
+        check_components(cfg)
+        build_run_plan(cfg, training=not cfg.runner.only_eval)
+
+
+def _written(place: Path) -> dict[Path, int]:
+    """Return the modification time of the config of each run in a folder, by run folder."""
+    return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
+
+
+class _Running:
+    """Process of the current run, and the signal that stopped the sweep, if any."""
+
+    def __init__(self) -> None:
+        self.stopped = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Forward signals to the current run inside the block; an ignored SIGHUP stays ignored (nohup)."""
+        wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            wanted.remove(signal.SIGHUP)
+        previous = {signum: signal.signal(signum, self._hand_on) for signum in wanted}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def _hand_on(self, signum: int, frame: object) -> None:
+        # The run itself may also have received the first signal from the terminal or batch system.
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM if self.stopped else PARENT_EXITED)
+        self.stopped = self.stopped or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command until it exits; return its exit code."""
+        from embodyrl.leftovers import signal_at_parents_end
+
+        self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
+        if self.stopped:  # a signal arrived just before the process started
+            self._process.send_signal(PARENT_EXITED)
+        while True:
+            try:  # a signal that arrives just before a wait does not interrupt it
+                return self._process.wait(_SIGNALS_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with the differing settings and the result of each run."""
+    same = set(jobs[0]).intersection(*jobs)
+    table = [("run", "settings", "step", "success", "return", "")]
+    for job, code, run in zip(jobs, codes, runs, strict=True):
+        success, earned = run.get("success"), run.get("return")
+        table.append(
+            (
+                str(run.get("id", "-")),
+                " ".join(word for word in job if word not in same and not word.startswith(_NAME)),
+                str(run.get("step") or "-"),
+                "-" if success is None else f"{100 * success:.1f} %",
+                "-" if earned is None else f"{earned:.4g}",
+                "not started" if code is None else "ok" if code == 0 else f"exit {code}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,48 @@
+"""The command `check-env`, which checks an environment against the interface contract of `Env`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from embodyrl.plan.config import load_config
+
+if TYPE_CHECKING:
+    from embodyrl.envs.check import Finding
+
+
+def check_env(args: argparse.Namespace) -> int:
+    """Run `embodyrl check-env`; the exit code is 3 if a check fails."""
+    findings: list[Finding] = []
+    # Redirect stdout: a user's module may print when it is imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
+        from embodyrl.envs.check import check_env_apart
+        from embodyrl.plan.checks import check_components
+
+        check_components(cfg)
+    for finding in check_env_apart(cfg.env, seed=cfg.seed, timeout_s=cfg.faults.step_timeout_s):
+        findings.append(finding)
+        if not args.json:
+            _show(finding)
+    count = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "FAIL", "skip")}
+    if args.json:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        counts = {"failed": count["FAIL"], "warned": count["warn"], "skipped": count["skip"]}
+        print(json.dumps({"env": cfg.env.env_type, **counts, "checks": rows}, indent=2))
+    else:
+        warned = f"{count['warn']} warned, " if count["warn"] else ""
+        print(f"{count['ok']} checks ok, {warned}{count['FAIL']} failed, {count['skip']} skipped")
+    return 3 if count["FAIL"] else 0
+
+
+def _show(finding: Finding) -> None:
+    # Flush, so that the progress of a slow simulator is visible.
+    note = f": {finding.note}" if finding.note else ""
+    print(f"  {finding.level:<4}  {finding.check}{note}", flush=True)
+    for v in finding.violations:
+        print(f"        {v.field}\n          expected  {v.expected}\n          found     {v.found}", flush=True)

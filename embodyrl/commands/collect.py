@@ -1,0 +1,326 @@
+"""Collection of demonstrations: roll out a policy, filter episodes, and append them to a data set."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
+from embodyrl.checkpoint.store import step_of
+from embodyrl.commands.demonstration_episodes import demonstration_episodes
+from embodyrl.commands.facts import facts
+from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
+from embodyrl.commands.session import announce, screen_only
+from embodyrl.config.compose import write_word
+from embodyrl.config.paths import resolve_asset
+from embodyrl.data.cards import read_card
+from embodyrl.data.checks import check_layout, differences
+from embodyrl.data.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
+from embodyrl.data.rewarded import changed_reward
+from embodyrl.data.settings import EpisodeFilter, FrameFormat, Labels
+from embodyrl.data.writer import DatasetWriter
+from embodyrl.errors import ConfigError, EmbodyError, Interrupted
+from embodyrl.files import write_atomically
+from embodyrl.monitor.fanout import Fanout
+from embodyrl.plan.build import build_run_plan, count_env_workers, deal_slots
+from embodyrl.plan.experts import find_expert
+from embodyrl.plan.initial_states import selected_tasks
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.saved import dump_config
+from embodyrl.plan.schema import Config
+from embodyrl.scheduler.rollout import Rollout
+from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.types import EnvSpec, Episode
+
+_HOPELESS = 20
+"""Maximum number of trials per requested episode of a task before `collect` fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectResult:
+    """Result of one call of `collect`: size of the data set, and outcomes and duration of the call."""
+
+    folder: Path
+    episodes: int
+    frames: int
+    tried: int
+    succeeded: int
+    dropped: int
+    wall_s: float
+
+
+def collection_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Return the lines of the start banner of a collection as (name, text) pairs."""
+    run_plan = draw_collection(cfg)
+    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
+    return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
+
+
+def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
+    """Collect `collect.episodes` episodes into `collect.out`, the same number for each task.
+
+    Every env step is a frame. As in `eval`, all actions of a chunk are executed before the next inference. For
+    expert labels, the policy infers at each step.
+
+    Raises:
+        EmbodyError: any failure with a known cause; data that are already written stay usable.
+    """
+    assert cfg.collect.out is not None, "checked by check_components"
+    run_plan = draw_collection(cfg)
+    weights = first_weights(cfg, run_plan.env)
+    with (
+        locked(Path(cfg.collect.out)),
+        closing(open_run(cfg, "collect", overrides, None)) as folder,
+        closing(screen_only(cfg)) as monitor,
+    ):
+        return _Collecting(run_plan, monitor, weights).run(folder)
+
+
+def draw_collection(cfg: Config) -> RunPlan:
+    """Build the run plan of a collection, with the slots of the training split and one record per env step.
+
+    Raises:
+        ConfigError: incompatible components, or a task without an expert.
+        EmbodyError: the data of earlier DAgger rounds are damaged.
+    """
+    base = build_run_plan(cfg, training=False)
+    tasks = selected_tasks(base.env, cfg.env.train)
+    labelled = cfg.collect.labels is Labels.expert
+    if cfg.command == "dagger":
+        labelled |= find_expert(cfg.dagger.expert).scripted
+    if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
+        known = ",".join(map(str, base.env.expert.tasks))
+        raise ConfigError(
+            f"env '{base.env.name}' has no scripted expert for tasks {unknown}. Set env.train.task_ids=[{known}]."
+        )
+    if labelled and not base.policy.scripted and not base.env.expert.reacts:
+        raise ConfigError(
+            f"env '{base.env.name}': the scripted expert follows a plan and cannot label states that another policy "
+            f"visits. Collect episodes of the expert instead: embodyrl collect model=scripted (model.expert_noise "
+            "adds recoveries). Add them to SFT with data.more."
+        )
+    if cfg.command == "dagger":
+        _check_demonstrations(cfg, base.env)
+    slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
+    return replace(
+        base,
+        env_workers=deal_slots(slots, count_env_workers(cfg, base.env, base.devices, slots)),
+        # The running episode of each slot, and its open requests.
+        capacity=slots * (cfg.env.train.max_episode_steps + 2),
+        single_step=True,
+        labelled=labelled,
+    )
+
+
+def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
+    """Check that the demonstrations can be combined with episodes of an environment.
+
+    Raises:
+        EmbodyError: a data set is missing or damaged, or differs from the other data or from the environment.
+    """
+    first = cfg.data.path
+    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
+    cards = [read_card(resolve_asset(folder), cfg.data).env for folder in folders]
+    problems = [
+        f"The demonstrations in {folder} differ from those of data.path in {differs}."
+        for folder, card in zip(folders, cards, strict=True)
+        if (differs := differences(card, cards[0]))
+    ]
+    if differs := differences(cards[0], played):
+        problems.append(
+            f"The demonstrations in {first} and env '{played.name}' differ in {differs}. Choose the environment and "
+            "the cameras of the demonstrations, or other data."
+        )
+    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), cfg.data)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def write_environment(cfg: Config, folder: Path) -> None:
+    """Save the environment's settings in the data set, for `embodyrl eval` of policies trained on the data."""
+    write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
+
+
+def card_of(run_plan: RunPlan) -> Card:
+    """Return the metadata card of a collection; collections with equal cards contain the same episodes."""
+    cfg = run_plan.cfg
+    return Card(
+        env=run_plan.env,
+        fps=cfg.video_cfg.fps,
+        video=cfg.collect.images == FrameFormat.mp4,
+        actors=True,
+        collected={
+            "model": run_plan.policy.name,
+            "weights": cfg.ckpt or cfg.model.weights,
+            "greedy": not cfg.eval.sampling_params.do_sample,
+            "temperature": cfg.algorithm.sampling_params.temperature,
+            "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
+            "filter": cfg.collect.filter.value,
+            **({"labels": cfg.collect.labels.value} if run_plan.labelled else {}),
+            **changed_reward(cfg),
+            "seed": cfg.seed,
+            "state_ids": cfg.env.train.state_ids,
+            "max_episode_steps": cfg.env.train.max_episode_steps,
+            "ignore_terminations": cfg.env.train.ignore_terminations,
+        },
+    )
+
+
+class _Collecting:
+    """A running collection: the run plan, and the numbers of trials and of kept episodes."""
+
+    def __init__(self, run_plan: RunPlan, monitor: Fanout, weights: Path | None) -> None:
+        self.run_plan = run_plan
+        self.cfg = run_plan.cfg
+        self.monitor = monitor
+        self.weights = weights
+        self.version = -1 if run_plan.policy.scripted else step_of(weights)
+        tasks = selected_tasks(run_plan.env, self.cfg.env.train)
+        wanted = self.cfg.collect.episodes
+        self.quota = {task: wanted // len(tasks) + (i < wanted % len(tasks)) for i, task in enumerate(tasks)}
+        self.kept: Counter[int] = Counter()
+        self.next_trial: Counter[int] = Counter()
+        self.tried = self.succeeded = self.dropped = 0
+        self.wall_s = 0.0
+
+    def run(self, folder: RunFolder) -> CollectResult:
+        out = Path(str(self.cfg.collect.out))
+        writer = DatasetWriter(out, card_of(self.run_plan))
+        try:
+            write_environment(self.cfg, out)
+            for row in writer.episodes:
+                task = row["embodyrl/task_id"]
+                self.kept[task] += 1
+                self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
+            continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
+            demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
+            announce(
+                self.monitor,
+                self.cfg,
+                folder,
+                "collect",
+                [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), ("demos", demos)],
+            )
+            if self._trials():
+                self._collect(writer, folder.logs)
+        finally:
+            writer.close()
+        result = CollectResult(
+            folder=out,
+            episodes=len(writer.episodes),
+            frames=writer.num_frames,
+            tried=self.tried,
+            succeeded=self.succeeded,
+            dropped=self.dropped,
+            wall_s=self.wall_s,
+        )
+        self._report(result)
+        return result
+
+    def _collect(self, writer: DatasetWriter, logs: Path) -> None:
+        try:
+            workers = start_workers(self.run_plan, logs, self.monitor.text, start_from=self.weights)
+            with workers.running():
+                while trials := self._trials():
+                    self._batch(workers, writer, trials)
+        except Interrupted as interruption:
+            writer.flush()
+            interruption.args = (
+                f"stopped; {len(writer.episodes)} episodes are in {writer.root}; run the same command to resume",
+            )
+            raise
+
+    def _trials(self) -> list[tuple[int, int]]:
+        """Return task id and trial number of the missing episodes of each task.
+
+        Raises:
+            EmbodyError: a task fails so often that the collection would take too long.
+        """
+        trials: list[tuple[int, int]] = []
+        for task, quota in self.quota.items():
+            first = self.next_trial[task]
+            if first >= _HOPELESS * quota > 0 and self.kept[task] < quota:
+                raise EmbodyError(
+                    f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
+                    "succeeded, so the collection would take too long. Use another policy, a lower "
+                    "model.expert_noise, a "
+                    "longer env.train.max_episode_steps, or collect.filter=all."
+                )
+            trials += [(task, first + i) for i in range(max(0, quota - self.kept[task]))]
+        return trials
+
+    def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
+        """Run the episodes of `trials`, and write the kept episodes in the order of `trials`."""
+        ended: dict[int, Demonstration | None] = {}
+        waiting = list(range(len(trials)))
+
+        def write(*, all_that_came: bool) -> None:
+            # In the order of trials, not of completion: the data set does not depend on the number of workers.
+            while waiting and (waiting[0] in ended or all_that_came):
+                demonstration = ended.pop(waiting.pop(0), None)
+                if demonstration is not None:
+                    self.kept[demonstration.source.task_id] += 1
+                    writer.append(demonstration)
+
+        def note(episode: Episode) -> None:
+            self.tried += 1
+            self.succeeded += episode.success_once
+            wanted = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
+            trial = trials[episode.spec.episode_id][1]
+            spec = self.run_plan
+            actor = Actor.expert if spec.labelled or spec.policy.scripted else Actor.policy
+            source = source_of(episode, trial=trial, version=self.version)
+            ended[episode.spec.episode_id] = copy_episode(workers.arena, episode, source, actor) if wanted else None
+            # Copied above: the arena has space for only one running episode per slot.
+            workers.scheduler.release(rollout.out, [episode])
+            write(all_that_came=False)
+            self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")
+
+        plan = demonstration_episodes(self.cfg, self.run_plan.env, trials)
+        for task, _ in trials:
+            self.next_trial[task] += 1
+        rollout = Rollout(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=note)
+        try:
+            collection = workers.scheduler.collect(rollout)
+            self.dropped += collection.dropped
+            self.wall_s += collection.tally.wall_s
+        finally:
+            write(all_that_came=True)
+        writer.flush()
+
+    def _report(self, result: CollectResult) -> None:
+        if result.tried:
+            speed = result.wall_s / max(1, result.tried)
+            self.monitor.text(
+                f"  {result.succeeded} of {result.tried} episodes succeeded, {result.dropped} were dropped; "
+                f"{result.wall_s:.1f} s ({speed:.2f} s per episode)"
+            )
+        self.monitor.text(f"  data     {result.folder}: {result.episodes} episodes, {result.frames} frames")
+        self.monitor.text(f"  next     embodyrl sft {shlex.quote(write_word('data.path', str(result.folder)))}")
+
+
+def source_of(episode: Episode, *, trial: int, version: int) -> Source:
+    """Return the origin of an episode; `trial` and `version` are fields of `Source`."""
+    spec = episode.spec
+    return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)
+
+
+def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
+    """Copy an episode from the arena, whose records are reused later. Each record must contain one env step."""
+    records = episode.records
+    assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
+    return Demonstration(
+        images=arena[Record.images][records],
+        state=arena[Record.observed_state][records],
+        action=arena[Record.action][records, 0],
+        reward=np.ascontiguousarray(episode.reward[:, 0]),
+        success=np.ascontiguousarray(episode.success[:, 0]),
+        instruction=episode.instruction,
+        source=source,
+        actor=actor,
+    )

@@ -1,0 +1,117 @@
+"""DAgger (arXiv 1011.0686): in each round, the policy acts, an expert labels or corrects the episodes, and SFT runs."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.collect import collect, collection_facts
+from embodyrl.commands.sft import DECIDES, FREE, sft
+from embodyrl.commands.unchanged_data import check_unchanged
+from embodyrl.data.settings import EpisodeFilter, Labels
+from embodyrl.data.writer import read_episodes
+from embodyrl.errors import Interrupted
+from embodyrl.plan.config import overridden
+from embodyrl.plan.experts import Expert, find_expert
+from embodyrl.plan.schema import Config
+from embodyrl.plan.settings import OnExisting
+from embodyrl.plan.weights import resolve_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaggerResult:
+    """Result of `dagger`: the SFT run of the last round, and the data of all rounds."""
+
+    run: Path
+    """Run folder of the last round's SFT run."""
+    data: tuple[Path, ...]
+    """Folder with the labelled episodes of each round."""
+
+
+class ScriptedExpert:
+    """DAgger expert that labels every visited state with the action of the environment's scripted expert."""
+
+    scripted: ClassVar[bool] = True
+    authors: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, cfg: Config) -> None:
+        """Create the expert, which has no settings."""
+
+    def collect(self, cfg: Config) -> None:
+        """Collect episodes of the policy with actions of the scripted expert as labels."""
+        collect(overridden(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Do nothing; the log of the training shows the progress."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing; the expert holds no resources."""
+        return None
+
+
+def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
+    """Run DAgger, starting with the data in `data.path` and the weights of `ckpt` or of the model settings.
+
+    Round n collects `collect.episodes` new episodes into <collect.out>/round_n. SFT run <name>_round_n then continues
+    from the last weights for `runner.max_steps` steps, on the data of all rounds so far. The same command
+    resumes with the first incomplete round, if `runner.experiment_name` is set.
+
+    Raises:
+        EmbodyError: any failure with a known cause.
+    """
+    out = Path(str(cfg.collect.out))
+    name = cfg.runner.experiment_name or out.resolve().name
+    runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
+    data = [out / f"round_{number + 1}" for number in range(cfg.dagger.rounds)]
+    with ExitStack() as stack:
+        expert: Expert | None = None
+        for number, run in enumerate(runs):
+            before = runs[number - 1] if number else None
+            learning = _training(cfg, before, run, data[: number + 1])
+            check_unchanged(learning, run, keys=DECIDES, free=FREE, instead="runner.experiment_name and collect.out")
+            if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
+                continue
+            if expert is None:
+                expert = stack.enter_context(closing(find_expert(cfg.dagger.expert)(cfg)))
+            try:
+                _run_round(cfg, expert, before, run, data[: number + 1], overrides)
+            except Interrupted as error:
+                error.args = (f"{error}; to continue all rounds, run the same command again",)
+                raise
+    return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def _run_round(
+    cfg: Config, expert: Expert, before: Path | None, run: Path, data: Sequence[Path], overrides: Sequence[str]
+) -> None:
+    """Collect the episodes of this round in the last folder of `data`, and train on all folders."""
+    named = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
+    expert.collect(overridden(cfg, _continued(cfg, before) | {"collect.out": str(data[-1]), **named}))
+    resume = run if run.exists() else None
+    sft(_training(cfg, before, run, data), overrides=overrides, resume=resume, on_step=expert.on_step)
+
+
+def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path]) -> Config:
+    """Return the SFT config of a round; the initial weights are those of the previous round."""
+    # A round in which no episode was corrected has no data.
+    more = [*cfg.data.more, *(str(folder) for folder in data if read_episodes(folder))]
+    actors = cfg.data.actors or list(find_expert(cfg.dagger.expert).authors)
+    learned = {"data.more": more, "data.actors": actors, "runner.experiment_name": run.name}
+    return overridden(cfg, _continued(cfg, before) | learned)
+
+
+def _continued(cfg: Config, before: Path | None) -> dict[str, Any]:
+    """Return the config overrides that select the initial weights: the previous round's weights, or the config's."""
+    ckpt = cfg.ckpt if before is None else str(before)
+    resumed: dict[str, Any] = {"runner.on_existing": OnExisting.resume}
+    if before is not None and "unnorm_key" in type(cfg.model).model_fields:
+        resumed["model.unnorm_key"] = None  # the previous round saved statistics of its data
+    return resumed | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
+
+
+def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Return the lines of the start banner of DAgger as (name, text) pairs."""
+    return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]

@@ -1,0 +1,93 @@
+"""Recording of training and evaluation episodes in data sets (`runner.keep_episodes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
+from embodyrl.commands.collect import copy_episode, source_of, write_environment
+from embodyrl.data.layout import OWN, Actor, Card
+from embodyrl.data.writer import DatasetWriter
+from embodyrl.errors import ConfigError
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.settings import KeptEpisodes
+from embodyrl.types import ActionKind, Episode
+
+_PER_STEP = 10**6
+"""Factor of the training step in an episode's unique number: training step * _PER_STEP + episode id."""
+
+
+class KeptEpisodesWriter:
+    """Writes episodes to a data set until its size reaches `runner.keep_episodes_gb`.
+
+    A resumed run does not write an episode twice.
+    """
+
+    def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> None:
+        cfg = run_plan.cfg
+        self._kind, self._limit = cfg.runner.keep_episodes, cfg.runner.keep_episodes_gb * 10**9
+        self._arena, self._say = arena, say
+        self._actor = Actor.expert if run_plan.policy.scripted else Actor.policy
+        self._trained = cfg.trains
+        split = cfg.env.train if cfg.trains else cfg.env.eval
+        collected = {"kept": self._kind.value, "state_ids": split.state_ids, "seed": cfg.seed}
+        card = Card(env=run_plan.env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
+        self._writer = DatasetWriter(folder, card)
+        write_environment(cfg, folder)
+        self._known = {row[f"{OWN}trial"] for row in self._writer.episodes}
+        self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        self._full = False
+
+    def add(self, episodes: Sequence[Episode], step: int) -> None:
+        """Append episodes to the data set, except episodes that span two training steps."""
+        for episode in episodes:
+            trial = step * _PER_STEP + episode.spec.episode_id
+            whole = not episode.cut and episode.earlier is None
+            if self._full or not whole or trial in self._known or not self._wants(episode):
+                continue
+            if self._bytes + episode.length * self._frame_bytes() > self._limit:
+                self._full = True
+                self._say(f"episodes   recording stopped: {self._writer.root} has reached runner.keep_episodes_gb")
+                continue
+            self._known.add(trial)
+            version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
+            source = source_of(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
+            self._writer.append(copy_episode(self._arena, episode, source, self._actor))
+            self._bytes += episode.length * self._frame_bytes()
+
+    def _wants(self, episode: Episode) -> bool:
+        return self._kind is KeptEpisodes.all or episode.success_once is (self._kind is KeptEpisodes.successes)
+
+    def _frame_bytes(self) -> int:
+        """Return an upper bound of the bytes per frame: images count with their uncompressed size."""
+        fields = (Record.images, Record.observed_state, Record.action)
+        return sum(self._arena[name][0].nbytes for name in fields)
+
+    def close(self) -> None:
+        """Write the episodes that are still in memory, and close the data set."""
+        self._writer.flush()
+        self._writer.close()
+
+
+def check_episodes(run_plan: RunPlan) -> None:
+    """Raise an error if the episodes of this run cannot be stored in a data set.
+
+    Raises:
+        ConfigError: a text task, a delay, or chunks of several actions in training.
+    """
+    cfg = run_plan.cfg
+    if run_plan.env.action.kind is ActionKind.text:
+        raise ConfigError("runner.keep_episodes: text tasks have no frames to record. Remove the key.")
+    if cfg.chunk_overlap:
+        raise ConfigError(
+            "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
+            "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
+        )
+    if cfg.trains and cfg.model.num_action_chunks > 1:
+        raise ConfigError(
+            f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
+            "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
+            "checkpoint, or model.num_action_chunks=1."
+        )

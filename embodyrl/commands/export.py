@@ -1,0 +1,217 @@
+"""Export a checkpoint to a folder in the model's published layout (adapters merged, model card); upload to the hub."""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from embodyrl.channels.messages import POLICY_FOLDER
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.export_data import data_environment, dataset_card, hub_task
+from embodyrl.config.paths import HUB_NAME
+from embodyrl.errors import ConfigError
+from embodyrl.files import read_json, replacing
+from embodyrl.hub import hub_errors
+from embodyrl.plan.config import load_saved_config
+from embodyrl.plan.environment import env_spec
+from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG
+from embodyrl.plan.schema import Config
+from embodyrl.policies import export_policy
+from embodyrl.policies.inputs import INPUTS_FILE
+from embodyrl.text.settings import DataSettings
+from embodyrl.types import EnvSpec
+from embodyrl.version import __version__
+
+_UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
+"""Config sections and keys that an export ignores, so their code and addresses need no `trust=true`."""
+
+
+def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
+    """Export the policy of a checkpoint to a new folder; an error leaves no incomplete folder.
+
+    Args:
+        run: run folder.
+        step: step of the checkpoint.
+        out: new folder.
+        overrides: `trust=true` if the run uses code that is not installed.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; the message names the file.
+        ConfigError: `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} already exists. Choose another folder for the export.")
+    store = CheckpointStore(run / "checkpoints")
+    manifest = store.verify(store.path(step))
+    cfg = load_saved_config(run, overrides, unread=_UNREAD)
+    if cfg.model.compiled:  # the model that merges the weights runs no inference
+        keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
+        cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unread=_UNREAD)
+    source = store.path(step) / POLICY_FOLDER
+    with replacing(out) as scratch:
+        if cfg.model.adapted:
+            _save_merged(cfg, source, scratch)
+            if (source / INPUTS_FILE).is_file():
+                shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
+        else:
+            shutil.copytree(source, scratch)
+        shutil.copyfile(run / "config.yaml", scratch / EXPORTED_CONFIG)
+        if (run / ENVIRONMENT_FILE).is_file():
+            shutil.copyfile(run / ENVIRONMENT_FILE, scratch / ENVIRONMENT_FILE)
+        (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
+    return out
+
+
+def _save_merged(cfg: Config, source: Path, target: Path) -> None:
+    export_policy(cfg.model, _shown(cfg), source, target)
+
+
+def _shown(cfg: Config) -> EnvSpec:
+    """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
+    data = getattr(cfg, "data", None)
+    return data_environment(data) if isinstance(data, DataSettings) else env_spec(cfg)
+
+
+def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
+    trained = cfg.trains
+    method = cfg.algorithm.method if trained else "supervised"
+    base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
+    title, results = f"{run.name}, step {step}", run / "eval" / f"step_{step:06d}" / "eval.json"
+    template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    return template.format(
+        metadata=_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
+        title=title,
+        version=__version__,
+        command="train" if trained else "dagger" if cfg.command == "dagger" else "sft",
+        step=step,
+        seed=cfg.seed,
+        base=base,
+        about="environment" if trained else "data",
+        env=meta.get("env") or meta.get("data"),
+        trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
+        precision=cfg.model.precision_name,
+        results=_results(results),
+    )
+
+
+def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> str:
+    """Return the YAML header of a model card, from which the hub lists the model and its evaluation.
+
+    Local folders are left out: the hub accepts repository names only.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    data = getattr(cfg, "data", None)
+    task = hub_task(data)
+    sets = [data.path, *getattr(data, "more", [])] if isinstance(data, DataSettings) else []
+    datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
+    public = _published(base)
+    table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}
+    known = table["tasks"] and table["overall"]["success_once"] is not None
+    metric, value = ("success_rate", "success_once") if known else ("return", "mean_return")
+    found = [
+        EvalResult(
+            task_type=task,
+            dataset_type=where,
+            dataset_name=where,
+            dataset_config=row["task"],
+            metric_type=metric,
+            metric_value=round(row[value], 4),
+        )
+        for row in [*table["tasks"], *([table["overall"]] if table["tasks"] else [])]
+        if row[value] is not None
+    ]
+    head = ModelCardData(
+        library_name="embodyrl",
+        pipeline_tag=task,
+        tags=["robotics", "reinforcement-learning", "embodyrl"],
+        base_model=f"{public['owner']}/{public['name']}" if public else None,
+        datasets=datasets or None,
+        model_name=title,
+        eval_results=found or None,
+    )
+    return head.to_yaml()
+
+
+def _published(path: str) -> re.Match[str] | None:
+    """Match the owner, name and commit of a hub repository; return None for a folder or a name without a commit."""
+    match = HUB_NAME.fullmatch(path)
+    return match if match and match["revision"] else None
+
+
+def _results(file: Path) -> str:
+    """Return a Markdown table of the success rate of each task, or of the return, with 95 % intervals."""
+    if not file.is_file():
+        return "This step was not evaluated.\n"
+    table = read_json(file)
+    rows = [*table["tasks"], table["overall"] | {"task": "**all**"}]
+    known = table["overall"]["success_once"] is not None
+    value, low, high = ("success_once", "low", "high") if known else ("mean_return", "return_low", "return_high")
+    lines = [f"| task | {'success' if known else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]
+    for row in rows:
+        interval = "" if row[low] is None else f"{row[low]:.3f} to {row[high]:.3f}"
+        score = "" if row[value] is None else f"{row[value]:.3f}"
+        lines.append(f"| {row['task']} | {score} | {interval} | {row['episodes']} |")
+    return "\n".join(lines) + "\n"
+
+
+def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[str] = ()) -> str:
+    """Upload the newest checkpoint of a run, a given checkpoint, an exported folder, or a data set to the hub.
+
+    Args:
+        source: the folder; for a run, the result of `embodyrl ckpt export` is uploaded.
+        repo: `owner/name`; created if missing.
+        private: a created repository is visible to its owner only.
+        overrides: see `export`.
+
+    Returns:
+        `owner/name@commit`, for `model.path` or `data.path`.
+
+    Raises:
+        ConfigError: the folder contains nothing to upload, or the hub rejects the upload; one line.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if found := dataset_card(source, repo):
+        card, tag = found
+        return _upload(source, repo, "dataset", private, card, tag)
+    if (source / "config.json").is_file():
+        return _upload(source, repo, "model", private)
+    run, step = _checkpoint(source)
+    scratch = run / f".push.{os.getpid()}.tmp"
+    try:
+        return _upload(export(run, step, scratch, overrides=overrides), repo, "model", private)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _checkpoint(source: Path) -> tuple[Path, int]:
+    step = source.name.removeprefix("step_")
+    if source.parent.name == "checkpoints" and step.isdecimal() and source.is_dir():
+        return source.parents[1], int(step)
+    steps = CheckpointStore(source / "checkpoints").folders() if (source / "checkpoints").is_dir() else []
+    if not steps:
+        raise ConfigError(
+            f"{source} contains neither a checkpoint, nor an exported policy (config.json), nor a data set. "
+            "Pass one of these folders."
+        )
+    return source, steps[-1]
+
+
+def _upload(folder: Path, repo: str, kind: str, private: bool, card: str = "", tag: str = "") -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    with hub_errors(f"nothing was pushed to {repo}:", "Run the same command again; uploaded files are skipped."):
+        api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
+        if card and not (folder / "README.md").exists():
+            api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo, repo_type=kind)
+        done = api.upload_folder(folder_path=folder, repo_id=repo, repo_type=kind, commit_message="embodyrl push")
+        if tag:
+            with suppress(HfHubHTTPError):
+                api.delete_tag(repo, tag=tag, repo_type=kind)
+            api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
+    return f"{repo}@{done.oid}"

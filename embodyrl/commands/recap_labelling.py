@@ -1,0 +1,258 @@
+"""Value stage of a RECAP round, in a separate process: the driver loads neither frames nor torch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodyrl.commands.sft_setup import data_statistics, with_statistics
+from embodyrl.config.paths import resolve_asset
+from embodyrl.data.cards import read_card
+from embodyrl.data.checks import set_differences
+from embodyrl.data.labels import Labels, places
+from embodyrl.data.layout import write_file
+from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.data.recap.settings import LabelSource, RecapSettings, ValueInput
+from embodyrl.data.recap.targets import (
+    Outcomes,
+    advantages,
+    folds_of,
+    forced,
+    normalised_returns,
+    rank_correlation,
+    ranked_labels,
+    shuffled,
+    thresholds,
+)
+from embodyrl.errors import ConfigError, EmbodyError, WorkerError
+from embodyrl.files import read_json
+from embodyrl.plan.seeds import derive_small
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.vla.conditioning import HasFeatures
+from embodyrl.types import BoolArray, DoubleArray, EnvSpec, IntArray
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from embodyrl.data.recap.value import ValueModel
+
+_STAGE_S = 24 * 3600.0
+"""Time limit of the value stage, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Arguments of the value stage: data sets, model, settings and output files."""
+
+    folders: tuple[str, ...]
+    cfg: RecapSettings
+    model: ModelSettings
+    """Settings of the initial policy, whose features are the input of the value models."""
+    seed: int
+    labels: Path
+    """Path of the output file with the labels of all frames, in the order of `folders`."""
+    summary: Path
+    """Path of the output file with the metrics as JSON, which is written last."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the labels, by name, as JSON values."""
+        named = self.cfg.model_dump(mode="json", exclude={"out", "rounds", "evaluate"})
+        found = {f"recap.{name}": value for name, value in named.items()}
+        return found | {"seed": self.seed, "model.path": str(resolve_asset(str(self.model.weights)).resolve())}
+
+
+def label_in_process(stage: Stage) -> dict[str, Any]:
+    """Run the value stage in a child process, unless its output files exist; return its metrics.
+
+    Raises:
+        EmbodyError: the process failed.
+        ConfigError: the files exist, but were written with other settings.
+    """
+    if not (stage.summary.is_file() and stage.labels.is_file()):
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_label_and_report, args=(stage, there), name="value")
+        process.start()
+        there.close()
+        try:
+            process.join(_STAGE_S)
+        finally:
+            if process.is_alive():
+                process.terminate()
+                process.join(10.0)
+        if process.exitcode != 0:
+            try:
+                reason = here.recv()
+            except EOFError:
+                raise WorkerError(
+                    f"The worker of the value stage for {stage.labels} exited with code {process.exitcode}; to resume, "
+                    "run the same command again."
+                ) from None
+            raise EmbodyError(f"The value stage for {stage.labels} failed: {reason}")
+    found, wanted = read_json(stage.summary), stage.settings
+    written = found.get("settings", {})
+    if differs := [f"{name}={written.get(name)}" for name, value in wanted.items() if written.get(name) != value]:
+        raise ConfigError(
+            f"{stage.labels} was written with {', '.join(differs)}. Use these settings, or choose another recap.out."
+        )
+    return found
+
+
+def _label_and_report(stage: Stage, parent: Connection) -> None:
+    """Run the value stage in a child process, and send the text of an `EmbodyError` to the parent."""
+    try:
+        label(stage)
+    except EmbodyError as error:
+        parent.send(str(error))
+        sys.exit(1)
+
+
+def label(stage: Stage) -> None:
+    """Train value models on all data, and write the labels of all frames.
+
+    Raises:
+        ConfigError: a data set has other cameras, states or actions than `data.path`.
+    """
+    roots = [resolve_asset(folder) for folder in stage.folders]
+    first, *others = [(root, read_card(root)) for root in roots]
+    for other in others:
+        if differs := set_differences(other, first):
+            raise ConfigError(
+                f"{other[0]} and {first[0]} differ in {differs}. Collect data.path again with the settings of this run."
+            )
+    demos = join_demonstrations([load_demonstrations(root) for root in roots])
+    outcomes, cfg = Outcomes.of(demos), stage.cfg
+    g = normalised_returns(outcomes, cfg.failure_penalty)
+    value = cross_fitted(demos, outcomes, g, stage)
+    advantage = advantages(outcomes, g, value, cfg.advantage_steps)
+    limits = thresholds(outcomes, advantage, cfg.positive_share)
+    sure = forced(demos)
+    ranked = ranked_labels(outcomes, advantage, limits)
+    positive = ranked | sure
+    if cfg.labels is LabelSource.shuffled:
+        positive = shuffled(outcomes, positive, ~sure, derive_small(stage.seed, "recap-shuffled"))
+    episode, frame = places(demos)
+    Labels(
+        episode=episode,
+        frame=frame,
+        returns=g.astype(np.float32),
+        value=value.astype(np.float32),
+        advantage=advantage.astype(np.float32),
+        positive=positive,
+    ).save(stage.labels)
+    found = measured(outcomes, g, value) | shares(outcomes, ranked, positive, sure)
+    names = {int(task): str(demos.instruction[start]) for task, start in zip(outcomes.task, demos.start, strict=True)}
+    found |= {
+        "settings": stage.settings,
+        "held_out": cfg.value_folds > 1,
+        "thresholds": {names[task]: limit for task, limit in limits.items()},
+    }
+    write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
+
+
+def cross_fitted(demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, stage: Stage) -> DoubleArray:
+    """Return the value [N] of each frame, from a model not trained on the frame's episode (see `value_folds`).
+
+    Frames after the first success, where the return is 0, have the value 0.
+    """
+    from embodyrl.data.recap.value import ValueTraining, rate, train_value
+
+    cfg, make = stage.cfg, _value_models(demos, stage)
+    count = min(cfg.value_folds, len(outcomes.start))
+    fold = folds_of(len(outcomes.start), count, derive_small(stage.seed, "recap-folds"))
+    value = np.zeros(outcomes.frames)
+    for number in range(count):
+        inside = _frames(outcomes, fold == number)
+        others = inside if count == 1 else _frames(outcomes, fold != number)
+        training = ValueTraining(
+            steps=cfg.value_steps,
+            batch_size=cfg.value_batch_size,
+            lr=cfg.value_lr,
+            seed=derive_small(stage.seed, "recap-value", number),
+        )
+        value[inside] = rate(train_value(make, others, g, training), inside)
+    return value
+
+
+def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueModel]:
+    """Return a function that builds a value model with random weights.
+
+    Raises:
+        ConfigError: the policy has no features.
+    """
+    import torch
+
+    from embodyrl.data.recap.value import FeatureValue, NetworkValue, features_of, shrunk
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if stage.cfg.value_from is ValueInput.network:
+        small = replace(demos, images=shrunk(demos.images))
+        return lambda: NetworkValue(small).to(device)
+    env = read_card(resolve_asset(stage.folders[0])).env
+    request = PolicyRequest(env=env, device=device, seed=stage.seed, trainable=False)
+    with TemporaryDirectory() as folder:
+        model = _with_statistics(stage, demos, env, Path(folder))
+        policy = POLICIES.get(model.model_type).build(model, request)
+    if not isinstance(policy, HasFeatures):
+        raise ConfigError(
+            f"recap.value_from=policy: model '{policy.spec.name}' has no features. Set recap.value_from=network."
+        )
+    features = features_of(policy, demos)
+    return lambda: FeatureValue(features).to(device)
+
+
+def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: Path) -> ModelSettings:
+    """Return the settings of the initial policy with the normalisation statistics of the data, as in SFT."""
+    entry = data_statistics(demos.action, demos.state, env, demos.num_episodes)
+    return with_statistics(stage.model, folder, env, entry)
+
+
+def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
+    """Return the frame indices of the episodes in the mask `chosen` [E], each up to its first success."""
+    parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def measured(outcomes: Outcomes, g: DoubleArray, value: DoubleArray) -> dict[str, float]:
+    """Return the error and rank correlation of values with returns, and the mean values of successes and failures."""
+    counted = outcomes.task_of_frame >= 0
+    won = np.zeros(outcomes.frames, np.bool_)
+    for start, end, success in zip(outcomes.start, outcomes.end, outcomes.success, strict=True):
+        won[start:end] = success
+    found = {
+        "value_error": float(np.abs(g - value)[counted].mean()),
+        "value_rank_correlation": rank_correlation(g[counted], value[counted]),
+    }
+    for name, chosen in (("success", counted & won), ("failure", counted & ~won)):
+        if chosen.any():
+            found[f"value_of_{name}"] = float(value[chosen].mean())
+    return found
+
+
+def shares(outcomes: Outcomes, ranked: BoolArray, positive: BoolArray, sure: BoolArray) -> dict[str, float]:
+    """Return counts of episodes and frames, and the fractions of positive labels by rank and in total.
+
+    The total includes the actions of an expert or a person, which are always positive (see `forced`).
+    """
+    counted = outcomes.task_of_frame >= 0
+    return {
+        "episodes": float(len(outcomes.start)),
+        "successes": float(outcomes.success.sum()),
+        "frames": float(counted.sum()),
+        "forced_frames": float((sure & counted).sum()),
+        "positive_by_rank": float(ranked[counted].mean()),
+        "positive": float(positive[counted].mean()),
+    }

@@ -1,0 +1,218 @@
+"""Sequential test of two policies on the same episodes, which stops once the difference is significant.
+
+The test is anytime-valid: the probability that the test ever reports a difference between equal policies is at most
+5 %, for any number of interim tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from embodyrl.commands.eval_result import EvalResult
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.config.compose import dir_flags, write_word
+from embodyrl.config.settings import plain
+from embodyrl.errors import ConfigError
+from embodyrl.files import json_text
+from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
+from embodyrl.monitor.intervals import Rate
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.config import load_with_ckpt
+from embodyrl.plan.episodes import EpisodeList, eval_episodes
+from embodyrl.plan.keys import state_keys
+from embodyrl.plan.schema import Config
+from embodyrl.reports.history import JUDGED, other_worlds
+from embodyrl.reports.paired import SIGNIFICANT
+
+_OWN = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")
+"""Keys that the test sets for each of the two evaluations."""
+_FIRST, _GROWTH = 20, 1.5
+"""Number of pairs at the first interim test, and the factor by which this number grows from test to test."""
+
+
+def log_e_value(wins: int, losses: int) -> float:
+    """Return the logarithm of the e-value of the null hypothesis that both policies win equally often.
+
+    The second policy wins w of n pairs with different outcomes. The likelihood ratio between a win rate with a uniform
+    prior and a win rate of 1/2 is E = 2^n w! (n - w)! / (n + 1)! (Robbins 1970). E is a martingale under the null
+    hypothesis, so P(E ever reaches 1 / alpha) <= alpha (Ville 1939; Grünwald, de Heide and Koolen, arXiv 1906.07801).
+
+    >>> round(math.exp(log_e_value(9, 0)), 2), log_e_value(0, 0)
+    (51.2, 0.0)
+    """
+    n = wins + losses
+    return n * math.log(2) + math.lgamma(wins + 1) + math.lgamma(losses + 1) - math.lgamma(n + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of the sequential test so far."""
+
+    pairs: int
+    """Number of pairs tested until the decision; all pairs if there is no decision."""
+    only_first: int
+    only_second: int
+    p_value: float
+    """Anytime-valid p-value: the inverse of the largest e-value."""
+
+    @property
+    def decided(self) -> bool:
+        """True if the policies differ at the 5 % level."""
+        return self.p_value <= SIGNIFICANT
+
+
+def run_test(differences: Iterable[int]) -> Verdict:
+    """Test pairs in order until the policies differ significantly.
+
+    Args:
+        differences: success of the second minus success of the first policy (-1, 0 or 1), one pair per initial state.
+
+    >>> run_test([0, 1] * 20)
+    Verdict(pairs=16, only_first=0, only_second=8, p_value=0.03515625)
+    """
+    wins, pairs, largest = {1: 0, -1: 0, 0: 0}, 0, 0.0
+    for difference in differences:
+        pairs += 1
+        wins[difference] += 1
+        largest = max(largest, log_e_value(wins[1], wins[-1]))
+        if math.exp(-largest) <= SIGNIFICANT:
+            break
+    return Verdict(pairs, wins[-1], wins[1], round(math.exp(-largest), 10))
+
+
+def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
+    """Run `embodyrl eval --until-significant RUN_A RUN_B`; return the exit code.
+
+    Raises:
+        ConfigError: the runs have different initial states, horizons or success keys, the initial states are too
+            few or occur several times, or an argument names a run or a folder.
+    """
+    if own := [word for word in words if word.partition("=")[0] in _OWN or "=" not in word]:
+        raise ConfigError(f"--until-significant evaluates two runs in folders of their own; remove {' '.join(own)}.")
+    sides = [_Side(run, words, config_dirs) for run in runs]
+    first, second = (side.compose() for side in sides)
+    if differs := other_worlds(plain(first), plain(second), {*state_keys(), *JUDGED}):
+        raise ConfigError(
+            f"--until-significant: the runs have different initial states, horizons or success keys ({differs}). Set "
+            "these keys to one value for both."
+        )
+    most = min(map(_most_pairs, (first, second)))
+    say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+    say(f"at most {most} episodes of each policy; level 5 % at every number of episodes")
+    verdict = run_test([])
+    for count in _looks(most):
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            for side in sides:
+                side.play(count)
+        verdict = run_test(_differences(*(side.rows for side in sides)))
+        if verdict.decided:
+            break
+        say(f"{count} of {most} episodes: no decision, p = {verdict.p_value:.3g}")
+    lines = [*(side.line() for side in sides), _sentence(verdict, runs, most)]
+    values = {"pairs": verdict.pairs, "only_first": verdict.only_first, "only_second": verdict.only_second}
+    found = values | {"p": verdict.p_value, "most": most, "folders": [str(side.folder) for side in sides]}
+    print(json_text(found) if as_json else "\n".join(lines), end="" if as_json else "\n")
+    return 0
+
+
+def _sentence(verdict: Verdict, runs: Sequence[str], most: int) -> str:
+    counts = f"only {runs[0]} succeeds {verdict.only_first}, only {runs[1]} {verdict.only_second}"
+    test = f"sequential test p = {verdict.p_value:.3g}"
+    if not verdict.decided:
+        return f"{verdict.pairs} episodes: {counts}; {test}: no significant difference"
+    better = runs[verdict.only_second > verdict.only_first]
+    return f"{verdict.pairs} of at most {most} episodes: {counts}; {test}: {better} succeeds more often"
+
+
+def _looks(most: int) -> Iterator[int]:
+    count = float(_FIRST)
+    while count < most:
+        yield int(count)
+        count *= _GROWTH
+    yield most
+
+
+def _fewest_pairs() -> int:
+    """Return the number of pairs that decide if the same policy wins all of them."""
+    return next(wins for wins in itertools.count() if math.exp(-log_e_value(wins, 0)) <= SIGNIFICANT)
+
+
+def _most_pairs(cfg: Config) -> int:
+    """Return the maximum number of episode pairs of the test.
+
+    Raises:
+        ConfigError: the initial states are too few for a decision, or one occurs several times.
+    """
+    run_plan = build_run_plan(cfg, training=False)
+    plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
+    states = len({episode.reset_id for episode in plan.episodes})
+    if states < (fewest := _fewest_pairs()):
+        raise ConfigError(
+            f"--until-significant: {states} initial states are too few for a significant difference. At least {fewest} "
+            "are needed, if one policy wins all of them. Raise eval.episodes, or evaluate more states "
+            "(env.eval.state_ids)."
+        )
+    if states < plan.num_episodes:
+        raise ConfigError(
+            f"--until-significant: {plan.num_episodes} episodes have only {states} initial states, so pairs are not "
+            f"independent. Set eval.samples=1 eval.episodes={states}, or evaluate more states (env.eval.state_ids)."
+        )
+    return covering(plan)
+
+
+def covering(plan: EpisodeList) -> int:
+    """Return the smallest `eval.episodes` that includes all episodes of `plan`: the highest episode id plus 1.
+
+    A plan can skip episode ids, because repeated episodes are evaluated once.
+    """
+    return max(episode.episode_id for episode in plan.episodes) + 1
+
+
+class _Side:
+    """Evaluation of one of the two policies under test; each interim test adds episodes."""
+
+    def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
+        self.run = run
+        self.rows: Sequence[EpisodeRow] = ()
+        self.folder: Path | None = None
+        self._words = [*words, write_word("ckpt", run)]
+        self._config_dirs = config_dirs
+
+    def compose(self, *more: str) -> Config:
+        """Return the config of the evaluation, composed with the additional overrides `more`."""
+        words = [*self._words, *more]
+        return load_with_ckpt("eval", words, config_dirs=self._config_dirs)
+
+    def play(self, count: int) -> None:
+        """Evaluate the policy until the first `count` episodes are finished."""
+        more, flags = (f"eval.episodes={count}",), dir_flags(self._config_dirs)
+        result: EvalResult = evaluate(self.compose(*more), overrides=[*self._words, *more, *flags], resume=self.folder)
+        self.folder = result.folder.parents[1]
+        self.rows = read_episodes(result.folder / EPISODES_FILE)
+
+    def line(self) -> str:
+        """Return a line of text with the success rate of the policy."""
+        rate = Rate(sum(bool(row.success_once) for row in self.rows), len(self.rows))
+        return f"{self.run}: {rate}, {self.folder}"
+
+
+def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[int]:
+    """Return the success of the second policy minus the success of the first policy, for each episode.
+
+    Raises:
+        ConfigError: the environment does not report success.
+    """
+    if all(row.success_once is None for row in (*first, *second)):
+        raise ConfigError(
+            "--until-significant needs an environment that reports success; compare returns with `embodyrl report`."
+        )
+    before = {(row.reset_id, row.seed): bool(row.success_once) for row in first}
+    pairs = ((before.get((row.reset_id, row.seed)), bool(row.success_once)) for row in second)
+    return [now - then for then, now in pairs if then is not None]

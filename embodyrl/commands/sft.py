@@ -1,0 +1,254 @@
+"""SFT on demonstrations or text, which uses the same actor workers as RL."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
+from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
+from embodyrl.commands.session import OnStep, Session
+from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
+from embodyrl.commands.sft_setup import action_log_std, augments, load_material, sft_facts
+from embodyrl.config.compose import write_word
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.trust import trust_words
+from embodyrl.data.cards import read_card
+from embodyrl.data.layout import ENVIRONMENT_PATH
+from embodyrl.data.samples import Samples
+from embodyrl.data.settings import DemonstrationSettings, Objective
+from embodyrl.errors import EmbodyError
+from embodyrl.plan.saved import ENVIRONMENT_FILE, START_FOLDER, read_saved
+from embodyrl.plan.schema import Config
+from embodyrl.plan.seeds import derive
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import BoolArray, IntArray
+
+LOG_EVERY = 10
+"""Number of optimizer steps per row of metrics."""
+VALIDATION_SAMPLES = 512
+
+DECIDES = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
+"""Config sections and keys that determine the weights of a run, except the keys in `FREE`."""
+FREE = (
+    *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
+    *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
+)
+"""Config keys that affect only memory and speed; results change by rounding errors only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftResult:
+    """Result of a finished SFT run."""
+
+    run: Path
+    step: int
+    checkpoint: Path
+    metrics: dict[str, float]
+    """Metrics of the last validation; empty without validation."""
+
+
+def sft(
+    cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None, on_step: OnStep | None = None
+) -> SftResult:
+    """Train with `cfg`, or resume the run in `resume`; `on_step` runs after each optimizer step and may end the run.
+
+    Raises:
+        EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
+    """
+    facts = sft_facts(cfg)
+    if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
+        check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, resume)
+    typed = "dagger" if cfg.command == "dagger" else "sft"
+    with closing(open_run(cfg, typed, overrides, resume)) as folder:
+        return _Sft(cfg, folder, facts, on_step).run()
+
+
+class _Sft:
+    """SFT run in this process."""
+
+    def __init__(self, cfg: Config, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
+        self.cfg = cfg
+        self.facts = facts
+        self.on_step = on_step
+        self.session = Session(cfg, folder, "sft")
+        self.monitor = self.session.monitor
+        self.measured: dict[str, float] = {}
+        self._orders: dict[int, IntArray] = {}
+
+    def run(self) -> SftResult:
+        session, folder = self.session, self.session.folder
+        start = session.find_start()
+        try:
+            self.material = load_material(self.cfg, folder.root / START_FOLDER)
+        except EmbodyError:  # the data or the model cannot be used
+            folder.discard()
+            raise
+        told = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
+        if told.is_file():
+            shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)
+        held_out = len(self.material.validation or ())
+        samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
+        where = [("output", str(folder.root)), folder.following]
+        scaled = [("scaling", self.material.scaled)] if self.material.scaled else []
+        warnings = [("warning", doubt) for doubt in self.material.doubts]
+        session.announce([*self.facts, samples, *scaled, *warnings, *where], self._total_steps())
+        request = PolicyRequest(
+            env=self.material.env,
+            device="auto",
+            seed=self.cfg.seed,
+            gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
+            fresh_heads=True,
+            value_dim=int(self.cfg.objective.rates),
+            action_log_std=action_log_std(self.material.train, self.material.env),
+        )
+        start_all = partial(
+            start_supervised,
+            self.cfg,
+            self.material.model,
+            request,
+            self.material.layout,
+            width=self.material.train.width,
+            total_steps=session.total,
+            log_dir=folder.logs,
+            say=self.monitor.text,
+        )
+        with session.running(start_all) as actors:
+            return self._train(actors, start)
+
+    def _total_steps(self) -> int:
+        runner, batch = self.cfg.runner, self.cfg.actor.global_batch_size
+        if runner.max_epochs < 0:
+            return runner.max_steps
+        return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.material.train) / batch))
+
+    def _train(self, actors: SupervisedActors, start: Path | None) -> SftResult:
+        with self.session.keeping(partial(self._save, actors)):
+            if start is not None:
+                actors.loop.call(LoadRequest(folder=str(start)))
+            self._loop(actors)
+            checkpoint = self._save(actors)
+            self.session.wait_for_save()
+        root = self.session.folder.root
+        told = root / ENVIRONMENT_FILE
+        shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
+        weights, trust = write_word("ckpt", str(root)), trust_words(self.cfg, shown)
+        # Rows of text and third-party data name no environment.
+        where = [] if told.is_file() else ["env=..."]
+        uses = [["eval", weights, *where, *trust], ["train", weights, *where, *trust]]
+        if self.cfg.objective.rates:
+            uses = [["train", "env=...", write_word("reward.path", str(checkpoint / POLICY_FOLDER))]]
+        self.session.conclude(checkpoint, *uses, ["report", str(root)])
+        return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
+
+    def _loop(self, actors: SupervisedActors) -> None:
+        session, runner = self.session, self.cfg.runner
+        if session.step == 0 and runner.val_check_interval != -1:
+            self.monitor.log(0, self._measure(actors))
+        elif row := session.owes_validation(runner.val_check_interval):
+            self.monitor.log(session.step, row | self._measure(actors))
+        losses: list[float] = []
+        began = time.perf_counter()
+        while session.step < session.total:
+            actors.supervisor.pump(0.0)  # signals take effect between two steps
+            with actors.supervisor.shield():
+                row = self._update(actors)
+                session.step += 1
+            session.tell(self.on_step, row)
+            losses += [row["actor/loss"]] if "actor/loss" in row else []
+            last = session.step == session.total
+            checks = session.due(runner.val_check_interval)
+            self.monitor.progress(session.step, session.total, "steps")
+            if checks or last or session.step % LOG_EVERY == 0:
+                seconds = (time.perf_counter() - began) / max(1, len(losses))
+                if losses:
+                    row["actor/loss"] = math.fsum(losses) / len(losses)
+                row["time/step"] = seconds
+                row["time/samples_per_s"] = self.cfg.actor.global_batch_size / seconds
+                try:
+                    if checks:
+                        row |= self._measure(actors)
+                finally:
+                    # The step is done and will not be repeated, even if its validation was interrupted.
+                    self.monitor.log(session.step, row)
+                losses, began = [], time.perf_counter()
+            session.save_if_due(lambda: self._save(actors))
+
+    def _update(self, actors: SupervisedActors) -> dict[str, float]:
+        """Run one optimizer step on the batch of the current step."""
+        step, cfg = self.session.step, self.cfg
+        rows = self._batch(step)
+        starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
+        seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
+        with actors.holding(self.material.train, rows, self._plain(step)) as tickets:
+            done = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
+        return {f"actor/{name}": value for name, value in done.metrics.items()}
+
+    def _batch(self, step: int) -> IntArray:
+        """Return the sample indices of the batch of a step, from one seeded permutation per epoch."""
+        count, size = len(self.material.train), self.cfg.actor.global_batch_size
+        parts: list[IntArray] = []
+        position, missing = step * size, size
+        while missing:
+            # Computed from the step and not stored: a resumed run continues at the same position in the data.
+            epoch, offset = divmod(position, count)
+            part = self._order(epoch)[offset : offset + missing]
+            parts.append(part)
+            position, missing = position + len(part), missing - len(part)
+        return np.concatenate(parts)
+
+    def _plain(self, step: int) -> BoolArray | None:
+        """Return the mask of samples in a step's batch that get no instruction suffix (label dropout)."""
+        if not self.material.train.tags:
+            return None
+        # Computed from the step, like the batch: the same samples in a resumed run and for any number of ranks.
+        rng = np.random.default_rng(derive(self.cfg.seed, "label-dropout", step))
+        return rng.random(self.cfg.actor.global_batch_size) < self.cfg.objective.label_dropout
+
+    def _order(self, epoch: int) -> IntArray:
+        if epoch not in self._orders:
+            count = len(self.material.train)
+            rng = np.random.default_rng(derive(self.cfg.seed, "sft-order", epoch))
+            self._orders = {epoch: rng.permutation(count) if self.cfg.data.shuffle else np.arange(count)}
+        return self._orders[epoch]
+
+    def _measure(self, actors: SupervisedActors) -> dict[str, float]:
+        """Return the loss and the accuracy on held-out samples, and on training samples without augmentation."""
+        started = time.perf_counter()
+        metrics = self._score(actors, self.material.train, "train")
+        judged = metrics["train/loss"]
+        if self.material.validation is not None:
+            metrics |= self._score(actors, self.material.validation, "eval")
+            judged = metrics["eval/loss"]
+        self.session.record_score(-judged)
+        self.measured = dict(metrics)
+        return metrics | {"time/validate": time.perf_counter() - started}
+
+    def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
+        count, size = len(samples), self.cfg.actor.global_batch_size
+        # Always the same samples, spread over all samples, so that the losses of two steps can be compared.
+        rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
+        sums: dict[str, float] = {}
+        for start in range(0, len(rows), size):
+            with actors.holding(samples, rows[start : start + size]) as tickets:
+                done = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
+            sums = {key: sums.get(key, 0.0) + value for key, value in done.metrics.items()}
+        if "error" in sums:  # continuous actions have an error instead of an accuracy
+            right, total = "action_error", sums["error"]
+        else:
+            right = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"
+            total = sums["accuracy"]
+        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{right}": total / len(rows)}
+
+    def _save(self, actors: SupervisedActors) -> Path:
+        meta = {"model": self.material.policy.name, "data": self.cfg.data.path}
+        with actors.supervisor.shield():
+            return self.session.save(actors.save, meta)

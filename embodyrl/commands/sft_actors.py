@@ -1,0 +1,110 @@
+"""Start of the training processes (actor ranks) of SFT."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import RecordLayout
+from embodyrl.channels.messages import SaveRequest
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
+from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.data.samples import Samples
+from embodyrl.files import available_cores
+from embodyrl.plan.build import count_ranks, plan_devices
+from embodyrl.plan.schema import Config
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
+from embodyrl.scheduler.start import Started, actor_specs, rendezvous, shared_arena
+from embodyrl.types import BoolArray, IntArray
+from embodyrl.workers.lifecycle import PolicyHostInit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedActors(Started):
+    """Running actor ranks of an SFT run; the driver passes samples through shared memory (the arena)."""
+
+    loop: EventLoop
+
+    def save(self, folder: Path) -> None:
+        """Save the policy and the training state to `folder`."""
+        self.loop.call(SaveRequest(folder=str(folder)))
+
+    @contextmanager
+    def holding(self, samples: Samples, rows: IntArray, plain: BoolArray | None = None) -> Iterator[IntArray]:
+        """Write the samples `rows` to arena records; yield the tickets, which are freed after the `with` block.
+
+        `plain`: mask of the samples to write without the suffix of the instruction.
+        """
+        bare = np.zeros(len(rows) * samples.width, np.bool_) if plain is None else np.repeat(plain, samples.width)
+        rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
+        tickets = self.arena.allocate_all(len(rows))
+        # Written by the driver, which loads the data set: there is no env worker.
+        with self.arena.write_all(tickets) as records:
+            for record, row, without in zip(records.tolist(), rows.tolist(), bare.tolist(), strict=True):
+                samples.write(self.arena, record, row, plain=without)
+        yield tickets
+        self.arena.free(tickets)
+
+
+def start_supervised(
+    cfg: Config,
+    model: ModelSettings,
+    request: PolicyRequest,
+    layout: RecordLayout,
+    *,
+    width: int,
+    total_steps: int,
+    log_dir: Path,
+    say: Callable[[str], None],
+) -> SupervisedActors:
+    """Start the actor ranks of an SFT run, and wait until they are ready.
+
+    Args:
+        cfg: config of the run.
+        model: model settings, with the statistics of the data.
+        request: arguments of the policy's constructor.
+        layout: layout of the arena, which contains the samples of one optimizer step.
+        width: number of records per sample.
+        total_steps: training steps of the run.
+        log_dir: folder for the ranks' logs.
+        say: function that prints a line for the user.
+
+    Raises:
+        WorkerError: a rank could not start.
+    """
+    ranks, faults = count_ranks(cfg), cfg.faults
+    arena = Arena.create(layout, width * cfg.actor.global_batch_size, "Lower actor.global_batch_size.")
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
+    limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
+    supervisor = Supervisor(launcher, limits, say)
+    meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    init = PolicyHostInit(
+        model=model,
+        objective=cfg.objective,
+        actor=cfg.actor,
+        seed=cfg.seed,
+        deterministic=cfg.runner.deterministic,
+        skips_nonfinite=faults.on_nonfinite is OnNonfinite.skip,
+        request=request,
+        arena=arena.handle,
+        total_steps=total_steps,
+        threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
+        acts=False,
+        trains=True,
+        shared_arena=shared_arena(cfg, arena),
+    )
+    hosts = actor_specs(init, ranks, meet.rank_info, plan_devices(cfg, training=True))
+    policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
+    loop = EventLoop(supervisor, policy)
+    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
+    actors.wait_until_ready(loop, hosts, {})
+    return actors

@@ -1,0 +1,398 @@
+"""Load the data of SFT (demonstrations or text), and store normalisation statistics in a checkpoint folder."""
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from embodyrl.channels.layout import RecordLayout, record_layout
+from embodyrl.commands.facts import precision_facts
+from embodyrl.commands.sft_data import (
+    further_folders,
+    load_samples,
+    require_history,
+    require_match,
+    simulated_delay,
+)
+from embodyrl.config.paths import resolve_asset
+from embodyrl.data.cards import read_card
+from embodyrl.data.checks import check_layout
+from embodyrl.data.layout import INFO_PATH, is_ours
+from embodyrl.data.reader import (
+    Demonstrations,
+    gripper_doubts,
+)
+from embodyrl.data.samples import Samples
+from embodyrl.data.settings import DemonstrationSettings, Labels, Objective
+from embodyrl.data.statistics import scaling_stats, scaling_text
+from embodyrl.data.tables import read_episodes
+from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes, read_json
+from embodyrl.plan.build import count_ranks, mismatches
+from embodyrl.plan.schema import Config
+from embodyrl.plan.text import checked_rows
+from embodyrl.policies import POLICIES
+from embodyrl.policies.inputs import gripper_text, input_problems
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.vla.conditioning import tagged
+from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
+from embodyrl.specs import picture_names
+from embodyrl.text.conversation import TextRow, join_pair
+from embodyrl.text.dataset import TextRows
+from embodyrl.text.messages import join_messages
+from embodyrl.text.settings import RowSettings
+from embodyrl.text.specs import ANY_TEXT
+from embodyrl.types import ActionKind, ByteArray, CameraSpec, CommittedSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
+
+_SMALL = 16 * 2**20
+_CONSTANT = 1e-5
+"""Standard deviation of an action dimension, relative to half its range, that counts as constant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """Training data and model of an SFT run."""
+
+    env: EnvSpec
+    policy: PolicySpec
+    model: ModelSettings
+    train: Samples
+    validation: Samples | None
+    doubts: tuple[str, ...] = ()
+    """Warnings about the data, one line each."""
+    scaled: str = ""
+    """Text for the start banner about dimensions that are constant or rarely differ; empty if there are none."""
+
+    @property
+    def left_out(self) -> str:
+        """Text for the start banner about skipped episodes and empty instructions."""
+        demos = self.train.demos
+        numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
+        skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
+        empty = sum(not str(text).strip() for text in demos.instruction)
+        return skipped + (f" · {empty} steps have an empty instruction" if empty else "")
+
+    @property
+    def layout(self) -> RecordLayout:
+        """Arena layout for the training and validation samples."""
+        parts = [self.train, *([self.validation] if self.validation else [])]
+        prompts = {str(text) for part in parts for text in part.demos.instruction}
+        prompts |= {tagged(text, tag) for text in prompts for part in parts for tag in {*part.tags}}
+        replies = {text for part in parts for text in part.replies}
+        env = replace(self.env, text=TextSpec(prompt_bytes=max(len(text.encode()) for text in prompts)))
+        policy = replace(
+            self.policy,
+            num_action_chunks=self.train.actions.shape[1],
+            reply_bytes=max((len(text.encode()) for text in replies), default=0),
+        )
+        return record_layout(env, policy)
+
+
+def load_material(cfg: Config, folder: Path) -> Material:
+    """Load the training data; create a checkpoint folder `folder` that contains the statistics of the demonstrations.
+
+    Raises:
+        EmbodyError: data are missing, damaged or too large, or do not fit the model.
+    """
+    material = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+    if cfg.objective.rates and not material.policy.rates:
+        raise ConfigError(
+            f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot be trained as a reward "
+            f"model. Use "
+            "model=causal_lm with all weights (model.is_lora=false) for text, or model=cnn or model=mlp for robots."
+        )
+    if material.policy.steering:
+        key = material.policy.steering.key
+        raise ConfigError(f"{key} leaves no trainable weights for SFT; remove the key.")
+    seen = material.train.shown
+    if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
+        raise ConfigError(
+            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, but a classifier needs "
+            "frames with and without success. Collect with collect.filter=all and env.train.ignore_terminations=true, "
+            "which continues episodes after success; data sets recorded by other programs do not contain success."
+        )
+    return material
+
+
+def _demonstrations(cfg: Config, folder: Path) -> Material:
+    assert isinstance(cfg.data, DemonstrationSettings)
+    env, model = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, cfg.model
+    ranked = cfg.objective.name is Objective.dpo
+    measured = model.weights is not None and not ranked
+    spec, scaled = _spec(cfg, env, folder), ""
+    require_match(model, env, spec)
+    train, validation = load_samples(cfg, env, spec)
+    if ranked and not len(train):
+        raise ConfigError(
+            f"objective.name=dpo: data.path={cfg.data.path} has no pair of a better and a worse episode from "
+            f"the same initial state. "
+            "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
+            "collect.episodes=200 collect.filter=all`."
+        )
+    if measured:
+        demos, steps = train.demos, train.steps
+        episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
+        actions, states = train.actions[:, train.history - 1], demos.state[steps]
+        model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
+        scaled = scaling_text(actions, states)
+    # An environment of this package may have a gripper that a task does not need.
+    foreign = not is_ours(resolve_asset(str(cfg.data.path)))
+    doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
+    if train.executed is not None:
+        committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
+        env = replace(env, state_dim=env.state_dim + committed.width(env.action.dim), committed=committed)
+    env = replace(env, longest_demonstration=train.demos.longest)
+    return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled)
+
+
+def _spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
+    """Return the policy spec for the data. Statistics of the initial weights, for other robots, are not read.
+
+    Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
+
+    Args:
+        cfg: config of the run.
+        env: environment of the data.
+        folder: new folder for a copy of the checkpoint with placeholder statistics.
+    """
+    model = cfg.model
+    if model.weights is not None and cfg.objective.name is not Objective.dpo:
+        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
+        model = with_statistics(model, folder, env, data_statistics(action, state, env, 0))
+    return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
+
+
+def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
+    """Return the log standard deviation of each action dimension, relative to half its range; empty if discrete.
+
+    Without a range of an action dimension, half the range is 1. A constant dimension has 0.
+    """
+    if env.action.kind is not ActionKind.box or not len(train):
+        return ()
+    low, high = np.array(env.action.bounds)
+    half = np.where(np.isfinite(high - low) & (high > low), (high - low) / 2, 1.0)
+    std = train.actions[:, train.history - 1].std(0, dtype=np.float64) / half
+    return tuple(np.log(np.where(std > _CONSTANT, std, 1.0)).tolist())
+
+
+def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
+    """Return the entry of `dataset_statistics.json` for a data set (see `scaling_stats`).
+
+    Args:
+        actions: [N, A] in the policy's gripper convention.
+        states: [N, S] proprioceptive states.
+        env: spec with the gripper dimension, which is not normalised.
+        episodes: number of demonstrations.
+    """
+    mask = np.ones(actions.shape[-1], np.bool_)
+    if env.action.gripper is not None:
+        # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
+        mask[env.action.gripper.index] = False
+    # Constant actions keep their value, and constant states may change later.
+    entry: dict[str, Any] = {"action": {**_describe(actions, unit=False), "mask": mask.tolist()}}
+    if states.shape[-1]:
+        entry["proprio"] = _describe(states, unit=True)
+    for part in entry:
+        numbers = {name: row for name, row in entry[part].items() if name != "mask"}
+        check_statistics(numbers, f"the {part} of the data", varies=part == "action")
+    return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
+
+
+def _describe(values: FloatArray, *, unit: bool) -> dict[str, list[float]]:
+    stats = scaling_stats(values, unit=unit)[0]
+    return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
+
+
+def statistics_key(env: EnvSpec) -> str:
+    """Return the name under which the statistics of a data set are saved."""
+    return env.benchmark.unnorm_key or env.name
+
+
+def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dict[str, Any]) -> ModelSettings:
+    """Create a copy `target` of the model's checkpoint folder with the statistics of the data; return its config.
+
+    Small files are copied, weights are linked: no large file is written before the first checkpoint.
+    """
+    source, key = resolve_asset(str(model.weights)), statistics_key(env)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        copy.unlink(missing_ok=True)
+        if path.is_file() and path.stat().st_size <= _SMALL:
+            shutil.copyfile(path, copy)
+        else:
+            # Weights are large and read-only; only the statistics change.
+            copy.symlink_to(path.resolve())
+    text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
+    (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
+    return model.with_statistics(str(target), key)
+
+
+def augments(cfg: Config) -> bool:
+    """Return whether the training images are augmented."""
+    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
+
+
+def sft_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Return the lines of the start banner as (name, text) pairs.
+
+    Raises:
+        EmbodyError: the data set is damaged or missing.
+    """
+    assert cfg.data.path is not None
+    ranks = count_ranks(cfg)
+    where = f" on {ranks} actor ranks" if ranks > 1 else ""
+    what = "pairs" if cfg.objective.of_pairs else "samples"
+    aim = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
+    epochs, most = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
+    length = most if epochs < 0 else f"{epochs} epochs, at most {most},"
+    training = ("training", f"{length} of {cfg.actor.global_batch_size} {what}{where}{aim}")
+    if isinstance(cfg.data, RowSettings):
+        rows, _, policy = _text_parts(cfg)
+        return [
+            ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
+            ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+            *precision_facts(cfg),
+            *(("warning", doubt) for doubt in (*rows.doubts, *policy.doubts)),
+            training,
+        ]
+    assert isinstance(cfg.data, DemonstrationSettings)
+    root = resolve_asset(cfg.data.path)
+    with TemporaryDirectory() as scratch:
+        require_history(cfg, root, lambda env: _spec(cfg, env, Path(scratch)))
+    card = read_card(root, cfg.data)
+    more, val_path = further_folders(cfg)
+    folders = (root, *more, *(() if val_path is None else (val_path,)))
+    if problems := [line for folder in folders for line in check_layout(folder, cfg.data)]:
+        raise ConfigError(problems)
+    with TemporaryDirectory() as scratch:
+        spec = _spec(cfg, card.env, Path(scratch))
+    require_match(cfg.model, card.env, spec)
+    count = spec.inputs.num_images
+    (height, width), names = card.env.cameras.size, card.env.cameras.names
+    unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
+    cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unread}"
+    return [
+        *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (root, *more)), strict=True),
+        ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
+        ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
+        ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+        *precision_facts(cfg),
+        *(("warning", doubt) for doubt in (*_input_doubts(cfg.model, spec, card.env), *_prefix_doubts(cfg, folders))),
+        training,
+    ]
+
+
+def _prefix_doubts(cfg: Config, folders: Sequence[Path]) -> list[str]:
+    """Return warnings about data without the executed actions, which are inputs for simulated delays."""
+    if not simulated_delay(cfg):
+        return []
+    assert isinstance(cfg.data, DemonstrationSettings)
+    cards = [(folder, read_card(folder, cfg.data).collected) for folder in folders]
+    return [
+        f"{folder} contains labels of the expert, not the executed actions, which are inputs of model.rtc=trained: "
+        "SFT uses the labels instead. Collect with collect.labels=executed."
+        for folder, made in cards
+        if made.get("labels") == Labels.expert
+    ]
+
+
+def _input_doubts(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> list[str]:
+    """Return warnings about differences between the inputs in the data and the inputs of the initial weights."""
+    if model.weights is None:
+        return []
+    found = input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
+    return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
+
+
+def _counted(root: Path) -> str:
+    shown, rows = read_json(root / INFO_PATH).get("robot_type") or root.name, read_episodes(root)
+    return f"{root}: {len(rows)} episodes, {sum(row['length'] for row in rows)} frames of {shown}"
+
+
+def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
+    """Return the text rows, and the specs of the environment and of the policy.
+
+    Raises:
+        ConfigError: a source or a row is malformed, or the model is not a language model.
+    """
+    assert isinstance(cfg.data, RowSettings)
+    factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
+    if ActionKind.text not in factory.spec(cfg.model, ANY_TEXT, values).action_kinds:
+        raise ConfigError(
+            f"data.path={cfg.data.path} contains text, but model '{cfg.model.model_type}' outputs actions. "
+            "Use model=causal_lm, or a folder that `embodyrl collect` wrote."
+        )
+    rows = checked_rows(cfg, cfg.data)
+    env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
+    if rows.pictures:
+        env = replace(env, cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=True))
+    policy = factory.spec(cfg.model, env, values)
+    if problems := mismatches(env, policy) if rows.pictures else []:
+        raise ConfigError(problems)
+    return rows, env, policy
+
+
+def _text(cfg: Config) -> Material:
+    """Load text rows; the target of a row is the reference answer with an end token.
+
+    Raises:
+        ConfigError: see `_text_parts`.
+    """
+    rows, env, policy = _text_parts(cfg)
+    split = len(rows) - rows.held_out
+    train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
+    return Material(
+        env=env, policy=policy, model=cfg.model, train=train, validation=held_out if len(held_out) else None
+    )
+
+
+def _text_samples(rows: TextRows, part: range) -> Samples:
+    """Convert each row to an episode of one step, whose observation is the conversation."""
+    chosen, steps = [rows[i] for i in part], np.arange(len(part))
+    none = np.zeros((len(part), 0), np.float32)
+    demos = Demonstrations(
+        images=_pixels(rows, chosen),
+        state=none,
+        action=none,
+        reward=np.zeros(len(part), np.float32),
+        success=np.zeros(len(part), np.bool_),
+        start=steps,
+        stop=steps + 1,
+        instruction=np.array([join_messages(row.messages) for row in chosen], object),
+    )
+    replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in chosen]
+    return Samples(
+        demos=demos,
+        steps=steps,
+        actions=np.zeros((len(part), 1, 1), np.float32),
+        shown=demos.success,
+        valid=np.ones((len(part), 1), np.bool_),
+        replies=replies,
+    )
+
+
+def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
+    """Return the images [M, C, H, W, 3] of the rows; smaller images are in the upper left corner.
+
+    Raises:
+        ConfigError: the images do not fit into the free memory.
+    """
+    shape = (len(chosen), rows.pictures, *rows.image_size, 3)
+    if math.prod(shape) > available_bytes() // 2:
+        raise ConfigError(
+            f"The decoded images need {math.prod(shape) >> 20} MiB, which is more than half of the free memory. "
+            "Lower data.max_image_edge."
+        )
+    images = np.zeros(shape, np.uint8)
+    for rooms, row in zip(images, chosen, strict=True):
+        for room, picture in zip(rooms, row.pictures, strict=False):
+            pixels = picture.pixels()
+            room[: pixels.shape[0], : pixels.shape[1]] = pixels
+    return images

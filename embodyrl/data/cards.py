@@ -1,0 +1,218 @@
+"""Environment spec of a data set, from meta/embodyrl.json (the card) or, for third-party data, from its metadata."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from embodyrl.data.layout import (
+    ACTION,
+    CARD_PATH,
+    INFO_PATH,
+    REWARD,
+    STATE,
+    SUCCESS,
+    UNDESCRIBED,
+    Card,
+    image_key,
+    number_names,
+)
+from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.data.tables import read_info, read_tasks
+from embodyrl.envs.history.observed import with_history
+from embodyrl.errors import ConfigError, EmbodyError, reason_of
+from embodyrl.files import read_small
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
+
+_CHANNELS = (1, 3, 4)
+_FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
+"""Config keys that apply only to third-party data sets."""
+_OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+
+
+PLAIN = DemonstrationSettings()
+"""Default settings, for data sets that contain the description of their environment."""
+
+
+def camera_column(data: DemonstrationSettings, camera: str) -> str:
+    """Return the name of the column with the images of a camera."""
+    return data.cameras.get(camera, image_key(camera))
+
+
+def _checked_gripper(root: Path, data: DemonstrationSettings, width: int) -> GripperConvention | None:
+    """Return the gripper convention of the settings, checked against the action dimension `width`.
+
+    Raises:
+        ConfigError: the actions have no number of that index.
+    """
+    if data.gripper is None:
+        return None
+    if not -width <= data.gripper_index < width:
+        raise ConfigError(
+            f"data.gripper_index={data.gripper_index} is out of range, because the actions of {root} have {width} "
+            f"numbers. Set an index from {-width} to {width - 1}."
+        )
+    return GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
+
+
+def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
+    """Read the card of a data set, and add the observation history of the settings.
+
+    Raises:
+        EmbodyError, ConfigError: see `stored_card`.
+    """
+    card = stored_card(root, data)
+    return replace(card, env=with_history(card.env, data.history))
+
+
+def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
+    """Read the card of a data set: its environment spec and the settings of its collection.
+
+    Raises:
+        EmbodyError: the folder contains no data set, or the description is damaged.
+        ConfigError: the data set needs further keys, or the keys contradict the data set.
+    """
+    path = root / CARD_PATH
+    try:
+        if not path.exists() and (root / INFO_PATH).is_file():
+            path = root / INFO_PATH
+            return _foreign_card(root, read_info(root), data)
+        card = Card.from_json(read_small(path).decode("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
+        raise ConfigError(
+            f"{root} is {kind}. Set the folder of a data set, or collect one: embodyrl collect env=... "
+            f"{shlex.quote(f'collect.out={root}')}."
+        ) from None
+    except KeyError as error:
+        raise EmbodyError(f"{path} has no field {error}. Download or collect the data set again.") from error
+    except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+        raise EmbodyError(
+            f"{path} cannot be read ({reason_of(error)}). Download or collect the data set again, or choose another "
+            "folder."
+        ) from error
+    given = [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]
+    # Copies and conversions of other programs' data may lack these conventions.
+    unknown = {"data.gripper"} if card.env.action.gripper is None else set()
+    unknown |= {"data.image_rotation_deg"} if card.collected.get(UNDESCRIBED) else set()
+    if given and unknown.issuperset(given):
+        gripper = _checked_gripper(root, data, card.env.action.dim)
+        turned = data.image_rotation_deg or card.env.cameras.rotation_deg
+        action, cameras = replace(card.env.action, gripper=gripper), replace(card.env.cameras, rotation_deg=turned)
+        return replace(card, env=replace(card.env, action=action, cameras=cameras))
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: {root} was written by embodyrl and already contains these values. Remove these keys."
+        )
+    return card
+
+
+def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
+    """Build the card of a third-party data set from its metadata and the settings."""
+    features: dict[str, dict[str, Any]] = info["features"]
+    columns = _camera_columns(root, features, data)
+    kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
+        raise ConfigError(
+            f"data.path={root}: the image columns differ in size or type ({found}). Select columns of one size and "
+            "type with data.cameras={name: column, ...}."
+        )
+    kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
+    vectors = [
+        name
+        for name in features
+        if name not in _OTHER and isinstance(shape := features[name].get("shape"), list) and len(shape) == 1
+    ]
+    states = vectors if data.state_key != STATE else [name for name in vectors if "state" in name]
+    for key, column, known in (
+        ("data.action_key", data.action_key, vectors),
+        ("data.state_key", data.state_key, states),
+    ):
+        # A data set may have no state; a state with another name must not be ignored silently.
+        if column not in features and known:
+            raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
+    tasks, action_dim = read_tasks(root), _vector_size(root, data.action_key, features[data.action_key])
+    env = EnvSpec(
+        name=info.get("robot_type") or root.name,
+        action=ActionSpec(dim=action_dim, gripper=_checked_gripper(root, data, action_dim)),
+        tasks=tuple(tasks.values()),
+        states_per_task=(1,) * len(tasks),
+        cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=data.image_rotation_deg),
+        state_dim=_vector_size(root, data.state_key, features[data.state_key]) if data.state_key in features else 0,
+    )
+    fps = info.get("fps")
+    if not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number. Correct the file.")
+    without = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
+    sizes = {STATE: (data.state_key, env.state_dim), ACTION: (data.action_key, env.action.dim)}
+    named = {name: number_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
+    names = {name: row for name, row in named.items() if len(row) == sizes[name][1] > 0}
+    return Card(env=env, fps=float(fps), video=kind == "video", without=without, names=names)
+
+
+def _camera_columns(
+    root: Path, features: Mapping[str, Mapping[str, Any]], data: DemonstrationSettings
+) -> dict[str, str]:
+    """Return the name of the image column of each camera, by camera name."""
+    pictures = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
+    if data.cameras:
+        if unknown := [column for column in data.cameras.values() if column not in pictures]:
+            raise ConfigError(
+                f"data.cameras: {root} has no image column '{unknown[0]}'. Columns: {', '.join(pictures) or 'none'}."
+            )
+        return dict(data.cameras)
+    prefix = image_key("")
+    if strangers := [key for key in pictures if not key.startswith(prefix)]:
+        example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)
+        raise ConfigError(
+            f"data.path={root}: the image columns {', '.join(strangers)} are not named {image_key('<camera>')}. "
+            f"Select the cameras: 'data.cameras={{{example}}}'."
+        )
+    return {key.removeprefix(prefix): key for key in pictures}
+
+
+def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the height and width of a camera column, whose shape has the channels first or last."""
+    info = feature.get("info") or {}
+    if info.get("video.is_depth_map") or info.get("is_depth_map"):
+        raise ConfigError(f"data.path={root}: column '{key}' is a depth map. Select color cameras with data.cameras.")
+    shape, names = _shape(root, key, feature), [str(name) for name in feature.get("names") or ()]
+    ends = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
+    if not ends:
+        raise ConfigError(
+            f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels. "
+            "Select other cameras with data.cameras."
+        )
+    first = len(ends) == 2 and names[:1] and names[0].startswith("c")
+    size = shape[1:] if first or ends[0] == 0 else shape[:2]
+    height, width = size[::-1] if "height" in names and "width" in names[: names.index("height")] else size
+    return int(height), int(width)
+
+
+def _is_number(feature: Mapping[str, Any] | None) -> bool:
+    return feature is not None and feature.get("shape", [1]) == [1] and feature["dtype"] != "string"
+
+
+def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
+    shape = _shape(root, key, feature)
+    if len(shape) != 1:
+        raise ConfigError(
+            f"data.path={root}: '{key}' has the shape {list(shape)}, expected one vector per step. Correct {INFO_PATH}."
+        )
+    return int(shape[0])
+
+
+def _shape(root: Path, key: str, feature: Mapping[str, Any]) -> list[int]:
+    shape = feature.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the shape of '{key}' is {shape!r}, expected a list of integers. Correct the file."
+        )
+    return shape

@@ -1,0 +1,202 @@
+"""Checks of the consistency of a data set's files, and comparisons of data sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.data import layout
+from embodyrl.data.cards import PLAIN, stored_card
+from embodyrl.data.layout import Card
+from embodyrl.data.rows import Rows, find_rows
+from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.data.tables import read_episodes, read_tasks
+from embodyrl.data.writer import paths_of
+from embodyrl.errors import ConfigError, EmbodyError, reason_of
+from embodyrl.files import read_json
+from embodyrl.policies.inputs import gripper_text
+from embodyrl.types import EnvSpec
+
+_SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+"""Keys of `ENV_FIELDS` that determine the shape and the meaning of observations and actions."""
+_SAME_RATE = 0.01
+"""Maximum relative difference of frame rates that count as equal, for example 29.97 and 30."""
+_TOLERANCE_S = 1e-4
+"""Maximum difference between a timestamp and frame_index / fps that LeRobot accepts, in seconds."""
+
+_Episodes = list[dict[str, Any]]
+
+
+def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
+    """Return the errors of a data set, one line each.
+
+    A data set of another program is checked only for properties that would be misinterpreted.
+
+    Raises:
+        ConfigError: the data set has another format, or contradicts the keys that describe it.
+    """
+    problems: list[str] = []
+    try:
+        card, rows = stored_card(root, data), read_episodes(root)
+    except ConfigError:
+        raise
+    except EmbodyError as error:
+        return [f"{root} cannot be read: {error}"]
+    for part in (_info, _tasks, _stats, _episodes) if layout.is_ours(root) else (_episodes,):
+        name = part.__name__.strip("_")
+        try:
+            problems += part(root, card, rows)
+        except EmbodyError as error:
+            problems.append(f"{name}: {error}")
+        except KeyError as error:
+            problems.append(f"{root}: {name} has no column or field {error}.")
+        except (OSError, pa.ArrowException, TypeError, ValueError) as error:
+            problems.append(f"{root}: {name} cannot be read: {reason_of(error)}.")
+    return problems
+
+
+def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
+    """Describe the fields in which two environment specs differ; `alike` names additional fields to compare."""
+    read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
+    found = {name: (get(one), get(other)) for name, get in read.items() if get(one) != get(other)}
+    shown = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in found.items()}
+    return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in shown.items())
+
+
+def set_differences(
+    one: tuple[Path, Card], other: tuple[Path, Card], *alike: str, data: DemonstrationSettings = PLAIN
+) -> str:
+    """Describe the differences between two data sets (folder, card) that prevent training on both.
+
+    Compared are the fields of `differences`, the frame rate, and the order of named dimensions.
+    """
+    differs, rates = differences(one[1].env, other[1].env, *alike), (one[1].fps, other[1].fps)
+    if not differs and not math.isclose(*rates, rel_tol=_SAME_RATE):
+        return "fps ({:g} and {:g})".format(*rates)
+    for key in () if differs else (data.action_key, data.state_key):
+        features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (one, other)]
+        names = [layout.number_names(feature) for feature in features]
+        if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
+            return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
+    return differs
+
+
+def _task_names(rows: _Episodes) -> list[str]:
+    return list(dict.fromkeys(task for row in rows for task in row["tasks"]))
+
+
+def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    found = read_json(root / layout.INFO_PATH)
+    frames = rows[-1]["dataset_to_index"] if rows else 0
+    expected = layout.info_of(card, episodes=len(rows), frames=frames, tasks=len(_task_names(rows)))
+    for key, value in expected.items():
+        if found.get(key) != value:
+            yield f"{layout.INFO_PATH}: {key} is {found.get(key)!r}, expected {value!r}."
+
+
+def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(_task_names(rows)), check_metadata=True):
+        yield f"{layout.TASKS_PATH} does not list the {len(_task_names(rows))} instructions of the episodes in order."
+
+
+def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    stats = read_json(root / layout.STATS_PATH)
+    for key, feature in layout.features_of(card).items() if rows else ():
+        image = feature["dtype"] in ("image", "video")
+        if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
+            yield f"{layout.STATS_PATH} has no statistics of '{key}'."
+        for name, values in stats.get(key, {}).items():
+            # Images have one number per channel, in a shape that broadcasts over [3, H, W].
+            shape = (1,) if name == "count" else (3, 1, 1) if image else tuple(feature["shape"])
+            if np.shape(values) != shape:
+                yield f"{layout.STATS_PATH}: {key}/{name} has shape {np.shape(values)}, expected {shape}."
+            elif not np.isfinite(values).all():
+                yield f"{layout.STATS_PATH}: {key}/{name} is not finite."
+
+
+def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    ours = layout.is_ours(root)
+    if problems := [*_table_problems(rows, exact=ours), *(_file_problems(root, card, rows) if ours else ())]:
+        yield from problems
+        return
+    found, total = find_rows(root, rows), rows[-1]["dataset_to_index"] if rows else 0
+    if len(found) != total:
+        yield f"data: the files contain {len(found)} rows, but meta/episodes lists {total}."
+        return
+    wrong = np.flatnonzero(found.counters["index"] != np.arange(total))
+    if len(wrong):
+        yield f"data: index is not consecutive: row {wrong[0]} is missing or duplicated."
+        return
+    names = dict(enumerate(_task_names(rows))) if ours else read_tasks(root)
+    for row in rows:
+        yield from _row_problems(found, row, card, names, exact=ours)
+
+
+def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
+    """Yield errors of the episode table; with `exact`, gaps in the episode numbers are also errors."""
+    start, last = 0, -1
+    for place, row in enumerate(rows):
+        number = row["episode_index"]
+        if number <= last or (exact and number != place) or row["dataset_from_index"] != start:
+            yield (
+                f"meta/episodes: row {place} is episode {number} from {row['dataset_from_index']}, "
+                f"expected episode {last + 1} from {start}; number the episodes and rows from 0 without gaps."
+            )
+            return
+        last = number
+        start = row["dataset_to_index"]
+        if start - row["dataset_from_index"] != row["length"] or row["length"] < 1:
+            yield f"meta/episodes: episode {number} has length {row['length']}, which does not match its indices."
+
+
+def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    """Yield one line per file that is missing, has unexpected columns, or is not part of an episode."""
+    named: set[str] = set()
+    for number, row in enumerate(rows):
+        paths = paths_of(card, row)
+        if missing := [path for path in paths if not (root / path).is_file()]:
+            yield f"{missing[0]} of episode {number} is missing."
+            return
+        if paths[0] not in named and not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
+            yield f"{paths[0]}: the columns differ from those in meta/info.json."
+        named.update(paths)
+    there = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
+    yield from (f"{path}: no episode refers to this file." for path in sorted(there - named))
+
+
+def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int, str], *, exact: bool) -> Iterator[str]:
+    number, part = row["episode_index"], slice(row["dataset_from_index"], row["dataset_to_index"])
+    own = {name: values[part] for name, values in found.counters.items()}
+    others = np.flatnonzero(own["episode_index"] != number)
+    if len(others):
+        yield (
+            f"episode {number}: its row {others[0]} has episode_index {own['episode_index'][others[0]]}; the rows and "
+            "the table of episodes do not match."
+        )
+        return
+    steps = np.arange(row["length"])
+    # Trimmed episodes of other programs may begin at another frame.
+    if (own["frame_index"] - (0 if exact else own["frame_index"][0]) != steps).any():
+        yield f"episode {number}: frame_index is not consecutive."
+    if exact and not (np.abs(own["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
+        yield f"episode {number}: time stamps are not frame_index / fps."
+    gaps = np.diff(own["timestamp"].astype(np.float64))
+    uneven = np.flatnonzero(~(np.abs(gaps - 1 / card.fps) < 0.5 / card.fps))
+    if not exact and len(uneven):
+        yield (
+            f"episode {number}: step {uneven[0] + 1} is {gaps[uneven[0]]:.4f} s after the previous step, but fps "
+            f"{card.fps:g} means {1 / card.fps:.4f} s."
+        )
+    listed = {task or "" for task in row.get("tasks") or ()}
+    for task in np.unique(own["task_index"]).tolist():
+        if task not in names:
+            yield f"episode {number}: {layout.TASKS_PATH} has no task_index {task}."
+        elif listed and names[task] not in listed:
+            yield f"episode {number}: task_index {task} is '{names[task]}', but meta/episodes has {sorted(listed)}."

@@ -1,0 +1,23 @@
+"""Executed actions of demonstrations: the expert's recorded actions with the noise of the collection."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodyrl.data.layout import OWN, Card
+from embodyrl.envs.chunked import add_noise
+from embodyrl.types import FloatArray
+
+
+def executed_actions(card: Card, episodes: Sequence[Mapping[str, Any]], labels: FloatArray) -> FloatArray:
+    """Return the executed actions [N, A] of episodes whose recorded actions are `labels` [N, A].
+
+    With `model.expert_noise`, the labels have no noise. The noise depends only on the seed of the episode and the step.
+    """
+    scale = card.collected.get("expert_noise")
+    if not scale:
+        return labels
+    places = [(int(e[f"{OWN}seed"]), step) for e in episodes for step in range(e["length"])]
+    spec = card.env.action
+    return np.stack([add_noise(spec, label, *place, scale) for label, place in zip(labels, places, strict=True)])

@@ -1,0 +1,192 @@
+"""Encoding and decoding of frames: lossless PNG, or MP4."""
+
+import io
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from embodyrl.data.layout import pixel_format
+from embodyrl.errors import EmbodyError
+from embodyrl.types import ByteArray, IntArray
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+"""Image formats that Pillow reads without other programs."""
+_LISTING_S = 120.0
+"""Time limit for listing the frame times of a video, in seconds."""
+_SHIFT = 0.4
+"""Maximum deviation of a frame time from equal spacing, in frame intervals."""
+_SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+
+
+def encode_png(frame: ByteArray) -> bytes:
+    """Encode a frame [H, W, 3] uint8 as PNG, with fast compression."""
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def image_size(content: bytes) -> tuple[int, int]:
+    """Return the height and width of an image file, turned upright.
+
+    Raises:
+        EmbodyError: the file is not an image.
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            return _upright(image)[1]
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise EmbodyError(f"The frame cannot be decoded: {error}. Download the data set again.") from error
+
+
+def _upright(image: Image.Image) -> tuple[int, tuple[int, int]]:
+    """Return the EXIF orientation of an image, and its height and width when turned upright."""
+    # Cameras and phones store images sideways, with the orientation in the metadata.
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return turned, (image.width, image.height) if turned in _SIDEWAYS else (image.height, image.width)
+
+
+def decode_png(content: bytes, out: ByteArray) -> None:
+    """Decode an image file into `out` [H, W, 3].
+
+    Raises:
+        EmbodyError: the file is not an image, or has another size (checked before decoding).
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            (turned, found), declared = _upright(image), out.shape[:2]
+            if found != declared:
+                raise EmbodyError(
+                    f"The frame is {found[0]}x{found[1]} (height x width), expected "
+                    f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
+                )
+            if image.mode.startswith(("I", "F")):
+                raise EmbodyError(f"The frame is probably a depth map (mode {image.mode}). Choose color cameras.")
+            pixels = np.asarray((image if turned == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
+    except UnidentifiedImageError:
+        raise EmbodyError(
+            f"The frame is not an image in a known format ({', '.join(_FORMATS)}). Download or collect the data set "
+            "again."
+        ) from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise EmbodyError(f"The frame cannot be decoded: {error}. Download or collect the data set again.") from error
+    out[...] = pixels
+
+
+def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
+    """Concatenate the parts [T, H, W, 3] of a video, and write it as H.264.
+
+    Raises:
+        EmbodyError: the encoder failed.
+    """
+    joined = np.concatenate(frames)
+    try:
+        iio.imwrite(
+            path,
+            joined,
+            plugin="FFMPEG",
+            fps=fps,
+            codec="libx264",
+            macro_block_size=1,  # do not resize
+            pixelformat=pixel_format(joined.shape[1:3]),
+            # Every second frame is a key frame, like in lerobot: loaders read single frames in any order.
+            output_params=["-crf", "18", "-g", "2"],
+        )
+    except (OSError, RuntimeError) as error:
+        raise EmbodyError(f"The video {path} cannot be encoded: {error}. Set collect.images=png.") from error
+
+
+def frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    """Return the time [n] of each frame of a video after the first frame, in seconds; frames are not decoded.
+
+    Raises:
+        EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or its frame rate
+            is variable.
+    """
+    import imageio_ffmpeg  # imported here, because commands without videos also import this module
+
+    if not path.is_file():
+        raise EmbodyError(f"The video {path} is missing. Download or collect the data set again.")
+    try:
+        # The first item describes the file; no frame is decoded for it.
+        meta = next(frames := imageio_ffmpeg.read_frames(str(path)))
+        frames.close()
+        width, height = meta["size"]
+    except (OSError, RuntimeError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
+    if (height, width) != size:
+        raise EmbodyError(
+            f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}. "
+            "Correct the shape in meta/info.json, or encode the video again."
+        )
+    return _listed_times(path, imageio_ffmpeg.get_ffmpeg_exe())
+
+
+def _listed_times(path: Path, program: str) -> npt.NDArray[np.float64]:
+    command = [program, "-v", "error", "-i", str(path), "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
+    try:
+        listed = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EmbodyError(
+            f"The frame times of {path} cannot be read: {error}. Download or collect the data set again."
+        ) from error
+    text = listed.stdout.decode(errors="replace")
+    base = re.search(r"^#tb 0: (\d+)/(\d+)$", text, re.MULTILINE)
+    lines = [line.split(",") for line in text.splitlines() if line[:1] != "#"]
+    times = np.sort(np.array([line[2] for line in lines if len(line) > 2]).astype(np.float64))
+    if base is None or not len(times):
+        raise EmbodyError(f"{path} cannot be read: it has no frames. Download or collect the data set again.")
+    times = (times - times[0]) * int(base[1]) / int(base[2])
+    if len(times) < 3:
+        return times
+    even = np.linspace(times[0], times[-1], len(times))
+    step = even[1] - even[0]
+    wrong = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
+    if len(wrong):
+        raise EmbodyError(
+            f"{path} has a variable frame rate: frame {wrong[0]} is displaced by "
+            f"{(times - even)[wrong[0]] / step:+.1f} frames. Encode the video with the frame rate of meta/info.json."
+        )
+    return times
+
+
+def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None:
+    """Decode selected frames of a video.
+
+    Args:
+        path: the file.
+        numbers: [n] indices of the frames to decode, ascending, from 0.
+        outs: [n] output arrays [H, W, 3].
+
+    Raises:
+        EmbodyError: the file is unreadable or too short, or has frames of another size.
+    """
+    count = done = 0
+    try:
+        # Without this option, frames are repeated or dropped to reach the rate in the header.
+        for frame in iio.imiter(path, plugin="FFMPEG", output_params=["-fps_mode", "passthrough"]):
+            while done < len(outs) and numbers[done] == count:
+                if frame.shape != outs[done].shape:
+                    raise EmbodyError(
+                        f"{path} has frames of shape {frame.shape}, but the data set declares {outs[done].shape}. "
+                        "Encode the video again."
+                    )
+                outs[done][...] = frame
+                done += 1
+            count += 1
+            if done == len(outs):
+                break
+    except (OSError, RuntimeError) as error:
+        raise EmbodyError(f"{path} cannot be decoded: {error}. Download or collect the data set again.") from error
+    if done < len(outs):
+        raise EmbodyError(
+            f"{path} contains {count} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect "
+            "the data set again."
+        )

@@ -1,0 +1,381 @@
+"""Load data sets into memory with decoded frames, so that a batch is a single indexing operation."""
+
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.data import layout
+from embodyrl.data.cards import PLAIN, camera_column, stored_card
+from embodyrl.data.checks import check_layout
+from embodyrl.data.executed import executed_actions
+from embodyrl.data.frames import decode_png
+from embodyrl.data.layout import Card
+from embodyrl.data.rows import (
+    Rows,
+    find_rows,
+    non_finite,
+    read_columns,
+    read_success,
+    read_vectors,
+)
+from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.data.tables import read_episodes, read_info, read_tasks
+from embodyrl.data.videos import VideoReader
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.files import available_bytes, available_cores, read_small
+from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
+
+_MEMORY_SHARE = 0.8
+"""Maximum fraction of the free memory for decoded frames."""
+
+_Episodes = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """Demonstrations in memory: N env steps of E episodes, one episode after another."""
+
+    images: ByteArray
+    """[N, C, H, W, 3] uint8 in the simulator's orientation."""
+    state: FloatArray
+    """[N, S] proprioceptive state."""
+    action: FloatArray
+    """[N, A] actions in the environment's units."""
+    reward: FloatArray
+    """[N] rewards; 0 if the data set has no rewards."""
+    success: BoolArray
+    """[N] True if the goal is reached after the action; False if the data set has no such column."""
+    start: IntArray
+    """[E] index of the first env step of each episode."""
+    stop: IntArray
+    """[E] end index of each episode (exclusive)."""
+    instruction: npt.NDArray[np.object_]
+    """[N] instruction of each step; an episode may have several."""
+    actor: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[N] author of each action, as a value of `Actor`; empty for text."""
+    reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[E] reset id (initial state) of each episode; -1 for third-party data sets; empty for text."""
+    executed: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """[N, A] executed actions, which differ from the labels in `action` by model.expert_noise; empty for text."""
+    skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Indices of the skipped episodes with non-finite numbers."""
+    doubts: tuple[str, ...] = ()
+    """Warnings about probable mistakes in the data, one line each."""
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes, E."""
+        return len(self.start)
+
+    @property
+    def longest(self) -> int:
+        """Number of steps of the longest successful episode, or of all episodes if none reports success."""
+        length = self.stop - self.start
+        reached = np.array([self.success[a:b].any() for a, b in zip(self.start, self.stop, strict=True)], np.bool_)
+        return int(length[reached].max(initial=0) or length.max(initial=0))
+
+    @property
+    def shown(self) -> BoolArray:
+        """[N] True if the goal is reached in the observation (after the previous action); False at the first step."""
+        # A frame shows the result of the action before it; the first frame shows no result.
+        shown = np.roll(self.success, 1)
+        shown[self.start] = False
+        return shown
+
+    def steps_of(self, episodes: Sequence[int]) -> IntArray:
+        """Return the indices of all env steps of the given episodes."""
+        return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])
+
+    def chunks(self, steps: IntArray, length: int) -> FloatArray:
+        """Return the action chunks [B, K, A] that begin at `steps` [B], padded with the last action of the episode."""
+        return self.action[self.window(steps, length)[0]]
+
+    def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
+        """Return the step indices [B, K] of one window per step in `steps` [B], and a mask [B, K].
+
+        A window begins `before` steps before its step. The mask is False for padding, which repeats the first or the
+        last step of the episode.
+        """
+        episode = np.searchsorted(self.stop, steps, side="right")
+        wanted = steps[:, None] + np.arange(-before, length - before)
+        found = np.clip(wanted, self.start[episode][:, None], self.stop[episode][:, None] - 1)
+        return found, found == wanted
+
+    def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
+        """Return pairs [M, 2] of chunk starts: one in a better, one in a worse episode from the same initial state.
+
+        A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
+        same env step of their episodes, up to the length of the shorter episode.
+        """
+        worth = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
+        pairs = [
+            np.stack([self.start[e] + at, self.start[other] + at], axis=1)
+            for e in episodes
+            for other in episodes
+            if self.reset_id[e] == self.reset_id[other] >= 0 and worth[e] > worth[other]
+            for at in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
+        ]
+        return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
+
+    def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
+        return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
+
+
+def load_demonstrations(
+    root: Path, data: DemonstrationSettings = PLAIN, *, only: Collection[int] | None = None
+) -> Demonstrations:
+    """Load all episodes, or only the episodes with an index in `only`; frames are decoded to uint8 in memory.
+
+    Raises:
+        EmbodyError: see `EpisodeReader`; or the frames are larger than the free memory.
+    """
+    return EpisodeReader(root, data).read(only)
+
+
+class EpisodeReader:
+    """A data set with states, actions and rewards in memory; frames are decoded when episodes are read."""
+
+    def __init__(self, root: Path, data: DemonstrationSettings = PLAIN) -> None:
+        """Read states, actions and rewards.
+
+        Raises:
+            EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers.
+        """
+        self.card = card = stored_card(root, data)
+        ours = layout.is_ours(root)
+        cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
+        if problems := check_layout(root, data):
+            more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+            raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
+        episodes = read_episodes(root)
+        if not episodes:
+            raise EmbodyError(f"{root} contains no episodes. {cure}")
+        rows, env = find_rows(root, episodes), card.env
+        doubts = [] if ours else count_doubts(root, len(episodes))
+        action, state = (
+            read_vectors(rows, data.action_key, env.action.dim, doubts),
+            read_vectors(rows, data.state_key, env.state_dim, doubts),
+        )
+        self._doubts = tuple(doubts)
+        numbers = {data.action_key: action, data.state_key: state}
+        if layout.REWARD not in card.without:
+            numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
+        skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
+        if data.gripper is not None:
+            check_gripper(str(root), env.action.gripper, action)
+        self.episodes: _Episodes = [e for e in episodes if e["episode_index"] not in skipped]
+        """Rows of meta/episodes, without skipped episodes."""
+        self.videos = VideoReader(root, card, rows, episodes)
+        self._numbered = {int(e["episode_index"]): e for e in self.episodes}
+        self._root, self._data, self._rows, self._action, self._state = root, data, rows, action, state
+        self._reward = numbers.get(layout.REWARD)
+        known = layout.SUCCESS not in card.without
+        self._success = read_success(rows) if known else np.zeros(len(rows), np.bool_)
+        actor = np.full(len(rows), layout.Actor.unknown, np.int64)
+        self._actor = read_vectors(rows, layout.ACTOR, 1)[:, 0].astype(np.int64) if card.actors else actor
+        self._names = read_tasks(root)
+        self._left_out = np.array(sorted(skipped), np.int64)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Warnings about probable mistakes in the data; warnings about videos follow when their files are opened."""
+        return (*self._doubts, *self.videos.doubts)
+
+    def read(self, only: Collection[int] | None = None) -> Demonstrations:
+        """Return all episodes, or only the episodes with an index in `only`.
+
+        Raises:
+            EmbodyError: no such episode, a frame is damaged, or the frames are larger than the free memory.
+        """
+        rows, reward = self._rows, self._reward
+        numbered = self._numbered
+        kept = self.episodes if only is None else [numbered[n] for n in sorted(only) if n in numbered]
+        if not kept:
+            raise EmbodyError(f"{self._root}: every episode contains a non-finite number. Correct the data.")
+        keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
+        images = _read_frames(self._root, self.card, self._data, rows, kept, keep, self.videos)
+        stop = np.cumsum([e["length"] for e in kept])
+        return Demonstrations(
+            images=images,
+            state=self._state[keep],
+            action=self._action[keep],
+            executed=executed_actions(self.card, kept, self._action[keep]),
+            reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
+            success=self._success[keep],
+            actor=self._actor[keep],
+            start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
+            stop=stop.astype(np.int64),
+            instruction=np.array([self._names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+            reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
+            skipped=self._left_out,
+            doubts=self.doubts,
+        )
+
+
+def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
+    """Return the indices of the episodes that contain non-finite values.
+
+    Raises:
+        EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
+    """
+    bad = list(non_finite(rows, episodes, numbers))
+    found = {episode for episode, _, _ in bad}
+    if bad and not skip:
+        episode, step, what = bad[0]
+        raise EmbodyError(
+            f"{root}: episode {episode}, step {step}: {what} ({len(bad)} such rows in {len(found)} episodes). Correct "
+            "the data, or set data.skip_nonfinite=true to skip these episodes."
+        )
+    return found
+
+
+def count_doubts(root: Path, episodes: int) -> list[str]:
+    """Return a warning if a third-party data set declares a number of episodes that differs from its content."""
+    declared = read_info(root).get("total_episodes", episodes)
+    if declared == episodes:
+        return []
+    file = root / layout.INFO_PATH
+    return [f"{file} declares {declared} episodes, but meta/episodes has {episodes}: is the data set complete?"]
+
+
+def check_gripper(where: str, gripper: GripperConvention | None, action: FloatArray) -> None:
+    """Check that the gripper actions of third-party data follow the gripper convention.
+
+    Raises:
+        ConfigError: an action violates the convention.
+    """
+    if gripper is None:
+        return
+    values = action[:, gripper.index]
+    values = values[np.isfinite(values)]
+    low, high = sorted((gripper.open, gripper.closed))
+    slack, found = 0.02 * (high - low), np.unique(values)
+    between = len(found) < 3 and ((found > low + slack) & (found < high - slack)).any()
+    if len(found) and (between or found[0] < low - slack or found[-1] > high + slack):
+        raise ConfigError(
+            f"data.gripper=[{gripper.open:g},{gripper.closed:g}] does not match action {gripper.index} of {where}, "
+            f"which is in {found[0]:g}..{found[-1]:g}. Set data.gripper to the actions that open and close the "
+            "gripper, or set data.gripper_index."
+        )
+
+
+def gripper_doubts(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
+    """Return a warning if the gripper actions in `action` [N, A] cover at most half of the declared range."""
+    if gripper is None or not len(action):
+        return ()
+    values = action[:, gripper.index]
+    low, high = float(values.min()), float(values.max())
+    if high - low > 0.52 * abs(gripper.open - gripper.closed):
+        return ()
+    shown = f"is always {low:g}" if low == high else f"is in {low:g}..{high:g} only"
+    return (
+        f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} of the data {shown}. Check "
+        "data.gripper and data.gripper_index.",
+    )
+
+
+def _read_frames(
+    root: Path,
+    card: Card,
+    data: DemonstrationSettings,
+    rows: Rows,
+    episodes: _Episodes,
+    keep: IntArray,
+    videos: VideoReader,
+) -> ByteArray:
+    """Decode the frames of the rows in `keep`, in order."""
+    shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
+    _require_memory(root, int(np.prod(shape)))
+    # Decode in place: stacking a list of frames would take twice the memory.
+    images = np.empty(shape, np.uint8)
+    columns = [camera_column(data, camera) for camera in card.env.cameras.names]
+    if card.video:
+        for camera, column in enumerate(columns):
+            videos.read(column, episodes, images[:, camera])
+        return images
+    position = np.full(len(rows), -1, np.int64)
+    position[keep] = np.arange(len(keep))
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for number, path in enumerate(rows.files if columns else ()):
+            inside = np.flatnonzero((rows.file == number) & (position >= 0))
+            if not len(inside):
+                continue
+            inside = inside[np.argsort(rows.place[inside])]
+            table = read_columns(path, columns)
+            for camera, column in enumerate(columns):
+                places = [_Place(root, rows, episodes, column, row) for row in inside]
+                contents = _contents(root, table[column].take(rows.place[inside]), places)
+                list(pool.map(_decode, contents, [images[row, camera] for row in position[inside]], places))
+    return images
+
+
+class _Place(NamedTuple):
+    """Position of one frame, for error messages."""
+
+    root: Path
+    rows: Rows
+    episodes: _Episodes
+    column: str
+    row: int
+
+    def __str__(self) -> str:
+        episode = self.rows.counters["episode_index"][self.row]
+        step = self.row - next(e["dataset_from_index"] for e in self.episodes if e["episode_index"] == episode)
+        return f"{self.root}: episode {episode}, step {step}: '{self.column}'"
+
+
+def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
+    try:
+        decode_png(content, out)
+    except EmbodyError as error:
+        raise EmbodyError(f"{place}: {error}") from error
+
+
+def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[bytes]:
+    """Yield the encoded image of each row of a column, whose rows contain the bytes or the path of an image file."""
+    for value, place in zip(column, places, strict=True):
+        row = value.as_py()
+        row = row if isinstance(row, dict) else {"bytes": row}
+        content, path = row.get("bytes"), row.get("path")
+        if content is None and path:
+            file = (root / path).resolve()
+            if not file.is_relative_to(root.resolve()) or not file.is_file():
+                raise EmbodyError(
+                    f"{place} refers to the image {path}, which is not a file in the data set. Copy the image to this "
+                    "path, or store the images in the data files."
+                )
+            try:
+                content = read_small(file)
+            except (OSError, ValueError) as error:
+                raise EmbodyError(f"{place} cannot be read: {error}. Download the data set again.") from error
+        if not isinstance(content, bytes):
+            raise EmbodyError(f"{place} has no image. Download the data set again.")
+        yield content
+
+
+def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
+    """Concatenate data sets of one environment."""
+    if len(parts) == 1:
+        return parts[0]
+    offsets = np.cumsum([0, *(len(part.images) for part in parts[:-1])])
+    moved = [
+        replace(part, start=part.start + offset, stop=part.stop + offset)
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    names = [part.name for part in fields(Demonstrations) if part.name != "doubts"]
+    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in moved]) for name in names}
+    return Demonstrations(**joined, doubts=tuple(doubt for part in parts for doubt in part.doubts))
+
+
+def _require_memory(root: Path, needed: int) -> None:
+    free = available_bytes()
+    if needed > _MEMORY_SHARE * free:
+        raise EmbodyError(
+            f"{root}: the decoded frames need {needed / 2**30:.1f} GiB of memory, but only {free / 2**30:.1f} GiB are "
+            "free. Collect smaller images (env.init_params) or fewer episodes."
+        )

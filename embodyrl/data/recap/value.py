@@ -1,0 +1,184 @@
+"""Distributional value models of RECAP: a categorical distribution over normalised returns."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.data.reader import Demonstrations
+from embodyrl.data.recap.targets import two_hot
+from embodyrl.errors import NonFiniteError
+from embodyrl.policies.flow.small.config import SmallConfig, Units
+from embodyrl.policies.flow.small.network import SmallFlow
+from embodyrl.policies.vla.conditioning import HasFeatures
+from embodyrl.policies.vla.records import ChunkShape
+from embodyrl.types import ROWS_AT_A_TIME, DoubleArray, IntArray, Observation
+
+BINS = 201
+"""Number of categories; their returns are linspace(-1, 0, BINS)."""
+WIDTH, LAYERS, PLANES, MAPS = 64, 2, (16, 32), 16
+HEAD_WIDTH, DROPOUT = 128, 0.3
+MAX_EDGE = 64
+"""Maximum height and width of an image in pixels; larger images are downsampled (see `shrunk`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueTraining:
+    """Optimizer steps, batch size and learning rate for one value model."""
+
+    steps: int
+    batch_size: int
+    lr: float
+    seed: int
+
+
+class ValueModel(nn.Module, ABC):
+    """Network that predicts logits over `BINS` categories of the return, for the frames of one data set."""
+
+    @abstractmethod
+    def forward(self, frames: IntArray) -> Tensor:
+        """Return the logits [B, BINS] of the frames with the indices `frames` [B]."""
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer updates."""
+        return [*self.parameters()]
+
+
+class FeatureValue(ValueModel):
+    """MLP with two hidden layers; the inputs are precomputed, normalised features [N, F] of all frames."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        scale = features.std(0) + 1e-3
+        self._features = (features - features.mean(0)) / scale
+        layers: list[nn.Module] = []
+        for inputs in (features.shape[1], HEAD_WIDTH):
+            layers += [nn.Linear(inputs, HEAD_WIDTH), nn.GELU(), nn.Dropout(DROPOUT)]
+        self.layers = nn.Sequential(*layers, nn.Linear(HEAD_WIDTH, BINS))
+
+    def forward(self, frames: IntArray) -> Tensor:
+        """Return the logits [B, BINS] of the frames (see `ValueModel.forward`)."""
+        return self.layers(self._features[torch.from_numpy(frames).to(self._features.device)])
+
+
+class NetworkValue(ValueModel):
+    """Encoder of the small flow policy (images, state and instruction) with a categorical value head."""
+
+    def __init__(self, demos: Demonstrations) -> None:
+        super().__init__()
+        self._demos = demos
+        cameras, state = demos.images.shape[1], demos.state.shape[1]
+        bounds = np.quantile(demos.state, (0.01, 0.99), axis=0).astype(np.float32)
+        one = np.ones(1, np.float32)
+        units = Units(action_low=-one, action_high=one, state_low=bounds[0], state_high=bounds[1])
+        sizes = SmallConfig(
+            width=WIDTH,
+            layers=LAYERS,
+            planes=PLANES,
+            maps=MAPS,
+            num_images=cameras,
+            state_dim=state,
+            action_width=1,
+        )
+        shape = ChunkShape(horizon=1, width=1, executed=1, action_dim=1)
+        longest = max(len(str(text).split()) for text in set(demos.instruction.tolist()))
+        self.network = SmallFlow(sizes, shape, units, words=longest)
+        self.head = nn.Sequential(nn.Linear(WIDTH, HEAD_WIDTH), nn.GELU(), nn.Linear(HEAD_WIDTH, BINS))
+
+    def forward(self, frames: IntArray) -> Tensor:
+        """Return the logits [B, BINS] of the frames (see `ValueModel.forward`)."""
+        return self.head(self.network.encode_prefix(observations(self._demos, frames)).pooled)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return all weights except those of the action expert, which the value does not use."""
+        unused = tuple(
+            f"network.{part}" for part in ("memory", "action_in", "time", "expert", "out_norm", "action_out")
+        )
+        return [weight for name, weight in self.named_parameters() if not name.startswith(unused)]
+
+
+def shrunk(images: np.ndarray) -> np.ndarray:
+    """Reduce images [N, C, H, W, 3] by average pooling to at most `MAX_EDGE` pixels per side."""
+    height, width = images.shape[2:4]
+    by = max(1, math.ceil(max(height, width) / MAX_EDGE))
+    if by == 1 or not images.size:
+        return images
+    rows, columns = height // by, width // by
+    out = np.empty((*images.shape[:2], rows, columns, 3), np.uint8)
+    for place, frame in enumerate(images):  # one frame at a time: the mean is a float array
+        squares = frame[:, : rows * by, : columns * by].reshape(-1, rows, by, columns, by, 3)
+        out[place] = squares.mean(axis=(2, 4)).round()
+    return out
+
+
+def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
+    """Return the policy's features of all frames, concatenated with the state: [N, F]."""
+    parts: list[Tensor] = []
+    for start in range(0, len(demos.action), ROWS_AT_A_TIME):
+        obs = observations(demos, np.arange(start, min(start + ROWS_AT_A_TIME, len(demos.action))))
+        found = policy.features(obs).float()
+        parts.append(torch.cat([found, torch.from_numpy(obs.state).to(found)], 1))
+    return torch.cat(parts)
+
+
+def train_value(
+    make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
+) -> ValueModel:
+    """Train a value model on selected frames, with cross-entropy between its distribution and the two-hot returns.
+
+    Args:
+        make: function that builds a value model.
+        frames: [n] indices of the training frames.
+        g: [N] normalised return of every frame.
+        training: settings of the training.
+
+    Raises:
+        NonFiniteError: the gradient is not finite.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(training.seed)
+        model = make().train()
+        used = model.trained()
+        device = used[0].device
+        optimizer = torch.optim.AdamW(used, lr=training.lr, weight_decay=0.1)
+        rng = np.random.default_rng(training.seed)
+        for step in range(training.steps):
+            share = 0.5 * (1.0 + math.cos(math.pi * step / training.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = training.lr * min(1.0, (step + 1) / 20) * share
+            rows = rng.choice(frames, training.batch_size)
+            target = torch.from_numpy(two_hot(g[rows], BINS)).to(device, torch.float32)
+            loss = nn.functional.cross_entropy(model(rows), target)
+            optimizer.zero_grad()
+            loss.backward()
+            if not (norm := nn.utils.clip_grad_norm_(used, 1.0)).isfinite():
+                raise NonFiniteError(
+                    f"Non-finite gradient norm {norm.item()} of a value model in optimizer step {step + 1}; the policy "
+                    f"is unchanged, and no labels were written. Lower recap.value_lr."
+                )
+            optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
+    """Return the predicted value [n] of the frames with the indices `frames` [n].
+
+    The value is the mean of the predicted return distribution.
+    """
+    parts = [np.zeros(0)]
+    for start in range(0, len(frames), 256):
+        logits = model(frames[start : start + 256])
+        centres = torch.linspace(-1.0, 0.0, BINS, device=logits.device)
+        parts.append((logits.softmax(1) @ centres).double().cpu().numpy())
+    return np.concatenate(parts)
+
+
+def observations(demos: Demonstrations, frames: IntArray) -> Observation:
+    """Return the observations of the frames with the indices `frames`."""
+    words = tuple(str(text) for text in demos.instruction[frames])
+    return Observation(images=demos.images[frames], state=demos.state[frames], instructions=words)

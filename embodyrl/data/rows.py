@@ -1,0 +1,226 @@
+"""Index of the rows (env steps) of a data set over all its files, and readers of their columns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.data.layout import SUCCESS, is_ours
+from embodyrl.data.tables import DATA_FILE, data_file
+from embodyrl.errors import EmbodyError
+from embodyrl.files import visible_files
+from embodyrl.types import FloatArray, IntArray
+
+_RESOLUTION = 1e-3
+"""Maximum distance between adjacent float32 values of a column, as a fraction of the column's range."""
+_LFS = b"version https://git-lfs"
+COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """File positions and index columns of the N rows of a data set, ordered by `index`."""
+
+    files: tuple[Path, ...]
+    file: IntArray
+    """[N] index of the file in `files`."""
+    place: IntArray
+    """[N] index of the row within its file."""
+    counters: dict[str, npt.NDArray[Any]]
+    """Values [N] of each column in `COUNTERS`."""
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
+    """Find the file position of each row, by the column `index`, or by episode and frame for v2.0 and v2.1.
+
+    For v3.0 data of other programs, the file numbers in meta/episodes are not used: the v2.1 converter of lerobot
+    writes wrong numbers for episodes at the end of a file.
+
+    Raises:
+        EmbodyError: a file is missing or damaged, lacks a column, or has the rows of another episode.
+    """
+    apart = any(DATA_FILE in row for row in episodes)
+    named = [row[DATA_FILE] for row in episodes] if apart else map(data_file, episodes) if is_ours(root) else ()
+    paths = tuple(root / name for name in dict.fromkeys(named))
+    files = paths or tuple(visible_files(root / "data", ".parquet"))
+    if not files:
+        raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
+    tables = [read_columns(path, COUNTERS) for path in files]
+    lengths = [len(table) for table in tables]
+    for row, length in zip(episodes, lengths, strict=True) if apart else ():
+        if length != row["length"]:
+            raise EmbodyError(
+                f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
+                f"{row['length']} in the episode table. Download the data set again."
+            )
+    counters = {
+        name: np.concatenate([_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
+        for name in COUNTERS
+    }
+    file = np.repeat(np.arange(len(files)), lengths)
+    order = np.lexsort((counters["frame_index"], file)) if apart else np.argsort(counters["index"], kind="stable")
+    found = {name: values[order] for name, values in counters.items()}
+    # Data of other programs may lack deleted episodes; a repeated index stays, and is reported.
+    apart = apart or (not is_ours(root) and bool((np.diff(found["index"]) > 0).all()))
+    return Rows(
+        files=files,
+        file=file[order],
+        place=np.concatenate([np.arange(length) for length in lengths])[order],
+        counters=found | ({"index": np.arange(len(order))} if apart else {}),
+    )
+
+
+def _counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return a column as numbers [n]; the file can contain numbers or vectors of length 1."""
+    column = table[name].combine_chunks()
+    column = column.flatten() if _is_list(column.type) else column
+    if len(column) != len(table) or not _is_number(column.type):
+        raise EmbodyError(
+            f"{path}: '{name}' has the type {table[name].type}, expected one number per row. "
+            "Download the data set again."
+        )
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(
+        test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    )
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Read the named columns of a parquet file.
+
+    Raises:
+        EmbodyError: the file is damaged, or lacks a column.
+    """
+    try:
+        present = pq.read_schema(path).names
+        if lacking := [name for name in columns if name not in present]:
+            raise EmbodyError(
+                f"{path} has no column '{lacking[0]}', which the data set declares. Columns: {', '.join(present)}. "
+                "Download the data set again."
+            )
+        return pq.read_table(path, columns=list(columns))
+    except (OSError, pa.ArrowException) as error:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise EmbodyError(f"{path} is a Git LFS pointer. Fetch the files: git lfs pull.") from None
+        reason = str(error).rstrip(".")
+        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
+
+
+def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = None) -> FloatArray:
+    """Return a column as vectors [N, width]; missing values are NaN.
+
+    Args:
+        rows: rows of the data set.
+        key: name of the column.
+        width: declared length of the vectors.
+        doubts: list to which warnings about values that lose precision in float32 are appended.
+
+    Raises:
+        EmbodyError: the column is missing, or its vectors have another length or another type.
+    """
+    lossy: set[int] = set()
+    values = np.zeros((len(rows), width), np.float32)
+    for number, path in enumerate(rows.files if width else ()):
+        column, inside = read_columns(path, (key,))[key].combine_chunks(), rows.file == number
+        lengths = _lengths(column)
+        wrong = np.flatnonzero((lengths != width) & (lengths >= 0))
+        if len(wrong) == len(lengths) and len(wrong):
+            raise EmbodyError(
+                f"{path}: '{key}' has vectors of {lengths[0]} numbers, but the data set declares {width}. "
+                "Correct meta/info.json."
+            )
+        if len(wrong):
+            row = np.flatnonzero(inside & (rows.place == wrong[0]))[0]
+            raise EmbodyError(
+                f"{path}: episode {rows.counters['episode_index'][row]}, frame {rows.counters['frame_index'][row]}: "
+                f"'{key}' has {lengths[wrong[0]]} numbers, but the data set declares {width}. Correct the file."
+            )
+        found = _matrix(column, width)
+        if found is None:
+            raise EmbodyError(
+                f"{path}: '{key}' has the type {column.type}, expected vectors of numbers. Download the data set again."
+            )
+        lossy |= _lossy(found)
+        values[inside] = _as_float32(found)[rows.place[inside]]
+    if lossy and doubts is not None:
+        doubts.append(
+            f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "
+            "numbers. Subtract a constant, or remove these dimensions."
+        )
+    return values
+
+
+def read_success(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return the success flag of each step [N]; a missing value is False.
+
+    Raises:
+        EmbodyError: see `read_vectors`.
+    """
+    return read_vectors(rows, SUCCESS, 1)[:, 0] == 1
+
+
+def _lengths(column: Any) -> IntArray:
+    """Return the length of each vector [n]; 1 for plain numbers, -1 for missing vectors."""
+    if not _is_list(column.type):
+        return np.ones(len(column), np.int64)
+    return column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _matrix(column: Any, width: int) -> npt.NDArray[Any] | None:
+    """Return a column of vectors or numbers as an array [n, width]; None if the column is not numeric."""
+    kind = column.type.value_type if _is_list(column.type) else column.type
+    if not _is_number(kind):
+        return None
+    if _is_list(column.type):
+        if column.null_count:
+            column = pa.array([row or [None] * width for row in column.to_pylist()], pa.list_(kind))
+        column = column.flatten()
+    return column.to_numpy(zero_copy_only=False).reshape(-1, width)
+
+
+def _as_float32(values: npt.NDArray[Any]) -> FloatArray:
+    # A number beyond the range of float32 becomes infinite, and is reported like other non-finite numbers.
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+def _lossy(values: npt.NDArray[Any]) -> set[int]:
+    """Return the indices of the columns of `values` [n, width] whose variation is mostly lost in float32."""
+    if not len(values) or values.dtype.itemsize < 4 or values.dtype.kind not in "iuf":
+        return set()
+    exact = values.astype(np.float64)
+    if not np.isfinite(exact).all():
+        return set()
+    spread, step = np.ptp(exact, axis=0), np.spacing(_as_float32(np.abs(exact).max(axis=0)))
+    return set(np.flatnonzero((spread > 0) & (step > _RESOLUTION * spread)).tolist())
+
+
+def non_finite(
+    rows: Rows, episodes: Sequence[dict[str, Any]], columns: dict[str, FloatArray]
+) -> Iterator[tuple[int, int, str]]:
+    """Yield episode number, step and a description for each row with a non-finite value in a column."""
+    for name, values in columns.items():
+        for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
+            index = int(rows.counters["episode_index"][row])
+            start = next(e["dataset_from_index"] for e in episodes if e["episode_index"] == index)
+            place = int(np.flatnonzero(~np.isfinite(values[row]))[0])
+            yield index, row - start, f"{name}[{place}] is {values[row, place]}"

@@ -1,0 +1,68 @@
+"""Samples of SFT: observations with their target actions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record, encode_instruction, encode_reply
+from embodyrl.data.reader import Demonstrations
+from embodyrl.policies.vla.conditioning import tagged
+from embodyrl.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Training or validation samples: M env steps of `demos` with their target actions."""
+
+    demos: Demonstrations
+    steps: IntArray
+    """[M] indices of the env steps in `demos`."""
+    actions: FloatArray
+    """[M, K, A] action chunk that begins at each step, in the policy's gripper convention."""
+    shown: BoolArray
+    """[N] True for each step of `demos` in whose observation the goal is already reached."""
+    valid: BoolArray
+    """[M, K] False for padding, which repeats the first or last action of the episode."""
+    history: int = 1
+    """Number of observation steps per sample."""
+    tags: Sequence[str] = ()
+    """[M] suffixes of the instructions (advantage labels); empty: no suffixes."""
+    replies: Sequence[str] = ()
+    """[M] replies of text tasks, instead of actions."""
+    executed: FloatArray | None = None
+    """[M, D, A] actions executed from each step on, in the environment's gripper convention: the committed actions for
+    a simulated delay of up to D steps."""
+    width: int = 1
+    """Number of entries of `steps` per sample: 1, or 2 if a sample is a pair of chunks (better and worse episode)."""
+
+    def __len__(self) -> int:
+        return len(self.steps) // self.width
+
+    def instruction(self, row: int, *, plain: bool = False) -> str:
+        """Return the instruction of a sample; `plain` omits the suffix."""
+        text = str(self.demos.instruction[self.steps[row]])
+        return text if plain or not self.tags else tagged(text, self.tags[row])
+
+    def write(self, arena: Arena, record: int, row: int, *, plain: bool = False) -> None:
+        """Write entry `row` of `steps` to an arena record; `plain` omits the suffix of the instruction."""
+        demos, step = self.demos, self.steps[row]
+        width = arena[Record.instruction].shape[1]
+        if self.history == 1:
+            arena[Record.images][record] = demos.images[step]
+            state = demos.state[step]
+        else:
+            seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
+            arena[Record.images][record] = np.concatenate(demos.images[seen])
+            state = demos.state[seen].ravel()
+        if self.executed is not None:  # the columns of `CommittedSpec`
+            rows = self.executed[row]
+            state = np.concatenate([state, [len(rows), len(rows)], rows.ravel()])
+        arena[Record.observed_state][record] = state
+        arena[Record.instruction][record] = encode_instruction(self.instruction(row, plain=plain), width)
+        arena[Record.action][record] = self.actions[row]
+        arena[Record.valid][record] = self.valid[row]
+        arena[Record.success][record] = self.shown[step]
+        if self.replies:
+            arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])

@@ -1,0 +1,32 @@
+"""Demonstrations as training data of RL algorithms, alone or with rollouts (`algorithm.demonstrations`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from embodyrl.channels.layout import OBSERVATION, encode_instruction
+from embodyrl.config.paths import resolve_asset
+from embodyrl.data.cards import read_card
+from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.specs import PolicySpec, convert_gripper
+from embodyrl.types import IntArray
+
+
+def load_shown(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
+    """Load and join data sets of one environment; gripper actions are converted to the policy's convention.
+
+    `executed`: return the executed actions in `action`, for critics, instead of the labels.
+    """
+    found = [resolve_asset(folder) for folder in folders]
+    demos = join_demonstrations([load_demonstrations(folder) for folder in found])
+    actions = (demos.executed if executed else demos.action).copy()
+    convert_gripper(actions, read_card(found[0]).env.action.gripper, policy.gripper)
+    return replace(demos, action=actions)
+
+
+def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
+    """Return the observations of `steps` as record fields; instructions are padded to `width` bytes."""
+    words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
+    arrays = (demos.images[steps], demos.state[steps], words)
+    return {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}

@@ -1,0 +1,249 @@
+"""Read the metadata tables of a data set (episodes and instructions) in all versions of LeRobot's layout.
+
+The tables are parquet files in v3.0, and JSON lines in v2.0 and v2.1, where each episode also has its own files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.data.layout import (
+    CHUNKS_SIZE,
+    CODEBASE_VERSION,
+    DATA_PATH,
+    INFO_PATH,
+    TASKS_PATH,
+    VIDEO_PATH,
+    is_ours,
+)
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.files import by_number, read_json, read_lines
+
+ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
+VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
+"""Supported versions of LeRobot's layout."""
+DATA_FILE = "data/path"
+"""Column with the path of an episode's data file, relative to the data set; only in v2.0 and v2.1."""
+_EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
+_LEROBOT_TASK = ("task", "__index_level_0__")
+"""Names of the instruction column: lerobot stores a pandas index, with or without a name."""
+_FETCH = "Download the data set again."
+_NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
+
+
+def read_info(root: Path) -> dict[str, Any]:
+    """Read and check `meta/info.json`.
+
+    Raises:
+        ConfigError: the layout has a version that cannot be read.
+        EmbodyError: the file does not describe features.
+    """
+    info = read_json(root / INFO_PATH)
+    features = info.get("features") if isinstance(info, dict) else None
+    if not isinstance(features, dict) or not all(isinstance(f, dict) and "dtype" in f for f in features.values()):
+        raise EmbodyError(f"{root / INFO_PATH} has no features, or a feature has no dtype. {_FETCH}")
+    version = info.get("codebase_version")
+    if version not in VERSIONS:
+        cure = (
+            "Convert it to v2.0 with a version of lerobot that reads v1."
+            if str(version).startswith("v1.")
+            else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
+        )
+        raise ConfigError(
+            f"data.path={root} has LeRobot's layout {version}, expected one of {', '.join(VERSIONS)}. {cure}"
+        )
+    return info
+
+
+def video_file(episode: Mapping[str, Any], column: str) -> str:
+    """Return the video file of a camera in an episode, relative to the data set."""
+    prefix = f"videos/{column}"
+    place = {name: int(episode[f"{prefix}/{name}"]) for name in ("chunk_index", "file_index")}
+    return episode.get(f"{prefix}/path") or VIDEO_PATH.format(video_key=column, **place)
+
+
+def data_file(episode: Mapping[str, Any]) -> str:
+    """Return the path of an episode's data file, relative to the data set, from the episode's row of meta/episodes."""
+    place = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
+    return DATA_PATH.format(**place)
+
+
+def read_episodes(root: Path) -> list[dict[str, Any]]:
+    """Read the rows of meta/episodes with the columns of v3.0, in order; empty if the folder is missing.
+
+    Raises:
+        EmbodyError: a file of the table is damaged, or a path template refers to files outside the data set.
+    """
+    if is_ours(root) or not (root / INFO_PATH).is_file():
+        return _stored_episodes(root)
+    info = read_info(root)
+    if info["codebase_version"] in ONE_FILE_PER_EPISODE:
+        return _episodes_of_lines(root, info)
+    rows, template = _without_gaps(_stored_episodes(root)), info.get("video_path") or VIDEO_PATH
+    for row in rows:
+        for column in [name for name in row if name.startswith("videos/") and name.endswith("/chunk_index")]:
+            key = column.removeprefix("videos/").removesuffix("/chunk_index")
+            place = {name: row.get(f"videos/{key}/{name}") for name in ("chunk_index", "file_index")}
+            if None not in place.values():  # reported where the videos are read
+                row[f"videos/{key}/path"] = fill_template(root, template, video_key=key, **place)
+    return rows
+
+
+def _stored_episodes(root: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
+        try:
+            rows += pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
+    return sorted(rows, key=lambda row: row["episode_index"])
+
+
+def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Renumber the steps in the episode rows of third-party data from 0, without gaps (see `find_rows`).
+
+    Overlapping or inconsistent episodes stay unchanged, and are reported by the checks.
+    """
+    names = ("dataset_from_index", "dataset_to_index", "length")
+    ends: list[list[Any]] = [[row.get(name) for name in names] for row in rows]
+    if any(None in end or end[1] - end[0] != end[2] for end in ends):
+        return rows
+    if any(one[1] > other[0] for one, other in itertools.pairwise(ends)):
+        return rows
+    start = 0
+    for row in rows:
+        row |= {"dataset_from_index": start, "dataset_to_index": start + row["length"]}
+        start += row["length"]
+    return rows
+
+
+def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the rows of meta/episodes.jsonl (v2.0, v2.1), converted to the columns of v3.0."""
+    cameras = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
+    rows: list[dict[str, Any]] = []
+    start = 0
+    lines = _read_lines(root, _EPISODES_LINES, episode_index=int, length=int)
+    for line in sorted(lines, key=lambda line: line["episode_index"]):
+        number, length = line["episode_index"], line["length"]
+        chunk = number // int(info.get("chunks_size") or CHUNKS_SIZE)
+        named = {"episode_chunk": chunk, "episode_index": number}
+        row = {"episode_index": number, "tasks": [*(line.get("tasks") or ())], "length": length}
+        row |= {DATA_FILE: fill_template(root, info.get("data_path"), **named)}
+        row |= {"dataset_from_index": start, "dataset_to_index": start + length}
+        for key in cameras:
+            place = {"chunk_index": chunk, "file_index": number, "from_timestamp": 0.0}
+            place |= {"to_timestamp": length / float(info["fps"])}
+            place |= {"path": fill_template(root, info.get("video_path"), video_key=key, **named)}
+            row |= {f"videos/{key}/{name}": value for name, value in place.items()}
+        rows.append(row)
+        start += length
+    if len(rows) != info.get("total_episodes", len(rows)):
+        raise EmbodyError(
+            f"{root / INFO_PATH} declares {info['total_episodes']} episodes, but {_EPISODES_LINES} has {len(rows)}. "
+            f"{_FETCH}"
+        )
+    return rows
+
+
+def read_tasks(root: Path) -> dict[int, str]:
+    """Read the instructions by task index.
+
+    Raises:
+        EmbodyError: the file is missing or damaged.
+    """
+    if not is_ours(root) and read_info(root)["codebase_version"] in ONE_FILE_PER_EPISODE:
+        lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
+        return _numbered(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
+    path = root / TASKS_PATH
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise EmbodyError(f"{path} is missing. {_FETCH}") from None
+    except (OSError, pa.ArrowException) as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
+    text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
+    if text is None or "task_index" not in table.column_names:
+        raise EmbodyError(
+            f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task. "
+            "Download the data set again."
+        )
+    return _numbered(path, list(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)))
+
+
+def _numbered(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
+    """Return the instructions by task index, in ascending order.
+
+    Raises:
+        EmbodyError: an instruction has no number, or a number has two instructions.
+    """
+    found: dict[int, str] = {}
+    for number, task in rows:
+        if not isinstance(number, int | float) or number != int(number):
+            raise EmbodyError(f"{path}: task_index of '{task}' is {number}, expected a number. {_FETCH}")
+        text = str(task or "")
+        if (other := found.setdefault(int(number), text)) != text:
+            raise EmbodyError(f"{path}: task_index {number} has two instructions, '{other}' and '{text}'. {_FETCH}")
+    return dict(sorted(found.items()))
+
+
+def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, and check the types of the given fields."""
+    path, found = root / name, []
+    if not path.is_file():
+        raise EmbodyError(f"{path} is missing. {_FETCH}")
+    try:
+        lines = [*read_lines(path)]
+    except OSError as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise EmbodyError(f"{path}, line {number} is not valid JSON ({error}). {_FETCH}") from None
+        for field, kind in fields.items():
+            if not isinstance(row, dict) or not isinstance(row.get(field), kind):
+                raise EmbodyError(
+                    f"{path}, line {number}: the field {field} is missing, or is not of type {kind.__name__}. {_FETCH}"
+                )
+        found.append(row)
+    return found
+
+
+def fill_template(root: Path, template: str | None, **values: Any) -> str:
+    """Fill in a path template of `meta/info.json`; return the path relative to the data set.
+
+    Raises:
+        EmbodyError: the template has unknown fields, or refers to files outside the data set.
+    """
+    if not template:
+        raise EmbodyError(f"{root / INFO_PATH} has no path template for data or videos. {_FETCH}")
+    try:
+        fields = [(name, spec, how) for _, name, spec, how in string.Formatter().parse(template) if name is not None]
+        wrong = [n for n, spec, how in fields if n not in values or how or not _NUMBER_FORMAT.fullmatch(spec or "")]
+        path = PurePosixPath("" if wrong else template.format(**values))
+    except (ValueError, TypeError) as error:
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the path {template!r} is not a valid template ({error}). Download the file again."
+        ) from None
+    if wrong:
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the path {template!r} has the unknown field {{{wrong[0]}}}. Fields: "
+            f"{', '.join(values)}."
+        )
+    if path.is_absolute() or ".." in path.parts:
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the path {template!r} refers to {path}, outside the data set. "
+            "Do not use this data set."
+        )
+    return str(path)

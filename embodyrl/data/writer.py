@@ -1,0 +1,314 @@
+"""Writer that saves demonstrations in batches: saved batches survive a crash, and the collection can resume."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.config.compose import flat
+from embodyrl.data import layout
+from embodyrl.data.cards import read_card
+from embodyrl.data.frames import encode_mp4, encode_png
+from embodyrl.data.layout import Card, Demonstration, image_key
+from embodyrl.data.rows import find_rows, read_vectors
+from embodyrl.data.statistics import image_stats, pixel_counts, vector_stats
+from embodyrl.data.tables import data_file, read_episodes, video_file
+from embodyrl.errors import EmbodyError
+from embodyrl.files import SCRATCH
+from embodyrl.types import FloatArray, IntArray
+
+FLUSH_EPISODES = 20
+FLUSH_BYTES = 512 * 2**20
+"""Size of raw frames in bytes at which a batch is written; a crash loses at most one batch."""
+_ENCODERS = 2
+_PIXELS = f"{layout.OWN}pixels/"
+"""Prefix of the columns with pixel histograms in meta/episodes; the histograms give quantiles over all frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    demonstration: Demonstration
+    images: dict[str, list[bytes]]
+    pixels: dict[str, IntArray]
+    """Pixel histograms [3, 256] of the episode (see `pixel_counts`), by camera feature."""
+
+
+class DatasetWriter:
+    """Writer that appends demonstrations to a data set; background threads encode the frames."""
+
+    def __init__(self, root: Path, card: Card) -> None:
+        """Create a data set, or open a data set to append to.
+
+        Raises:
+            EmbodyError: the folder contains other files, or a data set with other collection settings.
+        """
+        self.root = root
+        self.card = card
+        self._open()
+        self._episodes = read_episodes(root)
+        self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
+        self._vectors, self._pixels = self._known()
+        self._episodes = [_slim(row) for row in self._episodes]
+        self._files = 1 + max((_number(row) for row in self._episodes), default=-1)
+        self._batch: list[Future[_Pending]] = []
+        self._batch_bytes = 0
+        self._pool = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encoder")
+        self._drop_orphans()
+        self._write_summary()
+
+    @property
+    def episodes(self) -> Sequence[dict[str, Any]]:
+        """Rows of meta/episodes on disk, without statistics."""
+        return self._episodes
+
+    @property
+    def num_frames(self) -> int:
+        """Number of env steps of all episodes on disk."""
+        return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
+
+    def append(self, demonstration: Demonstration) -> None:
+        """Add an episode to the current batch; `flush`, which is called for full batches, writes the batch to disk.
+
+        Raises:
+            EmbodyError: a state, action or reward is not finite; the message names the step.
+        """
+        for name, values in self._vectors_of(demonstration).items():
+            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if len(bad):
+                raise EmbodyError(
+                    f"{self.root}: {name} of step {bad[0]} of '{demonstration.instruction}' "
+                    f"(reset id {demonstration.source.reset_id}) is {values[bad[0]].tolist()}, "
+                    "expected finite numbers. Check the environment and the policy."
+                )
+        self._batch.append(self._pool.submit(self._prepare, demonstration))
+        self._batch_bytes += demonstration.images.nbytes
+        if len(self._batch) >= FLUSH_EPISODES or self._batch_bytes >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all appended episodes: first their files, then their rows of meta/episodes."""
+        batch = [future.result() for future in self._batch]
+        self._batch, self._batch_bytes = [], 0
+        if not batch:
+            return
+        place = layout.file_place(self._files)
+        names = [p.demonstration.instruction for p in batch]
+        self._tasks = list(dict.fromkeys([*self._tasks, *names]))
+        rows, tables, start = [], [], self.num_frames
+        elapsed = 0.0
+        for offset, pending in enumerate(batch):
+            index = len(self._episodes) + offset
+            tables.append(self._table(pending, index, start))
+            rows.append(self._episode_row(pending, index, start, place, elapsed))
+            start += len(pending.demonstration)
+            elapsed += len(pending.demonstration) / self.card.fps
+        if self.card.video:
+            self._write_videos([p.demonstration for p in batch], place)
+        self._write_parquet(layout.DATA_PATH.format(**place), *tables)
+        self._write_parquet(layout.EPISODES_PATH.format(**place), _episodes_table(rows))
+        self._files += 1
+        self._episodes += map(_slim, rows)
+        for pending in batch:
+            for name, values in self._vectors_of(pending.demonstration).items():
+                self._vectors.setdefault(name, []).append(values)
+        self._pixels = _summed(rows, self._pixels)
+        self._write_summary()
+
+    def close(self) -> None:
+        """Stop the encoders, and drop episodes that were not flushed; idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._batch, self._batch_bytes = [], 0
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        path = self.root / layout.CARD_PATH
+        if path.is_file():
+            _refuse_other(path, self.card)
+            return
+        # A process that was killed before it wrote the card leaves a scratch file.
+        if any(entry.is_file() and not entry.name.startswith(SCRATCH) for entry in self.root.rglob("*")):
+            raise EmbodyError(
+                f"{self.root} is not empty and contains no data set of embodyrl ({layout.CARD_PATH} is missing). "
+                "Choose another folder."
+            )
+        layout.write_file(path, self.card.to_json().encode())
+
+    def _drop_orphans(self) -> None:
+        """Delete files of a crashed process: temporary files, and files that no row of meta/episodes refers to."""
+        known = {self.root / path for row in self._episodes for path in paths_of(self.card, row)}
+        for folder in ("data", "videos", "meta"):
+            for path in sorted((self.root / folder).rglob("*")):
+                orphan = folder != "meta" and path not in known
+                if path.is_file() and (orphan or path.name.startswith(SCRATCH)):
+                    path.unlink()
+
+    def _write_parquet(self, name: str, *groups: pa.Table) -> None:
+        """Write tables of one schema as the row groups of one file."""
+        buffer = BytesIO()
+        with pq.ParquetWriter(buffer, groups[0].schema, compression="snappy") as file:
+            for group in groups:
+                file.write_table(group)
+        layout.write_file(self.root / name, buffer.getvalue())
+
+    def _write_videos(self, batch: Sequence[Demonstration], place: dict[str, int]) -> None:
+        for c, camera in enumerate(self.card.env.cameras.names):
+            path = self.root / layout.VIDEO_PATH.format(video_key=image_key(camera), **place)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
+
+    def _write_summary(self) -> None:
+        """Write meta/info.json, stats.json and tasks.parquet, which are derived from meta/episodes."""
+        self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
+        info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
+        layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
+        parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
+        # Computed over all frames: quantiles of episodes cannot be combined.
+        parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._vectors.items()}
+        stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in parts.items()}
+        layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
+
+    def _known(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
+        """Read the numeric columns and pixel histograms of the episodes on disk, by feature."""
+        if not self._episodes:
+            return {}, {}
+        rows = find_rows(self.root, self._episodes)
+        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action.dim}
+        widths |= {} if layout.REWARD in self.card.without else {layout.REWARD: 1}
+        vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
+        height, width = self.card.env.cameras.size
+        pixels, summed = height * width, _summed(self._episodes, {})
+        whole = {key for key, (counts, frames) in summed.items() if (counts.sum(axis=1) == frames * pixels).all()}
+        if {image_key(camera) for camera in self.card.env.cameras.names} - whole:
+            raise EmbodyError(
+                f"{self.root} was collected by an older version, whose image statistics cannot be extended. "
+                "Choose another collect.out, and combine both data sets with data.more in `embodyrl sft`."
+            )
+        return vectors, summed
+
+    def _vectors_of(self, demonstration: Demonstration) -> dict[str, FloatArray]:
+        d = demonstration
+        state = {layout.STATE: d.state} if self.card.env.state_dim else {}
+        reward = {} if layout.REWARD in self.card.without else {layout.REWARD: d.reward.reshape(-1, 1)}
+        return {**state, layout.ACTION: d.action, **reward}
+
+    # --- contents ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, demonstration: Demonstration) -> _Pending:
+        d = demonstration
+        images: dict[str, list[bytes]] = {}
+        pixels: dict[str, IntArray] = {}
+        for c, camera in enumerate(self.card.env.cameras.names):
+            key = image_key(camera)
+            if not self.card.video:
+                images[key] = [encode_png(frame) for frame in d.images[:, c]]
+            pixels[key] = pixel_counts(d.images[:, c])
+        # Encoded frames are small; the raw frames of a whole batch are not.
+        return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, pixels)
+
+    def _table(self, pending: _Pending, index: int, start: int) -> pa.Table:
+        d, schema = pending.demonstration, layout.schema_of(self.card)
+        steps = np.arange(len(d))
+        done = steps == len(d) - 1
+        values: dict[str, Any] = {
+            layout.STATE: d.state,
+            layout.ACTION: d.action,
+            layout.REWARD: d.reward,
+            layout.DONE: done,
+            layout.SUCCESS: np.zeros(len(d), np.bool_) if d.success is None else d.success,
+            "timestamp": (steps / self.card.fps).astype(np.float32),
+            "frame_index": steps,
+            "episode_index": np.full(len(d), index),
+            "index": start + steps,
+            "task_index": np.full(len(d), self._tasks.index(d.instruction)),
+            layout.ACTOR: np.broadcast_to(np.asarray(d.actor, np.int64), len(d)),
+        }
+        columns = []
+        for field in schema:
+            if field.name in pending.images:
+                rows = [{"bytes": png, "path": None} for png in pending.images[field.name]]
+                columns.append(pa.array(rows, field.type))
+            elif pa.types.is_fixed_size_list(field.type):
+                # Built from one flat array: otherwise Arrow makes a Python list of every row.
+                flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
+                columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
+            else:
+                columns.append(pa.array(np.asarray(values[field.name]).reshape(len(d)), field.type))
+        return pa.Table.from_arrays(columns, schema=schema)
+
+    def _episode_row(
+        self, pending: _Pending, index: int, start: int, place: dict[str, int], elapsed: float
+    ) -> dict[str, Any]:
+        d = pending.demonstration
+        row: dict[str, Any] = {"episode_index": index, "tasks": [d.instruction], "length": len(d)}
+        # Readers of the layout find an episode by these columns, without opening the data.
+        row |= {f"data/{name}": value for name, value in place.items()}
+        row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
+        for camera in self.card.env.cameras.names if self.card.video else ():
+            prefix = f"videos/{image_key(camera)}"
+            row |= {f"{prefix}/{name}": value for name, value in place.items()}
+            row[f"{prefix}/from_timestamp"] = elapsed
+            row[f"{prefix}/to_timestamp"] = elapsed + len(d) / self.card.fps
+        row |= {f"meta/episodes/{name}": value for name, value in place.items()}
+        parts = {key: image_stats(counts, len(d)) for key, counts in pending.pixels.items()}
+        parts |= {key: vector_stats(values) for key, values in self._vectors_of(d).items()}
+        for key, stats in parts.items():
+            row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
+        row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
+        row |= {f"{layout.OWN}{name}": value for name, value in asdict(d.source).items()}
+        if layout.SUCCESS not in self.card.without:
+            row[f"{layout.OWN}success"] = None if d.success is None else bool(d.success.any())
+        if layout.REWARD not in self.card.without:
+            row[f"{layout.OWN}return"] = float(d.reward.sum())
+        return row
+
+
+def _episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return rows of meta/episodes as a table; columns without values, for example unknown success, have type bool."""
+    table = pa.Table.from_pylist(rows)
+    fields = [pa.field(f.name, pa.bool_()) if pa.types.is_null(f.type) else f for f in table.schema]
+    return table.cast(pa.schema(fields, table.schema.metadata))
+
+
+def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
+    """Return the paths of the data and video files of an episode, relative to the data set."""
+    cameras = card.env.cameras.names if card.video else ()
+    return [data_file(row), *(video_file(row, image_key(camera)) for camera in cameras)]
+
+
+def _slim(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of meta/episodes without its statistics, which are large."""
+    return {name: value for name, value in row.items() if not name.startswith((_PIXELS, "stats/"))}
+
+
+def _number(row: dict[str, Any]) -> int:
+    return row["data/chunk_index"] * layout.CHUNKS_SIZE + row["data/file_index"]
+
+
+def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
+    """Return the totals in `before` plus the pixel histograms and frame counts of episodes, by feature."""
+    found = dict(before)
+    for row in rows:
+        for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
+            counts, frames = found.get(key, (np.zeros((3, 256), np.int64), 0))
+            more = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
+            found[key] = counts + more, frames + row["length"]
+    return found
+
+
+def _refuse_other(path: Path, card: Card) -> None:
+    found = read_card(path.parents[1])
+    ours, theirs = ({k: v for k, v in flat(json.loads(c.to_json())).items() if v != {}} for c in (card, found))
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise EmbodyError(
+                f"{path.parents[1]} was collected with other settings: {name} is {theirs.get(name)!r} in the data set, "
+                f"but {ours.get(name)!r} in this run. Use the same settings to resume, or choose another collect.out."
+            )

@@ -1,0 +1,166 @@
+"""Implementation of `check-env`: run the checks of the interface contract of `Env`."""
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from embodyrl.envs.check import declared, played, shown
+from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
+from embodyrl.envs.protocol import ENVS
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.errors import EmbodyError
+from embodyrl.leftovers import end_children_at_exit, end_owned, owning, signal_at_parents_end, skip_destructors
+
+__all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
+
+_START_S, _GRACE_S = 60.0, 10.0
+"""Maximum time for the child process to start, and to report a check that timed out, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Result of one check of an environment."""
+
+    check: str
+    level: str
+    """Outcome: ok, warn (allowed but unusual), FAIL, or skip (a prerequisite check failed)."""
+    note: str = ""
+    violations: tuple[Violation, ...] = ()
+
+
+def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+    """Build the environment with two slots, and run all checks in this process.
+
+    Args:
+        cfg: config as for training; episodes of the first tasks of `train.task_ids` are played.
+        seed: seed of the episodes and of the random actions.
+        timeout_s: time limit of one check; a slower check fails (main thread only).
+
+    Yields:
+        One finding per check, immediately after the check.
+
+    Raises:
+        UnknownNameError: there is no environment with this name.
+    """
+    # No other process has slots: an environment that divides memory among slots may use all of it.
+    harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
+    levels: dict[str, str] = {}
+    try:
+        for name, (check, needs) in CHECKS.items():
+            if missing := [other for other in needs if levels[other] not in ("ok", "warn")]:
+                finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
+            else:
+                finding = _run(name, check, harness, timeout_s)
+            levels[name] = finding.level
+            yield finding
+    finally:
+        if "env" in vars(harness) and "close" not in levels:
+            harness.env.close()
+
+
+def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding:
+    harness.note, harness.violations, harness.doubts = "", [], []
+    try:
+        with _deadline(timeout_s):
+            check(harness)
+    except Exception as error:  # report any exception of foreign code
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        found = " ".join(str(error).split())
+        if not isinstance(error, EmbodyError):  # our errors already name the fault and the fix
+            found = f"{type(error).__name__}: {found} ({Path(where.filename).name}:{where.lineno})"
+        harness.violations = [Violation(name, "no error", found)]
+    level = "FAIL" if harness.violations else "warn" if harness.doubts else "ok"
+    found = (*harness.violations, *harness.doubts)
+    return Finding(check=name, level=level, note=harness.note, violations=found)
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+
+    def give_up(signum: int, frame: object) -> None:
+        raise TimeoutError(f"the check did not finish within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+    """Run `check_env` in a separate process, which isolates crashes, hangs in C code and output.
+
+    A check fails if the process dies or hangs; later checks are skipped.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_serve, args=(theirs, cfg, seed, timeout_s), name="check-env", daemon=True)
+    owner = f"check-env {secrets.token_hex(8)}"
+    with owning(owner):
+        child.start()
+    theirs.close()
+    broken = ""
+    try:
+        for place, name in enumerate(CHECKS):
+            if broken:
+                yield Finding(check=name, level="skip", note=f"needs {broken}")
+                continue
+            found = _next(ours, child, name, timeout_s, _GRACE_S if place else _START_S)
+            broken = name if isinstance(found, Violation) else ""
+            yield Finding(check=name, level="FAIL", violations=(found,)) if isinstance(found, Violation) else found
+    finally:
+        if not broken:
+            child.join(_GRACE_S)
+        child.kill()
+        child.join()
+        end_owned(owner)
+        ours.close()
+
+
+def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float) -> Finding | Violation:
+    """Return the next finding, or a violation if the child process sent none."""
+    if not ours.poll(timeout_s + grace_s):
+        late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code"
+        return Violation(name, "an answer", late)
+    try:
+        return ours.recv()
+    except EOFError:
+        child.join(_GRACE_S)
+        code = child.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return Violation(name, "an answer", f"the environment's process {how}; see the output above")
+
+
+def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
+    """Run the checks in the child process and send one message per finding."""
+    signal_at_parents_end(signal.SIGKILL)  # also during a check that never returns
+    end_children_at_exit()
+    multiprocessing.current_process().daemon = False  # an environment may start processes
+    os.dup2(2, 1)  # also what C code prints
+    sys.stdout = sys.stderr
+    code = 1
+    try:
+        with contextlib.suppress(BrokenPipeError), theirs:
+            for finding in check_env(cfg, seed=seed, timeout_s=timeout_s):
+                theirs.send(finding)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        skip_destructors(code)  # threads of the environment would keep the process alive

@@ -1,0 +1,99 @@
+"""Tests of Gymnasium vector environments."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from embodyrl.envs.check.observations import doubts as observation_doubts
+from embodyrl.envs.check.said import doubts as info_doubts
+from embodyrl.envs.gym.api import line, require_step, reset_env
+from embodyrl.envs.gym.properties import PROBED_S, max_probed, success_facts
+from embodyrl.envs.gym.said import instruction_of, says_success, success_key
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
+from embodyrl.envs.gym.vector_sims import autoreset_mode, slot_info
+from embodyrl.errors import ConfigError
+
+
+def try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
+    """Reset and step a vector of two environments; check that one environment can be reset alone."""
+    env_id = str(cfg.id)
+    result: Any = None
+    first: Any = None
+    begun: dict[str, Any] = {}
+    try:
+        first, begun = reset_env(env_id, env, seed=[0, 1])
+        first = _first_of(env, first)
+        env.action_space.seed(0)
+        result = require_step(env_id, env.step(env.action_space.sample()))
+        moved = _rows(env, result[0])
+        seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
+        kept = _rows(env, seen)[0] == moved[0]
+        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted environment 0 as well"
+    except Exception as error:
+        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {line(error)}"
+    if problem:
+        raise ConfigError(
+            f"env.id={env_id} is a vector environment that resets all environments together, "
+            f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
+            f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
+            f"which is built once per slot."
+        )
+    keys = success_key(cfg)
+    infos, rewards = _play_on(cfg, env, keys, result)
+    space = env.single_observation_space
+    writer = ObservationWriter(env_id, space)
+    writer.check(first)
+    info_of_first = slot_info(begun, 0, env.num_envs)
+    said = instruction_of(cfg, writer.texts, first, info_of_first)
+    told = success_facts(infos, keys, rewards)
+    found = [
+        *observation_doubts(space, [first], env),
+        *_autoreset_doubts(env),
+        *info_doubts(cfg, writer.texts, info_of_first, said, infos, told["reports_success"]),
+    ]
+    return {
+        **told,
+        "doubts": tuple(found),
+        "instruction": said,
+    }
+
+
+def _play_on(cfg: GymSettings, env: Any, keys: Sequence[str], result: Any) -> tuple[list[Any], list[Any]]:
+    """Step until an episode ends or success is reported; return the infos and rewards, including those of `result`."""
+    infos, rewards, started = [result[4]], [result[1]], time.perf_counter()
+    with contextlib.suppress(Exception):  # later errors are reported when episodes run
+        while not (np.any(result[2]) or np.any(result[3]) or says_success(infos[-1], keys)):
+            if len(infos) >= max_probed(cfg) or time.perf_counter() - started > PROBED_S:
+                break
+            result = require_step(str(cfg.id), env.step(env.action_space.sample()))
+            infos.append(result[4])
+            rewards.append(result[1])
+    return infos, rewards
+
+
+def _autoreset_doubts(env: Any) -> Iterator[str]:
+    if autoreset_mode(env) is None:
+        yield (
+            "metadata of the vector environment has no autoreset_mode, so it must not reset environments by itself: "
+            "that loses final observations; fix: metadata={'autoreset_mode': gymnasium.vector.AutoresetMode.DISABLED}, "
+            "NEXT_STEP or SAME_STEP"
+        )
+
+
+def _first_of(env: Any, batch: Any) -> Any:
+    return copy.deepcopy(next(iter(gymnasium.vector.utils.iterate(env.observation_space, batch))))
+
+
+def _rows(env: Any, batch: Any) -> list[bytes]:
+    """Return each environment's observation as bytes, for comparison."""
+    rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
+    places = [path for path, _ in leaves(env.single_observation_space, ())]
+    return [b"".join(np.asarray(member(row, path)).tobytes() for path in places) for row in rows]

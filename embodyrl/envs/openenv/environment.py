@@ -1,0 +1,85 @@
+"""Text environment on an OpenEnv server: the prompt contains the observation, and the reply is the action."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from embodyrl.envs.openenv.session import Session
+from embodyrl.envs.openenv.settings import OpenEnvSettings
+from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
+from embodyrl.envs.text.environment import begin_replies, clip
+from embodyrl.errors import EnvError
+from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray
+
+
+class OpenEnv(DialogueEnv[Dialogue]):
+    """`TextEnv` on an OpenEnv server: each reply is an action, and its last token gets the reward of the step.
+
+    Each slot has a separate session, which begins with the first episode of the slot.
+    """
+
+    reply_bytes = 1 << 12
+
+    def __init__(self, spec: EnvSpec, cfg: OpenEnvSettings, action_key: str, num_slots: int) -> None:
+        super().__init__(spec, cfg, [Dialogue() for _ in range(num_slots)])
+        self._cfg, self._key = cfg, action_key
+        self._sessions: dict[int, Session] = {}
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start an episode in each slot; the reset id is the seed of the episode.
+
+        Raises:
+            EnvError: see `Session`.
+        """
+        for slot in slots:
+            if slot not in self._sessions:
+                self._sessions[slot] = Session(self._cfg)
+        # All slots at once, so that the server can work on them in parallel.
+        for slot, start in zip(slots, starts, strict=True):
+            self._sessions[slot].send("reset", {"seed": start.reset_id})
+        for slot in slots:
+            self.dialogues[slot] = Dialogue(seen=self._tell(self._sessions[slot].receive().observation))
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Send each reply to the server as an action; `actions` [n, K, 1] are token ids (negative: padding).
+
+        Raises:
+            EnvError: see `Session`.
+        """
+        result, last = begin_replies(actions)
+        for slot in slots:
+            self._sessions[slot].send("step", {**self._cfg.action, self._key: self.dialogues[slot].reply})
+        for i, slot in enumerate(slots):
+            turn, episode, at = self._sessions[slot].receive(), self.dialogues[slot], (i, last[i])
+            self.remember(episode)
+            episode.seen, episode.steps = self._tell(turn.observation), episode.steps + 1
+            result.reward[at] = self._cfg.reward_coef * turn.reward
+            result.success[at] = turn.reward >= self._cfg.success_reward
+            result.terminated[at] = turn.done
+            result.truncated[at] = not turn.done and episode.steps >= self.spec.text.max_replies
+        return result
+
+    def close(self) -> None:
+        """End the sessions; idempotent."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    def _tell(self, observation: Mapping[str, Any]) -> str:
+        """Return the observation as text for the prompt, truncated to `env.observation_bytes`."""
+        found: Any = {name: value for name, value in observation.items() if name != "metadata"}
+        for part in (self._cfg.observation_key or "").split(".") if self._cfg.observation_key else ():
+            if not isinstance(found, Mapping) or part not in found:
+                names = ", ".join(observation)
+                raise EnvError(
+                    f"env.observation_key={self._cfg.observation_key} does not exist in the observations of "
+                    f"{self._cfg.url}. Choose one of: {names}."
+                )
+            found = found[part]
+        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+        return clip(text, self._cfg.observation_bytes)

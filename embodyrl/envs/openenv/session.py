@@ -1,0 +1,219 @@
+"""Sessions on an OpenEnv server: JSON messages over a WebSocket, one connection for each episode slot.
+
+Wire format of openenv-core 0.3 and openenv 0.10: `{"type": "reset", "data": {"seed": 0}}` and `{"type": "step",
+"data": ACTION}`, answered by `{"type": "observation", "data": {"observation", "reward", "done"}}` or `"error"`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from embodyrl.clock import RunClock
+from embodyrl.envs.openenv.settings import OpenEnvSettings
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
+from embodyrl.files import read_stream
+
+_RETRY_S = 0.2
+_MOST_BYTES = 1 << 24
+"""Maximum size of a message or of the action schema, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Observation, reward and end of episode after a reset or a step."""
+
+    observation: Mapping[str, Any]
+    reward: float
+    """Reward of the step; 0 if the server sends no reward."""
+    done: bool
+
+
+class Session:
+    """Connection to an OpenEnv server, which creates a separate environment for each connection."""
+
+    def __init__(self, cfg: OpenEnvSettings) -> None:
+        """Connect to the server; retry for up to `env.connect_timeout_s`.
+
+        Raises:
+            EnvError: no server answers at the address.
+            MissingDependencyError: websockets is not installed.
+        """
+        self._cfg, self._open = cfg, ExitStack()
+        self._socket = self._open.enter_context(_connect(cfg))
+
+    def send(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Send a reset or step request; `receive` returns the result.
+
+        Raises:
+            EnvError: the connection was closed.
+        """
+        try:
+            self._socket.send(json.dumps({"type": kind, "data": data}))
+        except Exception as error:  # websockets' own kinds and the system's
+            # A server without a free session explains itself before it closes the connection.
+            self.receive()
+            raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
+
+    def receive(self) -> Turn:
+        """Wait for the result of the last `send`.
+
+        Raises:
+            EnvError: the server reports an error, does not answer in time, or disconnects; or its answer is malformed.
+        """
+        limit = self._cfg.answer_timeout_s
+        try:
+            text = self._socket.recv(timeout=limit)
+        except TimeoutError as error:
+            raise _error(
+                self._cfg, f"no reply arrived within {limit:g} s (env.answer_timeout_s). Check the server's log."
+            ) from error
+        except Exception as error:
+            raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
+        try:
+            said = json.loads(text)
+            kind, data = said["type"], said["data"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise _error(
+                self._cfg, f"the message {text[:200]!r} is not in OpenEnv's JSON format. Check env.url."
+            ) from error
+        if kind == "error":
+            raise _error(self._cfg, _reported(data))
+        return _turn(self._cfg, data)
+
+    def close(self) -> None:
+        """End the session; idempotent."""
+        with suppress(Exception):  # the server may be gone
+            self._socket.send(json.dumps({"type": "close"}))
+        with suppress(Exception):
+            self._open.close()
+
+
+def read_action_key(cfg: OpenEnvSettings) -> str:
+    """Return the name of the action field that contains the reply, from the settings or from the server's schema.
+
+    Raises:
+        EnvError: no server answers at the address, or it has no schema.
+        ConfigError: the schema has no such field, or several text fields, or requires fields that are not set.
+    """
+    schema = _schema(cfg)
+    fields: Mapping[str, Any] = schema.get("properties", {})
+    required = [name for name in schema.get("required", ()) if name not in cfg.action]
+    texts = [name for name in required if fields.get(name, {}).get("type") == "string"]
+    listed = ", ".join(f"{name}{'' if name in required else ' (optional)'}" for name in fields if name != "metadata")
+    if cfg.action_key is None and len(texts) != 1:
+        raise ConfigError(
+            f"env.url={cfg.url}: actions have {len(texts)} required text fields instead of 1. Set env.action_key to "
+            f"the field of the reply. Fields: {listed or 'none'}."
+        )
+    key = cfg.action_key or texts[0]
+    unknown = [name for name in (key, *cfg.action) if name not in fields]
+    missing = [name for name in required if name != key]
+    if fields and (unknown or missing):
+        problem = f"no field {unknown[0]}" if unknown else f"the required field {missing[0]}; set env.action"
+        raise ConfigError(f"env.url={cfg.url}: actions of this server have {problem}. Fields: {listed}.")
+    return key
+
+
+def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
+    """Return the JSON schema of an action from the server."""
+    address = f"{_with_scheme(cfg, 'http')}/schema"
+    opener, clock = urllib.request.build_opener(urllib.request.ProxyHandler({})), RunClock()
+    while True:
+        left = cfg.connect_timeout_s - clock.now()
+        try:
+            with opener.open(address, timeout=max(left, 1.0)) as reply:
+                return _action_schema(json.loads(read_stream(reply, _MOST_BYTES, max(left, 1.0))))
+        except urllib.error.HTTPError as error:
+            raise _error(cfg, f"{address} returned status {error.code}; set env.url to an OpenEnv server.") from error
+        except (OSError, http.client.HTTPException) as error:
+            if left <= 0:
+                raise _no_server(cfg) from error
+            time.sleep(_RETRY_S)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise _error(
+                cfg, f"{address} does not return the schema of an OpenEnv server; correct the address."
+            ) from error
+
+
+def _action_schema(reply: Any) -> Mapping[str, Any]:
+    """Return the action schema in a reply of the server, after type checks.
+
+    Raises:
+        TypeError: a part has another type.
+        KeyError: there is no such schema.
+    """
+    schema = reply["action"]
+    if not isinstance(schema, dict) or not isinstance(fields := schema.get("properties", {}), dict):
+        raise TypeError(schema)
+    required = {*map(type, schema.get("required", ()))}
+    if not all(isinstance(field, dict) for field in fields.values()) or not required <= {str}:
+        raise TypeError(schema)
+    return schema
+
+
+def _connect(cfg: OpenEnvSettings) -> Any:
+    try:
+        client = import_module("websockets.sync.client")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("env=text/openenv needs websockets: pip install 'embodyrl[serve]'.") from error
+    clock = RunClock()
+    while True:
+        left = cfg.connect_timeout_s - clock.now()
+        try:
+            return client.connect(
+                f"{_with_scheme(cfg, 'ws')}/ws", max_size=_MOST_BYTES, open_timeout=max(left, 1.0), proxy=None
+            )
+        except ConnectionRefusedError as error:
+            if left <= 0:
+                raise _no_server(cfg) from error
+            time.sleep(_RETRY_S)
+        except Exception as error:
+            raise _error(
+                cfg, f"there is no WebSocket at /ws ({type(error).__name__}: {error}). Check env.url."
+            ) from error
+
+
+def _with_scheme(cfg: OpenEnvSettings, scheme: str) -> str:
+    kind, _, rest = str(cfg.url).rstrip("/").partition("://")
+    return f"{scheme}{'s' if kind in ('https', 'wss') else ''}://{rest}"
+
+
+def _turn(cfg: OpenEnvSettings, data: Any) -> Turn:
+    observation = data.get("observation") if isinstance(data, dict) else None
+    if not isinstance(observation, dict):
+        raise _error(cfg, f"a message has no observation: {data!r:.200}. Check the server's log.")
+    reward = data.get("reward") or 0.0
+    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise _error(cfg, f"the reward {reward!r} is not a finite number. Correct the environment.")
+    return Turn(observation, float(reward), bool(data.get("done")))
+
+
+def _reported(data: Any) -> str:
+    said: Mapping[str, Any] = data if isinstance(data, dict) else {"message": data}
+    text = f"the server reports: {str(said.get('message'))[:1000]}"
+    if said.get("code") == "CAPACITY_REACHED":
+        fix = "a larger max_concurrent_envs of the server, or fewer slots (env.train.total_num_envs and env.eval)"
+        return f"{text}. Fix: {fix}."
+    details = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in said.get("errors") or ()]
+    return f"{text} {'; '.join(details)[:1000]}".strip()
+
+
+def _no_server(cfg: OpenEnvSettings) -> EnvError:
+    return EnvError(
+        f"No server answered at env.url={cfg.url} for {cfg.connect_timeout_s:g} s (env.connect_timeout_s). Start the "
+        "OpenEnv server, or correct the address."
+    )
+
+
+def _error(cfg: OpenEnvSettings, text: str) -> EnvError:
+    return EnvError(f"The OpenEnv server at {cfg.url}: {text}")

@@ -1,0 +1,210 @@
+"""Parallel execution of reward functions in child processes, with a timeout per reply and a failure count."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodyrl.clock import RunClock
+from embodyrl.envs.text.protocol import Answer, Judgement
+from embodyrl.errors import EmbodyError, UnknownNameError
+from embodyrl.registry import REWARDS
+from embodyrl.text.rewards.services import find
+from embodyrl.text.rewards.settings import JudgeSettings
+
+ERRORS, OVERLONG = "errors", "overlong"
+_START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0
+_CHILD = "from embodyrl.text.rewards.child import main; main()"
+
+
+def chosen(cfg: JudgeSettings) -> list[str]:
+    """Return the names of the configured reward functions; the first function defines success."""
+    first = [n for n in (cfg.name, cfg.path) if n]
+    own = {*first, *(part for n in first for part in _components(n))}
+    return [*first, *(n for n in cfg.weights if n not in own)]
+
+
+def problems(cfg: JudgeSettings) -> list[str]:
+    """Return errors of the config section `reward`, one line each."""
+    if cfg.name is None and cfg.path is None:
+        return [
+            f"reward.name and reward.path are not set. Set reward.name to one of {', '.join(REWARDS.names())}, or "
+            "reward.path to package.module:function, an http address or the folder of a reward model."
+        ]
+    found = [line for name in (cfg.name, cfg.path) if name for line in _unknown(name)]
+    return found or [f"reward.weights: {line}" for name in chosen(cfg) for line in _unknown(name)]
+
+
+def _unknown(name: str) -> list[str]:
+    try:
+        find(name)
+    except UnknownNameError as error:
+        return error.problems
+    return []
+
+
+def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
+    """Build the `RewardJudge` of a config; replies have at most `max_tokens` tokens."""
+    names = tuple(chosen(cfg))
+    # The weight of a function applies to each of its components.
+    parts = [(name, part) for name in names for part in _components(name)]
+    if cfg.overlong_buffer:
+        parts.append((OVERLONG, OVERLONG))
+    components = (*(part for _, part in parts), ERRORS)
+    weights = (*(cfg.weights.get(part, cfg.weights.get(name, 1.0)) for name, part in parts), 0.0)
+    return RewardJudge(cfg=cfg, names=names, components=components, weights=weights, max_tokens=max_tokens)
+
+
+def _components(name: str) -> tuple[str, ...]:
+    """Return the component names of a reward function: its attribute `components`, or its name."""
+    return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
+
+
+def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
+    """Return the penalty of DAPO (eq. 13): 0 up to limit - buffer tokens, then linear to -factor at `limit`."""
+    return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
+
+
+@dataclass
+class RewardJudge:
+    """Computes the rewards of replies in child processes, which start with the first batch.
+
+    Picklable, because env workers receive a copy.
+    """
+
+    cfg: JudgeSettings
+    names: tuple[str, ...]
+    components: tuple[str, ...]
+    weights: tuple[float, ...]
+    """Weight of each reward component in the total reward."""
+    max_tokens: int
+    _children: list[_Child] = field(default_factory=list, repr=False)
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+        """Return the rewards of a batch; after a failure or timeout the reward is 0, and the failure is counted."""
+        while len(self._children) < self.cfg.workers:
+            self._children.append(_Child(self.names, self.cfg.timeout_s))
+        stride = len(self._children)
+        for i, child in enumerate(self._children):
+            # All are sent before the first reply is awaited: the children work in parallel.
+            child.send([[a.prompt, a.response, a.reference] for a in answers[i::stride]])
+        replies = [child.receive() for child in self._children]
+        return [self._verdict(a, replies[i % stride][i // stride]) for i, a in enumerate(answers)]
+
+    def _verdict(self, answer: Answer, reply: Any) -> Judgement:
+        problem = reply if isinstance(reply, str) else None
+        values = [0.0] * len(self.components) if problem else [*reply, *[0.0] * (len(self.components) - len(reply))]
+        values[-1] = float(problem is not None)
+        if self.cfg.overlong_buffer:
+            values[-2] = overlong_penalty(
+                answer.tokens,
+                limit=self.max_tokens,
+                buffer=self.cfg.overlong_buffer,
+                factor=self.cfg.overlong_penalty,
+            )
+        return Judgement(
+            reward=sum(w * v for w, v in zip(self.weights, values, strict=True)),
+            success=values[0] >= 1.0 - 1e-6,
+            components=tuple(values),
+            problem=problem,
+        )
+
+    def close(self) -> None:
+        """End the processes; idempotent."""
+        while self._children:
+            self._children.pop().stop()
+
+
+class _Child:
+    """Child process that computes rewards; after a timeout, the process is replaced."""
+
+    def __init__(self, names: Sequence[str], timeout_s: float) -> None:
+        self._names, self._timeout_s = names, timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._left: list[list[str]] = []
+        self._buffer = b""
+
+    def send(self, answers: list[list[str]]) -> None:
+        """Send a batch of answers; call `receive` afterwards."""
+        self._left = answers
+        for _ in range(_ATTEMPTS if answers else 0):
+            try:
+                if self._process is None:
+                    self._process = self._start()
+                assert self._process.stdin is not None
+                self._process.stdin.write(json.dumps(answers).encode() + b"\n")
+                return self._process.stdin.flush()
+            except BrokenPipeError:  # it exited while idle
+                self.stop()
+        if answers:
+            raise EmbodyError(
+                f"The process of the reward functions {', '.join(self._names)} exits repeatedly. See the worker log."
+            )
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The child looks for a user's function where this process would find it.
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+        if (said := self._line(_START_S, RunClock())) != b"ready":
+            why = said.decode() if said else f"no output (exit code {self.stop()})"
+            self.stop()
+            raise EmbodyError(
+                f"The process of the reward functions {', '.join(self._names)} does not start: {why}. "
+                "Check the packages of the functions."
+            )
+        return self._process
+
+    def receive(self) -> list[list[float] | str]:
+        """Return the rewards of each answer, or an error text."""
+        replies: list[list[float] | str] = []
+        freezes = 0
+        while self._left:
+            began, clock = time.monotonic(), RunClock()
+            line = self._line(self._timeout_s + _GRACE_S, clock)
+            if time.monotonic() - began - clock.now() > _FREEZE_S and freezes < _ATTEMPTS:
+                freezes += 1  # the child's alarm, or a program's limit, counted that time: repeat
+                self.stop()
+                self.send(self._left)
+                continue
+            if line:
+                replies.append(json.loads(line))
+                self._left = self._left[1:]
+                continue
+            code = self.stop()
+            # The child's own alarm ends it; if that fails, the parent's clock does.
+            late = line is None or code == -signal.SIGALRM
+            why = f"no result within {self._timeout_s:g} s" if late else f"the reward process exited ({code})"
+            replies.append(why)
+            self.send(self._left[1:])
+        return replies
+
+    def _line(self, seconds: float, clock: RunClock) -> bytes | None:
+        """Return the next output line of the process: empty if the process exited, None after a timeout."""
+        assert self._process is not None and self._process.stdout is not None
+        while b"\n" not in self._buffer:
+            if (left := seconds - clock.now()) <= 0:
+                return None
+            ready, _, _ = select.select([self._process.stdout], [], [], min(left, 0.5))
+            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else None
+            if part == b"":
+                return part
+            self._buffer += part or b""
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def stop(self) -> int | None:
+        """Kill the process; return its exit code, or None if no process was running."""
+        process, self._process, self._buffer = self._process, None, b""
+        if process is not None:
+            process.kill()
+            process.communicate()
+        return process.returncode if process is not None else None

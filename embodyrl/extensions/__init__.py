@@ -1,1 +1,0 @@
-"""Features, one per folder."""

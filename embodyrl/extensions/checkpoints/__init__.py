@@ -1,1 +1,0 @@
-"""The commands `ckpt` (manage checkpoints) and `push` (upload to the Hugging Face hub)."""

@@ -1,1 +1,0 @@
-"""Data sets of recorded episodes: recording during runs, and the command `data`."""

@@ -1,1 +1,0 @@
-"""Gymnasium vector environments: one vector environment contains all slots."""

@@ -1,1 +1,0 @@
-"""Downloads of models, data sets and environments from the Hugging Face hub."""

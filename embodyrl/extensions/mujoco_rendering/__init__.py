@@ -1,1 +1,0 @@
-"""Selection of MuJoCo's OpenGL backend: EGL on a GPU, or OSMesa on the CPU."""

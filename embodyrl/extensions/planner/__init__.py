@@ -1,1 +1,0 @@
-"""Estimates of the memory and the speed of a run, computed before the run starts."""

@@ -1,1 +1,0 @@
-"""Training of one policy by several processes with FSDP."""

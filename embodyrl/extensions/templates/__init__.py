@@ -1,1 +1,0 @@
-"""The command `new`, which generates packages and experiment files from templates."""

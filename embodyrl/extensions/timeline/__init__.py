@@ -1,1 +1,0 @@
-"""Recording of the busy time of workers: utilisation metrics, and a trace file."""

@@ -1,0 +1,183 @@
+"""Execution of third-party code in a separate process, which is killed with all its children."""
+
+import dataclasses
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from embodyrl import errors
+from embodyrl.errors import EmbodyError
+from embodyrl.leftovers import (
+    children_left,
+    end_children_at_exit,
+    end_owned,
+    listed,
+    owning,
+    signal_at_parents_end,
+    skip_destructors,
+    threads_left,
+)
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 180.0
+_LOG_BYTES = 65536
+"""Maximum number of bytes that are read from the end of a log."""
+_QUIET = ("-W", "ignore:resource_tracker:UserWarning")
+"""Options that keep the resource tracker's list of what it frees out of the log, whose last line is the reason."""
+_CALL = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from embodyrl.isolation import answer
+answer()
+"""
+
+
+class NoAnswerError(Exception):
+    """Raised if the process crashed, exited or did not reply in time; the message contains the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Exit code and log of an ended process."""
+
+    code: int | None
+    """Exit code, negative for a signal; None: the deadline passed."""
+    timeout_s: float
+    output: str
+    log: str
+    """End of the standard error of the process."""
+
+    @property
+    def reason(self) -> str:
+        """Return the reason for a missing result: the deadline, the signal, or the last line of the log."""
+        lines = self.log.strip().splitlines()
+        if self.code is None:
+            return f"no response within {self.timeout_s:g} s"
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return lines[-1] if lines else f"exit code {self.code}"
+
+
+def run_isolated(
+    code: str, given: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
+) -> Ended:
+    """Run Python code in a separate process with `given` as standard input; kill its remaining child processes."""
+    # Files instead of pipes: a child of the process may keep a pipe open.
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
+        stdin.write(given)
+        stdin.seek(0)
+        name = f"isolated {secrets.token_hex(8)}"
+        with owning(name):
+            process = subprocess.Popen(
+                [sys.executable, *_QUIET, "-c", code, *arguments],
+                stdin=stdin,
+                stdout=output,
+                stderr=log,
+                start_new_session=True,
+            )
+        ended = None
+        try:
+            ended = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            process.wait()
+            end_owned(name)
+        output.seek(0)
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+        text, end = output.read().decode(), log.read().decode(errors="replace")
+        return Ended(code=ended, timeout_s=timeout_s, output=text, log=end)
+
+
+def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
+    """Call `package.module:function` in a separate process; the function returns a dataclass `kind`.
+
+    Raises:
+        EmbodyError: raised by the function.
+        NoAnswerError: the process crashed, exited or did not reply in time.
+    """
+    given = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
+    ended = run_isolated(_CALL, given, timeout_s=timeout_s)
+    if ended.code != 0:
+        failure: Exception = NoAnswerError(ended.reason)
+    else:
+        answered = json.loads(ended.output)
+        if "found" in answered:
+            return TypeAdapter(kind).validate_python(answered["found"])
+        # Errors are transferred as class name and text: both processes have the same classes.
+        failure = getattr(errors, answered["error"])(answered["text"])
+    failure.add_note(f"Log of the process:\n{ended.log}")
+    raise failure
+
+
+def answer() -> None:
+    """Call the function that standard input names, and write its result to standard output.
+
+    The function runs in a fork, because `multiprocessing` frees semaphores and temporary folders of its own processes.
+    """
+    signal_at_parents_end(signal.SIGKILL)
+    child = multiprocessing.get_context("fork").Process(target=_answer, args=pickle.load(sys.stdin.buffer))
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    if child.exitcode < 0:
+        os.kill(os.getpid(), -child.exitcode)
+    sys.exit(child.exitcode)
+
+
+def _answer(name: str, arguments: tuple[Any, ...]) -> None:
+    signal_at_parents_end(signal.SIGKILL)
+    end_children_at_exit()
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # redirects output of C code, too
+    sys.stdout = sys.stderr
+    code = 1
+    try:
+        module, _, attribute = name.partition(":")
+        function = getattr(importlib.import_module(module), attribute)
+        try:
+            text = json.dumps({"found": dataclasses.asdict(function(*arguments))})
+        except EmbodyError as error:
+            traceback.print_exc()
+            text = json.dumps({"error": type(error).__name__, "text": str(error)})
+        reply.write(text)
+        reply.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        skip_destructors(code)  # threads of foreign code would keep the process alive
+
+
+def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
+    """Wait up to `seconds` for new threads and child processes to end, and describe those that still run.
+
+    Threads in `threads` and processes in `children` are not new.
+    """
+    ends = time.monotonic() + seconds
+    while left := [
+        *(f"thread {name}" for name in threads_left(threads)),
+        *(f"process {pid} ({command})" for pid, command in children_left(children).items()),
+    ]:
+        if time.monotonic() >= ends:
+            break
+        time.sleep(0.02)
+    return listed(left)

@@ -1,0 +1,56 @@
+"""Transitions of action chunks in a data set; a chunk starts at every frame."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.data.reader import Demonstrations, join_demonstrations
+from embodyrl.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataTransitions:
+    """M transitions, each of one action chunk; observations are frame indices of a data set."""
+
+    start: IntArray
+    """[M] index of the frame with the observation."""
+    after: IntArray
+    """[M] index of the frame with the next observation; ignored for terminal transitions."""
+    reward: FloatArray
+    """[M] sum of the rewards of the chunk."""
+    discount: FloatArray
+    """[M] gamma, or 0 if the chunk ends in a terminal state."""
+
+
+def ends_of(demos: Demonstrations) -> BoolArray:
+    """Return a mask [E] of the episodes of one data set that end in a terminal state.
+
+    An episode is terminal if its last action is its first success, or if it is shorter than the longest episode: all
+    episodes that a time limit cuts have the same length.
+    """
+    length = demos.stop - demos.start
+    wins = np.concatenate([[0], demos.success.cumsum()])
+    won = (wins[demos.stop] - wins[demos.start] == 1) & demos.success[demos.stop - 1]
+    return won | (length < length.max(initial=0))
+
+
+def transitions_of(
+    parts: Sequence[Demonstrations], length: int, gamma: float, reward_scale: float
+) -> tuple[Demonstrations, DataTransitions]:
+    """Return the concatenated data sets, and the transitions of all chunks of `length` actions.
+
+    A chunk without a next observation is left out, unless the episode ends in a terminal state.
+    """
+    demos, ended = join_demonstrations(list(parts)), np.concatenate([ends_of(part) for part in parts])
+    earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+    found = []
+    for start, stop, terminal in zip(demos.start.tolist(), demos.stop.tolist(), ended.tolist(), strict=True):
+        frames = np.arange(start, stop if terminal else max(start, stop - length))
+        end = np.minimum(frames + length, stop)
+        reward = reward_scale * (earned[end] - earned[frames])
+        found.append((frames, np.minimum(end, stop - 1), reward, np.where(end < stop, gamma, 0.0)))
+    start, after, reward, discount = (np.concatenate(column) for column in zip(*found, strict=True))
+    return demos, DataTransitions(
+        start=start, after=after, reward=reward.astype(np.float32), discount=discount.astype(np.float32)
+    )

@@ -1,0 +1,122 @@
+"""Critics and value network of implicit Q-learning; their inputs are precomputed features of all frames."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodyrl.algorithms.iql.estimator import IqlSettings
+from embodyrl.algorithms.iql.losses import critic_loss, expectile_loss
+from embodyrl.learners.adam import build_adam
+from embodyrl.learners.settings import OptimSettings
+from embodyrl.learners.training import load_optimizer
+from embodyrl.policies.soft_actor.critics import Critics
+
+MINIMUM_SCALE = 1e-3
+"""Lower bound of the standard deviations that normalise features and actions."""
+
+
+class IqlValues:
+    """Two critics Q(s, a), their target networks, and the value network V(s)."""
+
+    def __init__(self, features: Tensor, actions: Tensor, rules: IqlSettings, optim: OptimSettings, seed: int) -> None:
+        """Build networks with random weights for N frames.
+
+        `features` [N, F] are the features of the frames; `actions` [N, K A] are their flattened chunks.
+        """
+        self._features, self._actions = _standardised(features), _standardised(actions)
+        self._rules, self._clip = rules, optim.value_clip_grad
+        hidden = (rules.critic_width, rules.critic_width)
+        states, width = features.shape[1], actions.shape[1]
+
+        def build(count: int, inputs: int, offset: int) -> Critics:
+            generator = torch.Generator().manual_seed(seed + offset)
+            return Critics(count, (inputs, *hidden), generator, layer_norm=False).to(features.device)
+
+        self.critics, self.targets = (build(2, states + width, 0) for _ in range(2))
+        self.targets.requires_grad_(False)
+        self.value = build(1, states, 1)
+        adam: dict[str, Any] = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_eps}
+        self._optimizers = {
+            name: build_adam([{"params": [*net.parameters()]}], lr=optim.value_lr, weight_decay=0.0, **adam)
+            for name, net in (("critics", self.critics), ("value", self.value))
+        }
+
+    def update(
+        self, start: Tensor, after: Tensor, reward: Tensor, discount: Tensor
+    ) -> tuple[Tensor, dict[str, float]] | str:
+        """Update V, then Q, then the target critics; return the advantages [B] and metrics.
+
+        Return the name of the network, "value" or "critics", whose loss or gradient is not finite. That network and
+        the networks after it in this order are not updated.
+
+        Args:
+            start: [B] frame indices of the observations and chunks.
+            after: [B] frame indices of the next observations.
+            reward: [B]
+            discount: [B] gamma, 0 after a terminal state.
+        """
+        features, actions = self._features[start], self._actions[start]
+        with torch.no_grad():
+            target = self.targets(features, actions).amin(0)
+        value_loss = expectile_loss(target - self._value(features), self._rules.expectile).mean()
+        if not self._descend("value", value_loss):
+            return "value"
+        with torch.no_grad():
+            advantage = target - self._value(features)
+            following = self._value(self._features[after])
+        estimate = self.critics(features, actions)
+        loss = critic_loss(estimate, reward, discount, following)
+        if not self._descend("critics", loss):
+            return "critics"
+        with torch.no_grad():
+            for kept, own in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
+                kept.lerp_(own, self._rules.tau)
+        numbers = {"value_loss": value_loss.item(), "critic_loss": loss.item(), "value": estimate.mean().item()}
+        return advantage, numbers
+
+    def _value(self, features: Tensor) -> Tensor:
+        return self.value(features, features[:, :0])[0]
+
+    def _descend(self, name: str, loss: Tensor) -> bool:
+        """Take one optimizer step of a network; return False, without a step, if loss or gradient is not finite."""
+        optimizer = self._optimizers[name]
+        optimizer.zero_grad()
+        if not math.isfinite(loss.item()):
+            return False
+        loss.backward()
+        limit = math.inf if self._clip is None else self._clip
+        if finite := bool(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], limit).isfinite()):
+            optimizer.step()
+        return finite
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, with the normalised features."""
+        return {name: part.state_dict() for name, part in self._parts().items()} | {"features": self._features}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore a state that `state` returned.
+
+        Raises:
+            ValueError, KeyError, RuntimeError: the state belongs to other networks or other data.
+        """
+        if state["features"].shape != self._features.shape:
+            raise ValueError(
+                f"the features have shape {[*state['features'].shape]} instead of {[*self._features.shape]}"
+            )
+        for name, part in self._parts().items():
+            if name in self._optimizers:
+                load_optimizer(self._optimizers[name], state[name])
+            else:
+                part.load_state_dict(state[name])
+        self._features = state["features"].to(self._features)
+
+    def _parts(self) -> dict[str, Any]:
+        return {"q": self.critics, "q_target": self.targets, "v": self.value, **self._optimizers}
+
+
+def _standardised(values: Tensor) -> Tensor:
+    """Return values [N, X], each column normalised to mean 0 and standard deviation 1."""
+    values = values.float()
+    return (values - values.mean(0)) / values.std(0, correction=0).clamp(min=MINIMUM_SCALE)

@@ -1,0 +1,219 @@
+"""Live dashboard of a run in a terminal: progress, time per phase, learning curves, tasks, events."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.phases import duration, time_tree
+from embodyrl.monitor.protocol import RunInfo
+from embodyrl.monitor.timing import step_seconds
+
+_KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
+_WIDE, _NARROW = 92, 76
+"""Minimum terminal widths, in characters: for showing bars, and for showing panes side by side."""
+_SPARK = "▁▂▃▄▅▆▇█"
+_LEARNING: tuple[tuple[str, str, str], ...] = (
+    ("success (eval)", "eval/success_once", "{:.3f}"),
+    ("return (eval)", "eval/return", "{:.3g}"),
+    ("success", "train/success_once", "{:.3f}"),
+    ("return", "train/return", "{:.3g}"),
+    ("cut off", "train/cut_off", "{:.3f}"),
+    ("token accuracy", "eval/token_accuracy", "{:.3f}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+    ("action error", "eval/action_error", "{:.4g}"),
+    ("loss", "actor/loss", "{:.4f}"),
+    ("value loss", "actor/value_loss", "{:.4f}"),
+    ("KL", "actor/kl", "{:.4f}"),
+    ("clip fraction", "actor/clip_fraction", "{:.3f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("gradient norm", "actor/grad_norm", "{:.3f}"),
+)
+_PROGRESS: tuple[tuple[str, str, str], ...] = (
+    ("slots busy", "rollout/slot_occupancy", "{:.2g}"),
+    ("staleness", "rollout/staleness_mean", "{:.2g}"),
+    ("tokens/s, update", "actor/tokens_per_s", "{:,.0f}"),
+    ("memory", "actor/memory_gib", "{:.1f} GiB"),
+)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the newest `width` values as block characters, scaled to their minimum and maximum.
+
+    >>> sparkline([0, 1, 2, 3], 4)
+    '▁▃▆█'
+    """
+    shown = list(values)[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    top = len(_SPARK) - 1
+    return "".join(_SPARK[round((v - low) / (high - low) * top) if high > low else top // 2] for v in shown)
+
+
+class Dashboard:
+    """Dashboard of a run, rendered with rich."""
+
+    def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
+        """Create an empty dashboard; without `clock`, the elapsed time is the sum over the logged steps."""
+        self.info = info
+        self._values: dict[str, deque[float]] = {}
+        self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
+        self._last: dict[str, float] = {}
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._events: deque[str] = deque(maxlen=_EVENTS)
+        self._phase, self._share = "", 0.0
+        self._clock = clock
+        self._opened = clock() if clock else 0.0
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Add the metrics of a step."""
+        self._last["step"] = step
+        for name, value in metrics.items():
+            if value is not None:
+                self._last[name] = value
+                self._values.setdefault(name, deque(maxlen=_KEPT)).append(value)
+        if seconds := step_seconds(metrics):
+            self._rows.append(metrics)
+            self._sums["seconds"] += seconds
+            for name in ("env/steps", "train/episodes", "env/dropped_episodes"):
+                self._sums[name] += metrics.get(name) or 0.0
+        self._phase = ""
+
+    def event(self, line: str) -> None:
+        """Append a line to the list of events."""
+        self._events.append(line)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        """Show the progress of the current phase."""
+        self._phase = f"{what}: {done} of {total} done" if total else what
+        self._share = done / total if total else 0.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.info.total_steps:
+            yield Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
+            return
+        gap, bar, spark = (2, 8, 10) if options.max_width >= _WIDE else (1, 0, 5 if options.max_width >= _NARROW else 8)
+        panes = {
+            "Progress": self._progress(),
+            "Time per phase": self._time(bar),
+            "Learning": self._learning(spark),
+        }
+        parts: list[RenderableType] = [Group(Text(title, style="bold cyan"), table) for title, table in panes.items()]
+        if options.max_width >= _NARROW:
+            grid = Table.grid(expand=True, padding=(0, gap, 0, 0))
+            grid.add_row(*parts)
+            parts = [grid]
+        if tasks := self._tasks():
+            parts += [Rule(style="dim"), Text("Success per task, and history", style="bold cyan"), tasks]
+        if self._events:
+            parts += [Rule(style="dim"), *(Text(e[:_LONGEST], overflow="fold") for e in self._events)]
+        yield Panel(
+            Group(*parts), title=f"[bold]embodyrl[/] {self.info.run_id}", subtitle=self._status(), title_align="left"
+        )
+
+    def _status(self) -> str:
+        step, total = int(self._last.get("step", self.info.resume_step or 0)), self.info.total_steps
+        parts = [f"step {step}/{total}" if total else f"step {step}"]
+        if self._rows and total > step:
+            mean = sum(map(step_seconds, self._rows)) / len(self._rows)
+            parts.append(f"ETA {duration(mean * (total - step))}")
+        live = f"{duration(self._clock() - self._opened)} so far" if self._clock else ""
+        parts += [live or f"{duration(self._sums['seconds'])} in steps", *([self._phase] if self._phase else [])]
+        return " · ".join(parts)
+
+    def _progress(self) -> Table:
+        sums, last = self._sums, self._last
+        rows = {
+            "env steps": f"{sums['env/steps']:,.0f}",
+            "env steps/s": f"{last.get('env/steps_per_s', 0):,.0f}",
+            "episodes": f"{sums['train/episodes']:,.0f}",
+            "restarts": f"{last.get('env/restarts', 0):.0f}",
+            "dropped": f"{sums['env/dropped_episodes']:.0f}",
+        }
+        for name, metric, form in _PROGRESS:
+            if metric in last:
+                rows[name] = form.format(last[metric])
+        table = _pairs(2)
+        for row in rows.items():
+            table.add_row(*row)
+        return table
+
+    def _time(self, width: int) -> Table:
+        table = _pairs(4 if width else 3)
+        whole: dict[str, float] = {}
+        for row in self._rows:
+            for name, value in row.items():
+                whole[name] = whole.get(name, 0.0) + (value or 0.0) / len(self._rows)
+        for phase in time_tree(whole):
+            bar = "█" * min(width, max(1, round(width * phase.share))) if phase.share >= 0.005 else ""
+            name = Text(("  " if phase.depth else "") + phase.name, style="dim" if phase.depth else "")
+            row = name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %"
+            table.add_row(*row, *([Text(bar, style="blue")] if width else []))
+        return table
+
+    def _learning(self, width: int) -> Table:
+        table = _pairs(3)
+        for name, metric, form in _LEARNING:
+            kind, what = metric.split("/")
+            # A reward of 1 per success would duplicate the success rate.
+            repeated = what == "return" and self._values.get(metric) == self._values.get(f"{kind}/success_once")
+            if metric in self._values and not repeated:
+                text = form.format(self._last[metric])
+                episodes = self._last.get(f"{kind}/effective_episodes", self._last.get(f"{kind}/episodes"))
+                if metric.endswith("/success_once") and episodes:
+                    low, high = wilson(min(1.0, self._last[metric]) * episodes, episodes)
+                    text += f" [dim]±{(high - low) / 2:.2f}[/]"
+                table.add_row(name, text, Text(sparkline(self._values[metric], width), style="green"))
+        return table
+
+    def _tasks(self) -> Table | None:
+        """Return the table of success per task in the newest validation; only the weakest tasks if there are many."""
+        found = []
+        for number, task in enumerate(self.info.tasks):
+            metric = next(
+                (m for k in ("eval", "train") if (m := f"{k}/task_{number}/success_once") in self._last), None
+            )
+            if metric is not None:
+                found.append((self._last[metric], task, metric))
+        if len(found) < 2:
+            return None
+        table = _pairs(4)
+        weakest = sorted(found)[:_TASKS]
+        for value, task, metric in (row for row in found if row in weakest):  # keep the order of tasks
+            table.add_row(
+                task[:48],
+                f"{value:.2f}",
+                Text(_bar(value, 10), style="green"),
+                Text(sparkline(self._values[metric], 16), style="dim"),
+            )
+        if len(found) > _TASKS:
+            table.add_row(f"[dim]{len(found) - _TASKS} better tasks[/]")
+        return table
+
+
+def _bar(share: float, width: int) -> str:
+    return "█" * round(width * share) + "░" * (width - round(width * share))
+
+
+def _pairs(columns: int) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for side in ("left", "right", "right", "left")[:columns]:
+        table.add_column(justify=side, no_wrap=True)
+    return table
+
+
+def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
+    """Build the dashboard of a run from metric rows and event lines."""
+    board = Dashboard(info, clock=None)
+    for row in rows:
+        board.log(int(row["step"] or 0), row)
+    for line in events:
+        board.event(line)
+    return board

@@ -1,0 +1,363 @@
+"""Estimate of the memory of a run, computed before the run starts."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.config.paths import resolve_asset
+from embodyrl.data.layout import INFO_PATH
+from embodyrl.devices import visible_gpus
+from embodyrl.files import read_json
+from embodyrl.plan.episodes import groups_per_step
+from embodyrl.plan.rendering_memory import rendering_bytes
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.schema import Config
+from embodyrl.policies.protocol import policy_costs
+from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
+
+MIB, GIB = 2**20, 2**30
+PROCESS = 290 * MIB
+"""Host memory in bytes of a process with torch and a policy."""
+_ADAPTERS = 180 * MIB
+"""Additional host memory of the adapter library, which imports transformers."""
+_CUDA = 600 * MIB
+"""GPU memory of the CUDA context and of workspaces."""
+_ENV_PROCESS = 160 * MIB
+_ENGINE = 2 * GIB
+"""GPU memory of vLLM's workspaces and of a minimal KV cache."""
+_UNKNOWN_SHARE = 0.4
+"""Fraction of GPU memory for vLLM if the size of the GPU is unknown."""
+_RESERVE = 0.05
+"""Fraction of a GPU reserved for fragmentation and uncounted memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Memory in bytes of each part of a policy process, and of the other processes of its host."""
+
+    weights: int
+    """Weights and, if enabled, their moving average."""
+    gathered: int
+    """Bytes of the full weights that are gathered for rollouts, if the training weights are sharded."""
+    reference: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Bytes of the activations of a micro-batch, including the log-probabilities."""
+    in_use: int
+    """Bytes of the weights of the layers that FSDP gathers at the same time during training."""
+    acting_batch: int
+    """Bytes of the activations of the largest inference batch."""
+    keeps_acting: bool
+    """True if inference memory stays allocated during training, for example by CUDA graphs."""
+    building: int
+    """Peak memory of construction: full float32 weights (not yet sharded or cast), or loaded demonstrations."""
+    engine: int
+    """Minimum GPU memory of the vLLM engine."""
+    sleeps: bool
+    """True if vLLM frees its memory during updates."""
+    process: int
+    saving: int
+    """Host memory of rank 0, in runs with GPUs, for the replay buffer and for gathered weights or optimizer state."""
+    offloaded: int
+    """Host memory per rank for offloaded weights, gradients and optimizer state (actor.fsdp.cpu_offload)."""
+    acting: int
+    """Memory of each rollout process, if rollouts run in separate processes."""
+    env_worker: int
+    env_gpu: int
+    """GPU memory of each env worker."""
+    replay: int
+    """Size of the replay buffer at the end of the run, for off-policy runs without GPUs."""
+    arena: int
+    checkpoint: int
+    """Size of a checkpoint on disk."""
+    on_gpu: bool
+    gradient_sync: str
+    """Gradient synchronization between ranks: step or micro_batch."""
+
+    @property
+    def policy(self) -> int:
+        """Peak memory of one policy process."""
+        fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
+        training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
+        acting = self.gathered + self.acting_batch + self.engine
+        # Gathered weights are freed for training, but the C library does not return the memory.
+        running = max(acting, training) if self.on_gpu else max(acting, self.gathered + training)
+        # CUDA graphs keep the memory in which they were recorded.
+        running = acting + training if self.keeps_acting else running
+        return max(fixed + running, self.building + self.process)
+
+    def host(self, ranks: int) -> int:
+        """Return the additional peak host memory of policy processes on GPUs."""
+        return self.saving + self.offloaded * ranks
+
+    def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
+        """Return the memory lines of `--dry-run`, as pairs of name and text."""
+        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
+        sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
+        named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
+        named += ["vLLM sleeps while weights are trained"] * self.sleeps
+        env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
+        env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
+        acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
+        acting += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
+        return [
+            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
+            ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+        ]
+
+
+def plan_memory(run_plan: RunPlan) -> MemoryPlan:
+    """Estimate the memory of a training run.
+
+    Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
+    does not sleep if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
+    """
+    cfg = run_plan.cfg
+    sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
+    # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller plan.
+    roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
+    may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
+    # Query the GPUs only if the result matters, because the query starts a program.
+    asked = may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto")
+    gpu = run_plan.gpus.free if asked else 0
+    cache = run_plan.policy_costs.acting_bytes * run_plan.num_slots if may_sleep else 0
+    if not gpu or fullest_gpu(run_plan, roomy) + cache <= gpu:
+        return roomy
+    tight = "micro_batch" if sync == "auto" and run_plan.ranks > 1 else roomy.gradient_sync
+    return _plan(run_plan, tight, sleeps=may_sleep or roomy.sleeps)
+
+
+def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
+    cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
+    fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
+    half, adapters, apart = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
+    trained = total if costs.num_trained is None else costs.num_trained
+    if critic := _beside(run_plan, cfg.critic.path):  # all of it is trained
+        trained += critic.num_parameters
+    whole = total * (2 if half else 4)
+    # With adapters the base weights keep the compute precision; trained weights are float32.
+    kept = (whole if adapters else 0) + 4 * trained
+    sharded = run_plan.ranks > 1 or fsdp.cpu_offload
+    # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
+    shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
+    single = sharded and _micro_batches(run_plan) == 1
+    whole_gradients = not sharded or (gradient_sync == "step" and not single)
+    prompts = math.inf if sharded else _prompts(run_plan)
+    copies = half and not adapters and not sharded
+    activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole=whole_gradients)
+    if critic:
+        alone = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
+        activations += _activations(cfg, alone, critic.num_parameters, prompts=math.inf, copies=half, whole=True)
+    gradients = 4 * trained // (1 if whole_gradients else shards)
+    if single:  # shards are allocated while activations are freed
+        gradients = max(0, gradients - (activations - _whole_at_a_time(costs)))
+    offloaded = fsdp.cpu_offload and on_gpu
+    aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
+    vllm = cfg.rollout.backend == "vllm"
+    replay, loading = _replay(run_plan, cfg)
+    process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
+    acting_batch = _acting_batch(run_plan, cfg, costs)
+    engine = 2 * total + _ENGINE if vllm and on_gpu else 0
+    return MemoryPlan(
+        weights=0 if offloaded else (kept + aside) // shards,
+        gathered=whole + (2 * costs.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
+        reference=_reference(run_plan, cfg, kept if adapters else whole + (costs.outside_layers if half else 0)),
+        gradients=gradients,
+        optimizer=0 if offloaded else 8 * trained // shards,
+        activations=activations,
+        in_use=_gathered_at_a_time(costs, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
+        acting_batch=0 if apart else acting_batch,
+        keeps_acting=cfg.model.recorded and on_gpu,
+        building=kept + loading if adapters or not on_gpu else 4 * trained,
+        engine=0 if apart else engine,
+        sleeps=sleeps and engine > 0 and not apart,
+        process=process,
+        saving=max(kept if sharded else 0, 8 * trained, loading) + replay if on_gpu else 0,
+        offloaded=(kept + aside + 12 * trained) // shards if offloaded else 0,
+        acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
+        on_gpu=on_gpu,
+        gradient_sync=gradient_sync,
+        env_worker=_ENV_PROCESS + env.task_bytes,
+        env_gpu=rendering_bytes(run_plan),
+        arena=run_plan.layout.offsets(run_plan.capacity)[1],
+        replay=0 if on_gpu else replay,
+        checkpoint=12 * trained
+        + aside
+        + (whole if run_plan.policy.steering else 0)  # frozen weights are saved with the steering weights
+        + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
+    )
+
+
+def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
+    """Estimate the memory of a run without training, whose policy has no gradients and no optimizer."""
+    cfg, costs, on_gpu = run_plan.cfg, run_plan.policy_costs, bool(visible_gpus())
+    adapters = getattr(cfg.model, "uses_adapters", False)
+    engine = 2 * costs.num_parameters + _ENGINE if cfg.rollout.backend == "vllm" and on_gpu else 0
+    unused: dict[str, Any] = {part.name: 0 for part in fields(MemoryPlan)}
+    used: dict[str, Any] = {
+        "weights": costs.num_parameters * (2 if cfg.model.half else 4),
+        "acting_batch": _acting_batch(run_plan, cfg, replace(costs, num_trained=0)),
+        "engine": engine,
+        "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
+        "env_worker": _ENV_PROCESS + run_plan.env_costs.task_bytes,
+        "env_gpu": rendering_bytes(run_plan),
+        "arena": run_plan.layout.offsets(run_plan.capacity)[1],
+        "on_gpu": on_gpu,
+        "sleeps": False,
+        "gradient_sync": "micro_batch",
+    }
+    return MemoryPlan(**unused | used)
+
+
+def _prompts(run_plan: RunPlan) -> float:
+    """Return the number of distinct prompts in a micro-batch; infinity if episodes have several chunks."""
+    cfg, total, groups = run_plan.cfg, run_plan.max_samples, groups_per_step(run_plan.cfg)
+    size, samples = cfg.algorithm.group_size, cfg.actor.micro_batch_size
+    groups_are_adjacent = cfg.actor.global_batch_size >= total and not cfg.actor.max_tokens_per_mbs
+    most = min(groups, samples // size + 2 * (samples % size > 0)) if groups_are_adjacent else groups
+    return most if total == groups * size else math.inf
+
+
+def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
+    """Return the bytes of an inference batch on the GPU.
+
+    With vLLM, the policy module runs only to compute values, or log-probabilities for a temperature other than 1.
+    """
+    slots = run_plan.num_slots
+    if cfg.rollout.backend != "vllm":
+        # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
+        copied = costs.num_trained
+        if copied is None:
+            alone = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
+            copied = costs.num_parameters - costs.outside_layers if alone else 0
+        return costs.acting_bytes * -(-slots // run_plan.ranks) + (2 * copied if cfg.model.half else 0)
+    if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
+        rows = min(slots, ROWS_AT_A_TIME)
+        return costs.largest_layer[1] * rows + costs.scoring(rows)[0]
+    return 0
+
+
+def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
+    """Return the costs of a second model of the policy's type (teacher or separate critic); None without `path`."""
+    if path is None:
+        return None
+    model = run_plan.cfg.model
+    return policy_costs(model.whole(path), run_plan.env, 0)
+
+
+def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
+    """Return the bytes of the frozen reference weights in compute precision; 0 for a reference server."""
+    if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
+        return 0
+    teacher = _beside(run_plan, cfg.algorithm.reference_path)
+    return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
+
+
+def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
+    """Return the bytes of the replay buffer, and the additional bytes needed while demonstrations are loaded.
+
+    For SAC, the buffers contain the observation and action of each record, up to the capacity, and all chunks of the
+    demonstrations. Loading temporarily needs all frames of the demonstrations, and a second copy of the chunks.
+
+    For filtered behaviour cloning, the buffer contains at most all records, and the frames of the demonstrations.
+    """
+    if not isinstance(cfg.algorithm, BufferSettings):
+        return 0, 0
+    policy, size = run_plan.policy, {f.name: f.record_bytes for f in run_plan.layout.fields}
+    kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
+    if policy.steering:  # noise: two numbers to a token
+        chosen = size[Record.action if policy.steering.corrects else Record.tokens]
+        kept = 4 * run_plan.policy_costs.steering_features + chosen
+    shown = [read_json(resolve_asset(str(f)) / INFO_PATH) for f in cfg.algorithm.demonstrations]
+    frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
+    chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
+    if not cfg.algorithm.transitions:
+        longer = (policy.imitated or length) / length  # chunks are stored with the imitated length
+        each = whole - size[Record.action] + int(longer * size[Record.action])
+        seen = min(cfg.algorithm.replay_size, run_plan.max_samples * run_plan.total_steps)
+        return each * seen + whole * frames, whole * frames * (len(shown) > 1)
+    seen = min(cfg.algorithm.replay_size, 2 * run_plan.max_samples * run_plan.total_steps)
+    return kept * (seen + chunks), whole * (frames * min(len(shown), 2) + chunks)
+
+
+def _micro_batches(run_plan: RunPlan) -> int:
+    """Return the maximum number of micro-batches of an optimizer step on each rank."""
+    cfg, rules = run_plan.cfg, run_plan.cfg.algorithm
+    batch = -(-run_plan.max_samples // max(1, run_plan.optimizer_steps_per_step // rules.update_epoch))
+    batch = cfg.actor.global_batch_size if isinstance(rules, BufferSettings) else batch
+    budget = cfg.actor.max_tokens_per_mbs
+    size = max(1, budget // run_plan.policy_costs.sample_tokens) if budget else cfg.actor.micro_batch_size
+    return -(-batch // (run_plan.ranks * size))
+
+
+def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole: bool) -> int:
+    """Return the activation bytes of a micro-batch; `prompts` limits its number of distinct prompts.
+
+    `copies`: autocast keeps bfloat16 copies of the weights for the backward pass.
+    `whole`: unsharded gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one layer and of the
+    output matrix are needed in addition to the shards. Embedding gradients are computed last.
+    """
+    replays = cfg.algorithm.transitions
+    samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
+    if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
+        samples = max(1.0, budget / costs.sample_tokens)
+    apart = 0 if whole else _whole_at_a_time(costs)
+    scoring, again = costs.scoring(samples)
+    if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
+        return int(samples * costs.recomputed_bytes) + max(int(samples * costs.largest_layer[1]) + apart, again)
+    return (
+        costs.stored(samples, min(samples, prompts))
+        + max(scoring, apart)
+        + (2 * (trained - costs.outside_layers) if copies else 0)
+    )
+
+
+def _whole_at_a_time(costs: PolicyCosts) -> int:
+    """Return the bytes of the unsharded gradients of one layer and of the output matrix; 0 with adapters."""
+    return 0 if costs.num_trained is not None else 4 * (costs.outside_layers // 2 + costs.largest_layer[0])
+
+
+def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
+    """Return the bytes of weights that FSDP gathers simultaneously: two layers and all weights outside the layers."""
+    # The model has no layers to inspect: a quarter of all weights is a guess.
+    if not costs.largest_layer[0]:
+        return total // 4
+    return (2 if half else 4) * 2 * costs.largest_layer[0] + (2 if half and adapters else 4) * costs.outside_layers
+
+
+def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
+    """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
+
+    `plan` is None if the process does not train.
+    """
+    gpu = run_plan.gpus.free
+    if not gpu:
+        return _UNKNOWN_SHARE
+    if plan is not None:
+        # The engine may use its minimum, which is counted, and all free memory.
+        beside = replace(plan, engine=0)
+        if plan.sleeps:
+            beside = replace(beside, gradients=0, activations=0, in_use=0)
+        left = gpu - (plan.acting if run_plan.is_disaggregated else fullest_gpu(run_plan, beside))
+        if run_plan.is_disaggregated:
+            left += 2 * run_plan.policy_costs.num_parameters + _ENGINE
+    else:
+        left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
+    # vLLM takes its fraction of the total memory, even if another process uses a part.
+    return max(0.05, int(100 * (left / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
+
+
+def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
+    """Return the bytes needed on the GPU with the highest demand; with the inline launcher there is only one GPU."""
+    devices, needed = run_plan.devices, Counter[tuple[int, str]]()
+    for number, gpu in enumerate(devices.policies or ("inline",)):
+        needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting
+    for number in range(len(run_plan.env_workers) if plan.env_gpu else 0):
+        turn = number // len(run_plan.nodes["env"])
+        gpu = devices.of_env_worker(turn, on_gpu=True) or "inline"
+        needed[run_plan.env_node(number), gpu] += plan.env_gpu
+    return max(needed.values())

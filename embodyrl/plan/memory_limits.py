@@ -1,0 +1,95 @@
+"""Errors for runs that do not fit in memory, with the settings that reduce it."""
+
+import os
+from collections import Counter
+
+from embodyrl.devices import visible_gpus
+from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes
+from embodyrl.plan.memory import GIB, PROCESS, MemoryPlan, fullest_gpu
+from embodyrl.plan.run_plan import RunPlan
+
+
+def require_devices(run_plan: RunPlan) -> None:
+    """Raise an error if a run needs GPUs that the host does not have.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names a missing GPU, or several actor ranks would share a GPU.
+    """
+    if missing := run_plan.gpus.missing:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: this host has no GPU {', '.join(missing)}. "
+            "Name GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
+        )
+    ranks = Counter((run_plan.policy_node(n), run_plan.devices.of_policy(n)) for n in range(run_plan.ranks))
+    if run_plan.devices.policies and max(ranks.values()) > 1:
+        raise ConfigError(
+            f"actor.fsdp.size={run_plan.ranks}: each process needs its own GPU, but only {len(ranks)} are visible. Set "
+            f"actor.fsdp.size={len(ranks)}, or name more GPUs in CUDA_VISIBLE_DEVICES."
+        )
+
+
+def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
+    """Raise an error if a run does not fit in memory.
+
+    Raises:
+        ConfigError: the run does not fit; the message names needed and available memory, and keys that reduce memory.
+    """
+    if visible_gpus():
+        gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
+        if gpu and needed > gpu:
+            raise ConfigError(
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU need "
+                f"{needed / GIB:.1f} GiB, but the smallest GPU has only {gpu / GIB:.1f} GiB free. "
+                f"{_advice(run_plan, plan, needed - plan.policy)}"
+            )
+    policies, workers = _fullest_host(run_plan, plan)
+    envs = plan.env_worker * workers
+    needed, free = policies + envs + plan.arena, available_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
+            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
+            f"only {free / GIB:.1f} GiB are free. {_advice(run_plan, plan)}"
+        )
+
+
+def _advice(run_plan: RunPlan, plan: MemoryPlan, drawn: int | None = None) -> str:
+    """Return a sentence with settings that the run does not use and that would reduce its memory.
+
+    `drawn`: GPU memory of simulators on the fullest GPU in bytes; None: the memory of a host is too small.
+    """
+    cfg, workers, on_gpu = run_plan.cfg, len(run_plan.env_workers), drawn is not None
+    learns, keys = run_plan.algorithm is not None, list[str]()
+    if drawn and not run_plan.env.simulator.lockstep:
+        keys.append(f"MUJOCO_GL=osmesa, which renders on the CPU and frees {drawn / GIB:.1f} GiB")
+    if workers > 1 and (drawn or not on_gpu):
+        keys.append(f"launcher.env_workers below {workers}")
+    split = "env.train" if learns else "env.eval"
+    if not on_gpu and run_plan.num_slots > (cfg.algorithm.group_size if learns else 1):
+        keys.append(f"{split}.total_num_envs below {run_plan.num_slots}")
+    if learns and not cfg.actor.gradient_checkpointing:
+        keys.append("actor.gradient_checkpointing=true")
+    if learns and getattr(cfg.actor, "micro_batch_size", 1) > 1:
+        keys.append("a smaller actor.micro_batch_size")
+    if learns and run_plan.policy_costs.num_trained is None and hasattr(cfg.model, "is_lora"):
+        keys.append("model.is_lora=true" + (" with rollout.backend=hf" if cfg.rollout.backend == "vllm" else ""))
+    if not learns and hasattr(cfg.model, "precision") and not cfg.model.half:
+        keys.append("model.precision=bf16")
+    if learns and on_gpu:
+        keys.append("more actor ranks" + (" or actor.fsdp.cpu_offload=true" if not cfg.actor.fsdp.cpu_offload else ""))
+    return f"Try {', '.join([*keys, 'a smaller model'])}."
+
+
+def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
+    """Return the bytes of policy processes and the number of env workers on the host with the highest memory demand."""
+    policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
+    for number in range(run_plan.ranks + run_plan.cfg.acting_processes):
+        trains = number < run_plan.ranks
+        own = plan.policy if trains else plan.acting
+        policies[run_plan.policy_node(number)] += PROCESS + plan.offloaded * trains if gpus else own
+    policies[run_plan.policy_node(0)] += plan.saving
+    for number in range(len(run_plan.env_workers)):
+        workers[run_plan.env_node(number)] += 1
+    fullest = max({*policies, *workers}, key=lambda node: policies[node] + plan.env_worker * workers[node])
+    return policies[fullest], workers[fullest]

@@ -1,0 +1,167 @@
+"""Checks that environment, policy and demonstrations support off-policy learning."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterator
+
+from embodyrl.algorithms.off_policy.estimator import ReplaySettings
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.config.compose import flat, write_word
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.plain_yaml import read_plain_yaml
+from embodyrl.config.settings import plain
+from embodyrl.data.cards import read_card
+from embodyrl.data.layout import ENVIRONMENT_PATH, Card, is_ours
+from embodyrl.data.rewarded import changed_reward
+from embodyrl.data.settings import Labels
+from embodyrl.data.tables import read_episodes
+from embodyrl.envs.settings import RewardSettings
+from embodyrl.plan.schema import Config
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+log = logging.getLogger(__name__)
+
+
+def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """Return the requirements of off-policy learning that a config violates, one line each."""
+    problems = []
+    if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy with differentiable samples, but model "
+            f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
+            "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy, ACT or Diffusion "
+            "Policy with model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
+        )
+    if cfg.algorithm.imitates and policy.steering and not policy.steering.corrects:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' trains on actions, but {policy.steering.key} selects noise. Set "
+            "model.likelihood=residual, or use algorithm=sac."
+        )
+    rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
+    folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
+    if rules and folders and policy.steering and not policy.steering.corrects:
+        problems.append(f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key.")
+        folders = []
+    problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
+    for key, reason in _unread(policy) if rules else ():
+        if cfg.typed(key):
+            log.warning("warning: %s has no effect: %s.", key, reason)
+    return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
+
+
+def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
+    """Yield config keys that have no effect for SAC, each with the reason."""
+    yield "actor.micro_batch_size", "an update takes actor.global_batch_size samples at once"
+    if policy.steering:
+        yield "algorithm.image_shift", f"{policy.steering.key} freezes the model, whose features are stored"
+    elif not policy.inputs.num_images:
+        yield "algorithm.image_shift", f"model '{policy.name}' reads no images"
+
+
+def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[str]:
+    """Yield the reasons why a data set cannot be used as demonstrations in this environment."""
+    if env.action.kind is ActionKind.text:
+        yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
+        return
+    if not resolve_asset(folder).is_dir():
+        out = shlex.quote(write_word("collect.out", folder))
+        yield f"algorithm.demonstrations: {folder} is not a folder; create one with `embodyrl collect {out}`."
+        return
+    card = read_card(resolve_asset(folder))
+    shown = card.env
+    longest = max((row["length"] for row in read_episodes(resolve_asset(folder))), default=0)
+    if longest > (limit := cfg.env.train.time_limit(env)):
+        log.warning(
+            "warning: algorithm.demonstrations: an episode of %s has %d steps, more than the time limit of %d "
+            "(env.train.max_episode_steps), so slower episodes fail; fix: a larger limit.",
+            *(folder, longest, limit),
+        )
+    if not cfg.algorithm.imitates:
+        yield from _transition_problems(folder, card, cfg, env)
+    if (shown.action.dim, shown.state_dim, shown.cameras.names, shown.cameras.size) != (
+        *(env.action.dim, env.state_dim, env.cameras.names, env.cameras.size),
+    ):
+        yield (
+            f"algorithm.demonstrations: {folder} is of env '{shown.name}': {shown.action.dim} numbers per action, "
+            f"{shown.state_dim} of state, cameras {list(shown.cameras.names)} of {shown.cameras.size}; this "
+            f"run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of {env.cameras.size}. Collect data "
+            "with the settings of this run."
+        )
+    elif not {*shown.tasks} & {*env.tasks}:
+        yield (
+            f"algorithm.demonstrations: {folder} is of env '{shown.name}' with none of the tasks of env '{env.name}'. "
+            f"Collect demonstrations of these tasks, or train on that folder with `embodyrl sft`."
+        )
+
+
+def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> Iterator[str]:
+    """Yield the reasons why rewards and next observations of a data set do not result from the recorded actions."""
+    # With expert_noise, the scripted expert acted, and its executed actions are computed from the labels.
+    if card.collected.get("labels") == Labels.expert and not card.collected.get("expert_noise"):
+        yield (
+            f"algorithm.demonstrations: {folder} contains labels of the expert, not the executed actions that led "
+            "to its rewards and next states. Set collect.labels=executed, or train on them with `embodyrl sft`."
+        )
+    if not is_ours(resolve_asset(folder)):
+        yield (
+            f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
+            f"env '{env.name}'. Collect data with `embodyrl collect`, or train on this folder with `embodyrl sft`."
+        )
+    theirs, own = card.collected.get("reward"), changed_reward(cfg).get("reward")
+    if theirs != own:
+        yield (
+            f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, but this "
+            f"run has {own and own['path']}, or other reward settings. Collect with the same reward."
+        )
+    told = resolve_asset(folder) / ENVIRONMENT_PATH
+    saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))
+    differs = [key for key in saved if "reward" in key and saved[key] != mine.get(key)]
+    if differs:
+        yield (
+            f"algorithm.demonstrations: {folder} was collected with "
+            f"{', '.join(f'{key}={saved[key]}, but this run has {mine.get(key)}' for key in differs)}: critics would "
+            "mix two rewards. Collect with the same settings."
+        )
+
+
+def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Yield the reasons why hindsight relabelling is impossible for an environment and policy."""
+    key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
+    if env.goal is None:
+        yield (
+            f"{key}: env '{env.name}' has no goals to relabel. Hindsight needs observations with achieved_goal and "
+            "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
+            "empty info, its steps' rewards. Wrappers must keep the observation a dictionary; vector environments "
+            "are not supported. Fix: use such an environment, or remove the key."
+        )
+    if policy.steering or not policy.inputs.state:
+        yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not read; use model=mlp."
+    if policy.num_action_chunks > 1:
+        yield (
+            f"{key} needs single actions, but model.num_action_chunks={policy.num_action_chunks}; set "
+            "model.num_action_chunks=1 (algorithm.n_step adds up rewards)."
+        )
+    if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
+        yield f"{key}: compute_reward returns rewards, not reward differences; set env.use_rel_reward=false."
+    if changed_reward(cfg):
+        yield f"{key}: reward.path computes the reward for the original goal only; remove one of the two keys."
+
+
+def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """Return the requirements of implicit Q-learning that a config does not meet, one line each."""
+    problems = []
+    if env.action.kind is not ActionKind.box:
+        problems.append(
+            f"adv_type 'iql' needs real-valued actions, but env '{env.name}' has {env.action.kind} actions."
+        )
+    if policy.steering:
+        problems.append(f"adv_type 'iql' trains the whole model, but {policy.steering.key} freezes it; remove the key.")
+    if not cfg.algorithm.demonstrations:  # type: ignore[union-attr]
+        problems.append(
+            "algorithm.demonstrations is empty, but adv_type 'iql' trains on data sets only: "
+            "algorithm.demonstrations=[FOLDER], for example of `embodyrl collect` or runner.keep_episodes."
+        )
+    return problems + replay_problems(cfg, algorithm, env, policy)

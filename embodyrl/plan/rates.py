@@ -1,0 +1,184 @@
+"""Estimate of the speed of a training run on GPUs and of its bottleneck, computed before the run starts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.devices import Gpus, visible_gpus
+from embodyrl.files import available_cores
+from embodyrl.plan.measured_rates import Measured, read_measured
+from embodyrl.plan.run_plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Rates of a GPU; assumed rates are about 2/3 of the FLOP/s and 5/6 of the bandwidth in the data sheet."""
+
+    name: str
+    flops: float
+    """FLOP/s of large matrix products in bfloat16."""
+    slow_flops: float
+    """FLOP/s of large matrix products in float32."""
+    bandwidth: float
+    """Memory bandwidth in bytes per second."""
+    source: str = ""
+    """Path of the report with the measured rates; empty: assumed rates."""
+
+
+SPEEDS = (
+    Speed("B200", 1500e12, 55e12, 6.6e12),
+    Speed("H200", 650e12, 50e12, 4.0e12),
+    Speed("H100 PCIe", 500e12, 34e12, 1.7e12),
+    Speed("H100", 650e12, 50e12, 2.8e12),
+    Speed("A100", 210e12, 13e12, 1.6e12),
+    Speed("L40S", 240e12, 60e12, 0.72e12),
+    Speed("L40", 120e12, 60e12, 0.72e12),
+    Speed("RTX 6000 Ada", 240e12, 60e12, 0.8e12),
+    Speed("A6000", 100e12, 25e12, 0.64e12),
+    Speed("RTX 5090", 140e12, 70e12, 1.5e12),
+    Speed("RTX 4090", 110e12, 55e12, 0.84e12),
+    Speed("RTX 3090", 47e12, 23e12, 0.78e12),
+    Speed("A10", 83e12, 20e12, 0.5e12),
+    Speed("L4", 80e12, 20e12, 0.25e12),
+)
+"""Assumed rates of GPUs; the first entry whose name occurs in the name from `nvidia-smi` is used.
+GeForce GPUs have half the rate for matrix products with float32 accumulation."""
+UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
+ACTING = 1.4
+"""Ratio of inference time to the time of the matrix products alone, measured with OpenVLA-OFT 7B on an H100 (batches of
+32 and 64)."""
+TRAINING = 2.2
+"""Ratio of update time to the time of the matrix products alone. Measured values (docs/results/gpu.md): 1.8 for
+micro-batches of 16 with gradient checkpointing; 2.6 to 2.8 for micro-batches of 8 without gradient checkpointing."""
+CHUNK = 8
+"""Number of actions per chunk for which `EnvCosts.chunk_s` is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Maximum rate of each resource, per second; 0: unknown or irrelevant."""
+
+    simulators: float
+    """Chunks per second that the env workers execute."""
+    acting: float
+    """Chunks per second that the policy generates."""
+    training: float
+    """Samples per second in forward and backward passes."""
+    seconds: float
+    """Duration of a training step (rollout and update), in seconds."""
+    bound_by: str
+    speed: Speed
+    known: bool
+    """True if the rates of this host's GPUs are known (measured, or in `SPEEDS`)."""
+    chunk_source: str = ""
+    """Path of the report with the measured time of an environment chunk; empty: assumed time."""
+
+    def lines(self, samples: int) -> list[tuple[str, str]]:
+        """Return the speed lines of `--dry-run`, as pairs of name and text."""
+        simulators = f"{self.simulators:.0f} chunks/s" if self.simulators else "not known"
+        return [
+            (
+                "predicted",
+                f"simulators {simulators} · acting {self.acting:.0f} chunks/s · training {self.training:.1f} samples/s "
+                f"· {self.seconds:.0f} s for {samples} samples, bound by {self.bound_by}",
+            ),
+            (
+                "",
+                f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, "
+                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {ACTING}, training {TRAINING} times the time of "
+                f"matrix products (measured on an H100); {self._origin}",
+            ),
+        ]
+
+    @property
+    def _basis(self) -> str:
+        if self.speed.source:
+            return f"measured for each GPU ({self.speed.name})"
+        return f"assumed for each GPU ({self.speed.name}{'' if self.known else ', because its name is unknown'})"
+
+    @property
+    def _origin(self) -> str:
+        chunks = f"time of simulators from {self.chunk_source}" if self.chunk_source else ""
+        if self.speed.source:
+            return ", ".join([f"rates from {self.speed.source}", *([chunks] if chunks else [])])
+        return (
+            f"this GPU was not measured (embodyrl doctor --gpu), {chunks}"
+            if chunks
+            else "this GPU was not measured (embodyrl doctor --gpu)"
+        )
+
+
+def predict(run_plan: RunPlan) -> Rates | None:
+    """Return the rates of a training run; None without GPUs, or if the FLOPs of the policy are unknown."""
+    cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
+    if not visible_gpus() or not costs.forward_flops:
+        return None
+    measured = read_measured()
+    found = _speed(run_plan.gpus, measured)
+    speed = found or UNKNOWN
+    flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
+    acting = cfg.acting_processes or run_plan.ranks
+    batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
+    # With a small batch, inference is bound by reading all weights once per pass.
+    reading = costs.act_passes * item * costs.num_parameters / speed.bandwidth
+    act = acting * batch / (ACTING * max(batch * costs.forward_flops / flops, reading))
+    # Cost in forward passes: three with backward, two for frozen weights, and one more with recomputed layers.
+    passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
+    once = costs.forward_flops / flops / run_plan.ranks
+    assert run_plan.algorithm is not None
+    rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
+    train = 1.0 / (TRAINING * once * passes)
+    workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
+    chunk = measured.get(env.chunk_name)
+    chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
+    simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / CHUNK) if chunk_s else 0.0
+    if env.gpu_s:
+        gpus = len({run_plan.devices.of_env_worker(number, on_gpu=True) for number in range(len(run_plan.env_workers))})
+        simulators = min(simulators, gpus * len(run_plan.nodes["env"]) / env.gpu_s)
+    samples = run_plan.max_samples
+    updated = samples * cfg.algorithm.update_epoch
+    if isinstance(cfg.algorithm, BufferSettings):
+        updated = run_plan.optimizer_steps_per_step * cfg.actor.global_batch_size
+    parts = {
+        "simulators": samples / simulators if simulators else 0.0,
+        "acting": samples / act,
+        "training": updated / train + samples * rescored * ACTING * once,
+    }
+    # Simulators and policy run in parallel during the rollout; the update starts afterwards.
+    seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
+    return Rates(
+        simulators=simulators,
+        acting=act,
+        training=train,
+        seconds=seconds,
+        bound_by=max(parts, key=parts.__getitem__),
+        speed=speed,
+        known=found is not None,
+        chunk_source=_source(chunk) if chunk else "",
+    )
+
+
+def known_speed(kind: str) -> Speed | None:
+    """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for the name."""
+    # Match whole words: L4 does not match L40S.
+    return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
+
+
+def _measured_speed(kind: str, measured: Mapping[str, Measured]) -> Speed | None:
+    one = measured.get(kind)
+    if one is None or not {"flops", "slow_flops", "bandwidth"} <= one.rates.keys():
+        return None
+    rates = {name: one.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
+    return Speed(kind, **rates, source=_source(one))
+
+
+def _source(one: Measured) -> str:
+    return f"{one.report} ({one.day})"
+
+
+def _speed(gpus: Gpus, measured: Mapping[str, Measured]) -> Speed | None:
+    """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
+    fitting = [_measured_speed(kind, measured) or known_speed(kind) for kind in gpus.kinds]
+    known = [one for one in fitting if one is not None]
+    return min(known, key=lambda one: one.flops) if known and len(known) == len(fitting) else None

@@ -1,0 +1,44 @@
+"""Conversion of pressed keys and gamepad inputs to actions."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from embodyrl.controls import controls_of
+from embodyrl.types import ActionKind, ActionSpec, FloatArray
+
+
+def neutral_action(action: ActionSpec) -> FloatArray:
+    """Return the action [A] while no key or button is pressed: no motion, open gripper."""
+    neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
+    if action.gripper is not None:
+        neutral[action.gripper.index] = action.gripper.open
+    return neutral
+
+
+def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
+    """Return the action [A] for pressed inputs.
+
+    Args:
+        action: the action space.
+        amounts: how far each input is pressed, from 0 to 1, by the index of the input in `controls_of`.
+        last: the last executed action [A], whose gripper command is kept.
+    """
+    controls, found = controls_of(action), neutral_action(action)
+    if action.kind is not ActionKind.box:
+        for number, amount in amounts.items():
+            if amount > 0.5:
+                found[controls[number].index] = controls[number].value
+        return found
+    gripper = None if action.gripper is None else action.gripper.index % action.dim
+    if gripper is not None:
+        found[gripper] = last[gripper]
+    rest = found.copy()
+    for number, amount in amounts.items():
+        control = controls[number]
+        index = control.index % action.dim
+        if index != gripper:
+            found[index] += amount * (control.value - rest[index])
+        elif amount > 0.5:
+            found[index] = control.value
+    return np.clip(found, *action.bounds).astype(np.float32)

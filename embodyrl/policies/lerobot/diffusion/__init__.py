@@ -1,0 +1,47 @@
+"""Diffusion Policy in LeRobot's layout. Importing this package does not import torch."""
+
+from typing import Any
+
+from embodyrl.policies.lerobot.diffusion.config import KIND, DiffusionConfig
+from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, record_of
+from embodyrl.policies.lerobot.factory import LeRobotFactory
+from embodyrl.policies.steering.settings import SteeringShape
+from embodyrl.policies.vla.records import ChunkRecord
+from embodyrl.types import EnvSpec
+
+
+class DiffusionFactory(LeRobotFactory):
+    """Builds `DiffusionPolicy`; implements `PolicyFactory`."""
+
+    kind, config, settings = KIND, DiffusionConfig, DiffusionSettings
+    network = "embodyrl.policies.lerobot.diffusion.network:Diffusion"
+
+    def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
+        """Return the config with the sampler of the settings, and the raw config.json (see `LeRobotFactory.plan`)."""
+        config, raw = super().plan(cfg, env)
+        return cfg.applied(config), raw
+
+    def features(self, config: DiffusionConfig) -> int:
+        """Return F, the width of the condition of the U-Net."""
+        return config.condition_width
+
+    def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+        """Return the number of noise values that the DSRL actor outputs: for a chunk, or for one repeated action."""
+        return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
+
+    def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
+        """Return the token layout of a sampled chunk, which stores states of its denoising chain."""
+        return record_of(cfg, config)
+
+    def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+        """Return the number of forward passes per chunk."""
+        return config.steps
+
+    def policy(self, steering: SteeringShape | None) -> type[Any]:
+        """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
+        from embodyrl.policies.lerobot.diffusion.policy import CorrectedDiffusion, DiffusionPolicy, SteeredDiffusion
+
+        return DiffusionPolicy if steering is None else CorrectedDiffusion if steering.proposes else SteeredDiffusion
+
+
+FACTORY = DiffusionFactory()

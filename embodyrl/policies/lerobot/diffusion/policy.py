@@ -1,0 +1,152 @@
+"""Diffusion Policy: chunks by denoising, likelihood of the denoising chain (DPPO), and noise-prediction loss."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
+from embodyrl.policies.lerobot.diffusion.network import Diffusion
+from embodyrl.policies.lerobot.diffusion.schedule import Schedule
+from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, record_of
+from embodyrl.policies.lerobot.policy import (
+    Corrected,
+    LeRobotPolicy,
+    Read,
+    Started,
+)
+from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.vla.sampling import START, STEP, TIMES, Chosen, normals, seeds_of_observations, uniforms
+from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
+
+
+class DenoisingChain(GaussianChain):
+    """Denoising chain as a policy (DPPO, arXiv 2409.00588), with a lower bound on the standard deviations.
+
+    If one step is stochastic, the other steps are DDIM steps without noise.
+    """
+
+    def __init__(self, cfg: DiffusionSettings, config: DiffusionConfig) -> None:
+        steps = config.steps
+        super().__init__(record_of(cfg, config), num_steps=steps, every_step=cfg.every_step, sampled_steps=steps)
+        self._least, self._first = cfg.diffusion_min_std, config.first_executed
+        self._noisy = Schedule(config, steps, config.noise_scheduler_type, cfg.diffusion_eta)
+        self._plain = Schedule(config, steps, Sampler.DDIM)
+
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
+        """Return the stochastic and the deterministic denoising step."""
+        level = self._noisy.levels.to(x.device)[index]
+        predicted, _ = velocity(x, level)
+        step = self._noisy.step(x, predicted, level)
+        certain = self._plain.step(x, predicted, level).certain
+        return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), certain
+
+    def _part(self, x: Tensor) -> Tensor:
+        """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
+        return x[:, self._first : self._first + self._shape.executed]
+
+
+class DiffusionPolicy(LeRobotPolicy):
+    """Policy with a diffusion network; implements `Policy`."""
+
+    prefix = "diffusion."
+    _cfg: DiffusionSettings
+    _config: DiffusionConfig
+    _network: Diffusion
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._schedule = Schedule(self._config, self._config.steps, self._config.noise_scheduler_type)
+        self._chain = DenoisingChain(self._cfg, self._config)
+
+    def _read(self, obs: Observation) -> Read:
+        """Return the condition [B, D] of the U-Net."""
+        condition = self._network.condition(self._inputs(obs))
+        return Read(condition, condition)
+
+    def _predict(self, condition: Tensor, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = self._network.unet(x, level, condition)
+        return predicted, predicted
+
+    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+        """Denoise zeros, or noise seeded by the observation; return the executed actions."""
+        if self._cfg.greedy_start is GreedyStart.zero:
+            return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
+        seeds = seeds_of_observations(obs)
+        start = normals(seeds, START, self._size, self._device)
+        return self._executed(self.denoise(read.model, start, seeds))
+
+    def denoise(
+        self, condition: Tensor, x: Tensor, seeds: IntArray | None = None, schedule: Schedule | None = None
+    ) -> Tensor:
+        """Denoise the initial noise x [B, H, A] to chunks [B, H, A]. If `seeds` is None, no step adds noise."""
+        schedule = schedule or self._schedule
+        for index, number in enumerate(schedule.levels.tolist()):
+            level = torch.full((len(x),), number, device=x.device)
+            step = schedule.step(x, self._network.unet(x, level, condition), level)
+            x = step.mean
+            if seeds is not None and step.std.any():
+                x = x + step.std * normals(seeds, STEP + index, self._size, self._device)
+        return x
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self._shape.horizon, self._shape.width
+
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+        """Sample executed actions [B, K, A] with the denoising chain."""
+        chosen = self._chain.sample(partial(self._predict, read.model), seeds, self._device, temperature)
+        return Chosen(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
+
+    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies of the chain's denoising steps."""
+        return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
+
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+        """Return the SFT loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
+
+        Actions marked in `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the sum is divided by H A.
+        Missing actions before the current step repeat the first action and are ignored. Without gradients, noise and
+        step are the same in every call, and `error` is the mean absolute error of the executed actions in the
+        environment's units.
+        """
+        past = self._shape.horizon - actions.shape[1]
+        actions = np.concatenate([actions[:, :1].repeat(past, 1), actions], 1)
+        left_out = np.pad(padding & self._config.do_mask_loss_for_padding, ((0, 0), (past, 0)), constant_values=True)
+        target = self._from_actions(actions)
+        trains = torch.is_grad_enabled()
+        rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
+        noise = normals(rows, START, self._size, self._device)
+        count = self._config.num_train_timesteps
+        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
+        read = self._read(obs)
+        counts = on_device(~left_out, self._device)[..., None]
+        loss = (self.elements(read.model, target, noise, level) * counts).flatten(1).mean(1)
+        if trains:
+            return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
+        found = on_device(self._to_actions(self._greedy(obs, read)), self._device)
+        error = (found - self._executed(on_device(actions, self._device))).abs().flatten(1).mean(1)
+        return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
+
+    def elements(self, condition: Tensor, target: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Add `noise` to normalized chunks at timesteps `level` [B]; return squared denoising errors [B, H, A]."""
+        predicted = self._network.unet(self._schedule.add_noise(target, noise, level), level, condition)
+        return (predicted - (target if self._config.prediction_type == "sample" else noise)).square()
+
+
+class SteeredDiffusion(Started, DiffusionPolicy):
+    """DSRL policy: an actor chooses the initial noise of a frozen diffusion policy with deterministic DDIM steps."""
+
+    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
+        plain = Schedule(self._config, self._config.steps, Sampler.DDIM)
+        with torch.no_grad():
+            # With `noise_repeated`, all rows have the same noise.
+            start = choice.unflatten(1, (-1, self._shape.width)).expand(-1, self._shape.horizon, -1)
+            return self._executed(self.denoise(read.model, start, schedule=plain))
+
+
+class CorrectedDiffusion(Corrected, DiffusionPolicy):
+    """Residual policy: an actor corrects the chunk of a frozen diffusion policy."""

@@ -1,0 +1,188 @@
+"""LeRobot policies in a separate process. Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.lerobot.process.checkpoint import CONFIG_FILE, PREFIX, Checkpoint, read_checkpoint
+from embodyrl.policies.lerobot.process.settings import GRID, LeRobotProcessSettings
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
+from embodyrl.policies.vla.records import ChunkRecord, ChunkShape
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+
+if TYPE_CHECKING:
+    from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeRobotProcessFactory:
+    """Builds policies that run in an installed LeRobot; implements `PolicyFactory`."""
+
+    settings: type[LeRobotProcessSettings] = LeRobotProcessSettings
+    """Settings class of the keys under `model`."""
+
+    def validate(self, cfg: LeRobotProcessSettings) -> list[str]:
+        """Return config errors with fixes, one line each."""
+        try:
+            read_checkpoint(_folder(cfg))
+        except (ConfigError, CheckpointError) as error:
+            return [str(error)]
+        return []
+
+    def spec(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Return the policy spec, read from config.json.
+
+        Raises:
+            ConfigError: checkpoint and environment do not fit.
+            CheckpointError: config.json is missing or malformed.
+        """
+        saved = read_checkpoint(_folder(cfg))
+        if problems := _problems(cfg, saved, env):
+            raise ConfigError(problems)
+        executed, doubts = cfg.num_action_chunks, ()
+        if executed < saved.n_action_steps:
+            doubts = (
+                f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), but "
+                f"model.num_action_chunks={executed}",
+            )
+        spec = PolicySpec(
+            name=saved.type,
+            num_action_chunks=executed,
+            action_dim=saved.action_dim,
+            tokens_per_chunk=executed * saved.action_dim,
+            inputs=InputSpec(
+                num_images=len(env.cameras.names) if saved.cameras else 0,
+                state=saved.state_dim > 0,
+                instructions=True,
+                rotates_images=True,
+            ),
+            observed_steps=saved.n_obs_steps,
+            gripper=env.action.gripper,
+            takes_noise=False,
+            untrainable="its weights are in a process of LeRobot, which returns actions without probabilities "
+            "(model.likelihood=dsrl or residual trains an actor)",
+            value_dim=value_dim if cfg.steers else 0,
+            action_kinds=frozenset({ActionKind.box}),
+            doubts=doubts,
+        )
+        if not cfg.steers:
+            return spec
+        shape, chunk = (
+            steering_shape(cfg, saved),
+            ChunkShape(horizon=executed, width=saved.action_dim, executed=executed, action_dim=saved.action_dim),
+        )
+        shape.check(_folder(cfg))
+        record = ChunkRecord(shape=chunk, layout=shape.layout, per_action=1)
+        spec = replace(spec, untrainable="", takes_noise=True, tokens_per_chunk=record.tokens)
+        return steered(spec, shape, cfg.likelihood)
+
+    def costs(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Return the costs of the actor. LeRobot's weights are in another process and are not counted."""
+        if not cfg.steers:
+            return PolicyCosts()
+        return steering_costs(PolicyCosts(), steering_shape(cfg, read_checkpoint(_folder(cfg))))
+
+    def compare(self, cfg: LeRobotProcessSettings, env: EnvSpec, folder: Path) -> None:
+        """Check that the frozen policy's config and the actor's sizes match a folder (see `PolicyFactory.compare`)."""
+        if (folder / CONFIG_FILE).is_file() and read_checkpoint(folder) != read_checkpoint(_folder(cfg)):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} is not the config of model.path={cfg.path}. Use the model.path with which the "
+                "checkpoint was trained."
+            )
+        if cfg.steers:
+            steering_shape(cfg, read_checkpoint(_folder(cfg))).check(folder)
+
+    def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
+        """Start the LeRobot process and load the policy.
+
+        Raises:
+            ConfigError: training was requested.
+            EmbodyError: LeRobot is missing, or cannot load the policy.
+        """
+        from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
+        from embodyrl.policies.lerobot.process.steering import CorrectedLeRobot, NoisedLeRobot
+
+        spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
+        if request.trainable and spec.untrainable:
+            raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
+        saved = read_checkpoint(folder)
+        seen = views(cfg, saved, request.env)
+        if cfg.steers:
+            kind = CorrectedLeRobot if cfg.corrects else NoisedLeRobot
+            return kind(cfg, spec, request, folder, saved, seen, steering_shape(cfg, saved))
+        return LeRobotPolicy(cfg, spec, request, folder, saved, seen)
+
+
+def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringShape:
+    """Return the sizes of the actor. Its inputs are states, image means of the newest step, and proposed actions."""
+    hidden = saved.n_obs_steps * saved.state_dim + len(saved.cameras) * 3 * GRID * GRID
+    if cfg.corrects:
+        return SteeringShape.correcting(cfg, hidden, saved.action_dim)
+    numbers = saved.noise_dim * (1 if cfg.noise_repeated else saved.horizon_length)
+    return SteeringShape.selecting(hidden, numbers, actions=cfg.num_action_chunks, bound=cfg.noise_bound)
+
+
+def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
+    """Return one index per camera of the checkpoint, into the environment's cameras of one observation step."""
+    known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
+    wanted = cfg.cameras or [name.removeprefix(PREFIX) for name in saved.cameras]
+    if cfg.cameras or {*wanted} <= {*known}:
+        return tuple(known.index(name) for name in wanted)
+    return tuple(range(len(wanted)))
+
+
+def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> list[str]:
+    """Return the mismatches between checkpoint and environment, one line each."""
+    steps, problems = saved.n_obs_steps, []
+    if cfg.num_action_chunks > saved.n_action_steps:
+        problems.append(
+            f"model.num_action_chunks={cfg.num_action_chunks}: the checkpoint executes {saved.n_action_steps} actions "
+            f"per query. Set model.num_action_chunks={saved.n_action_steps}."
+        )
+    if steps > 1 and env.history != steps:
+        problems.append(
+            f"the checkpoint observes {steps} steps. Set env.env_type to the environment with a history, for example "
+            f"tabletop_history, and env.history={steps}."
+        )
+        return problems
+    names = env.cameras.names[-(len(env.cameras.names) // steps) :] if env.cameras.names else ()
+    if unknown := [name for name in cfg.cameras or () if name not in names]:
+        problems.append(f"model.cameras: {unknown} are not cameras of env '{env.name}'. Known: {', '.join(names)}.")
+    if len(cfg.cameras or saved.cameras) != len(saved.cameras) or len(saved.cameras) > len(names):
+        problems.append(
+            f"the checkpoint needs {len(saved.cameras)} cameras ({', '.join(saved.cameras)}), but env '{env.name}' has "
+            f"{', '.join(names) or 'none'}. Set env.init_params.camera_names, or model.cameras with one name for each."
+        )
+    known = [name for name in saved.cameras if name.removeprefix(PREFIX) in names]
+    if not cfg.cameras and 0 < len(known) < len(saved.cameras):
+        problems.append(
+            f"the checkpoint needs {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "
+            f"'{env.name}' ({', '.join(names)}). Set model.cameras to the camera for each, in this order."
+        )
+    if saved.action_dim != env.action.dim:
+        problems.append(
+            f"the checkpoint returns actions of {saved.action_dim} numbers, env '{env.name}' takes {env.action.dim}."
+        )
+    if saved.state_dim and saved.state_dim * steps != env.state_dim:
+        problems.append(
+            f"the checkpoint needs a state of {saved.state_dim} numbers; env '{env.name}' has {env.state_dim // steps}."
+        )
+    return problems
+
+
+def _folder(cfg: LeRobotProcessSettings) -> Path:
+    folder = None if cfg.path is None else resolve_asset(cfg.path)
+    if folder is None or not folder.is_dir():
+        raise ConfigError(
+            f"model.path={cfg.path} is not a folder. Set model.path to the folder of a LeRobot policy, for example "
+            "checkpoints/last/pretrained_model of lerobot-train."
+        )
+    return folder
+
+
+FACTORY = LeRobotProcessFactory()

@@ -1,0 +1,115 @@
+"""Client of a LeRobot process: one request per batch, and a timeout for every reply."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.external_python import ForeignScript
+from embodyrl.policies.lerobot.process import worker
+from embodyrl.policies.lerobot.process.checkpoint import Checkpoint
+from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.untrained.policy import OnlyActs
+from embodyrl.types import FloatArray, Observation, PolicyOutput, PolicySpec
+
+
+class LeRobotPolicy(OnlyActs):
+    """Inference-only policy that requests chunks from a LeRobot process; implements `Policy`."""
+
+    def __init__(
+        self,
+        cfg: LeRobotProcessSettings,
+        spec: PolicySpec,
+        request: PolicyRequest,
+        folder: Path,
+        saved: Checkpoint,
+        views: tuple[int, ...],
+    ) -> None:
+        """Start the LeRobot process and load the weights there.
+
+        Args:
+            cfg: keys under `model`.
+            spec: policy spec.
+            request: environment, device and seed.
+            folder: LeRobot's folder.
+            saved: keys of config.json.
+            views: index of each camera of the checkpoint among the environment's cameras of one step.
+
+        Raises:
+            MissingDependencyError: the interpreter, or LeRobot in its environment, is missing.
+            EmbodyError: LeRobot cannot load the policy.
+        """
+        super().__init__(spec)
+        self._cfg, self._env, self._saved, self._views = cfg, request.env, saved, views
+        self._python, self._limit_s = cfg.python or sys.executable, cfg.answer_timeout_s
+        # Policies have no `close`: the process ends with the object or with this process.
+        self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
+        asked = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
+        asked["steered"] = cfg.steers and not cfg.corrects
+        self._ask(asked, cfg.load_timeout_s, "model.load_timeout_s")
+
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Request chunks for a batch of observations (see `Policy.act`); LeRobot samples the noise.
+
+        Raises:
+            EmbodyError: LeRobot reports an error, exited, or exceeded the time limit.
+        """
+        return self.output(self._requested(obs)["chunk"])
+
+    def _requested(
+        self,
+        obs: Observation,
+        *,
+        actions: int | None = None,
+        seeds: list[int] | None = None,
+        noise: FloatArray | None = None,
+    ) -> dict[str, FloatArray]:
+        """Request action chunks `chunk` [B, K, A] and preprocessed states `state` [B, S] from the process.
+
+        Args:
+            obs: observations.
+            actions: K; default: `model.num_action_chunks`.
+            seeds: for reproducible noise, one seed per observation.
+            noise: initial noise [B, H, N] of the policy.
+        """
+        count = self.spec.num_action_chunks if actions is None else actions
+        asked = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs), "seeds": seeds}
+        asked |= {"states": [name for name, _ in self._saved.states]}
+        asked |= worker.encoded({"noise": noise})
+        reply = self._ask(asked, self._limit_s, "model.answer_timeout_s")
+        return {name: np.asarray(reply[name], np.float32) for name in ("chunk", "state")}
+
+    def _steps(self, obs: Observation) -> list[dict[str, Any]]:
+        """Return the observation of each step as a dict of LeRobot features, oldest step first."""
+        count = self._saved.n_obs_steps
+        images = obs.images[..., ::-1, ::-1, :] if self._env.cameras.rotation_deg == 180 else obs.images
+        images = images.reshape(len(obs), count, -1, *images.shape[2:]) if self._views else images
+        states = obs.state.reshape(len(obs), count, -1)
+        steps = []
+        for step in range(count):
+            pairs = zip(self._saved.cameras, self._views, strict=True)
+            features: dict[str, Any] = {name: np.ascontiguousarray(images[:, step, view]) for name, view in pairs}
+            start = 0
+            for name, size in self._saved.states:
+                features[name] = np.ascontiguousarray(states[:, step, start : start + size])
+                start += size
+            steps.append(worker.encoded(features))
+        return steps
+
+    def _ask(self, request: dict[str, Any], limit_s: float, key: str) -> dict[str, Any]:
+        reply = worker.decoded(self._script.ask(request, limit_s, key))
+        if "missing" in reply:
+            raise MissingDependencyError(
+                f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "
+                f"environment, and set model.python=<its bin/python>."
+            )
+        if "error" in reply:
+            raise EmbodyError(
+                f"model.python={self._python}: LeRobot failed: {reply['error'].rstrip('.')}. Check model.path."
+            )
+        return reply

@@ -1,0 +1,219 @@
+"""Line charts and stacked bars as inline SVG; colours are CSS classes c0, c1, ... of the page.
+
+The module also computes the curves of metrics, and the table of settings that differ between runs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+from embodyrl.config.compose import flat
+from embodyrl.monitor.intervals import wilson
+from embodyrl.reports.history import History
+
+_WIDTH, _HEIGHT = 440, 226
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
+_LONG, _DECAY = 24, 0.8
+"""Minimum number of points of a smoothed curve, and the decay of the moving average."""
+_VALUE = 12
+"""Height of the label at the last point of a curve, in pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve: points (x, y), and an uncertainty band (x, low, high)."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
+    color: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Coordinate transform of a chart from data to pixels."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        spread_x, spread_y = self.x[1] - self.x[0] or 1.0, self.y[1] - self.y[0] or 1.0
+        return (
+            round(_LEFT + (x - self.x[0]) / spread_x * (_WIDTH - _LEFT - _RIGHT), 1),
+            round(_HEIGHT - _BOTTOM - (y - self.y[0]) / spread_y * (_HEIGHT - _TOP - _BOTTOM), 1),
+        )
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        return " ".join("{:g},{:g}".format(*self.at(x, y)) for x, y in points)
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return about `count` round axis ticks that cover low..high.
+
+    >>> ticks(0, 1)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    if high <= low:
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    raw = (high - low) / count
+    scale = 10.0 ** math.floor(math.log10(raw))
+    step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Format a number in a short form: 0.25, 1200, 1.2e-05."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the exponential moving average of a curve with bias correction (Kingma and Ba 2015).
+
+    >>> smoothed([(0, 1.0), (1, 1.0)])
+    [(0, 1.0), (1, 1.0)]
+    """
+    mean, weight, found = 0.0, 0.0, []
+    for x, y in points:
+        mean, weight = _DECAY * mean + (1 - _DECAY) * y, _DECAY * weight + 1 - _DECAY
+        found.append((x, mean / weight))
+    return found
+
+
+def wants_log(lines: Sequence[Line]) -> bool:
+    """Return True if a logarithmic axis fits: all values are positive and span two orders of magnitude."""
+    ys = [y for line in lines for _, y in line.points]
+    return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
+
+
+def line_chart(
+    lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False, x_label: str = "step"
+) -> str:
+    """Plot curves in one chart; `limits` is the range of y, and `log` selects a logarithmic y axis."""
+    if log:
+        lines = [replace(line, points=[(x, math.log10(y)) for x, y in line.points], band=()) for line in lines]
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [v for line in lines for v in (*(y for _, y in line.points), *(v for _, *span in line.band for v in span))]
+    marks = ticks(*(limits or (min(ys), max(ys))))
+    frame = _Frame((min(xs), max(xs)), (marks[0], marks[-1]))
+    parts = [_axes(frame, marks, log=log)]
+    parts.append(
+        f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>'
+    )
+    taken: list[float] = []
+    for line in lines:
+        if len(line.band) > 1:
+            outline = [(x, high) for x, _, high in line.band] + [(x, low) for x, low, _ in reversed(line.band)]
+            parts.append(f'<polygon class="band c{line.color}" points="{frame.path(outline)}"/>')
+        elif line.band:
+            ((x, low, high),) = line.band
+            parts.append(f'<polyline class="line c{line.color}" points="{frame.path([(x, low), (x, high)])}"/>')
+        parts += _curve(frame, line, taken, log=log)
+        spans = {x: f" [{number(low)}, {number(high)}]" for x, low, high in line.band}
+        for x, y in line.points:
+            cx, cy = frame.at(x, y)
+            shown_y = 10**y if log else y
+            text = escape(f"{line.label} · step {number(x)}: {number(shown_y)}{spans.get(x, '')}")
+            shown = "dot" if len(line.points) <= 12 else "dot quiet"
+            parts.append(
+                f'<circle class="{shown} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
+            )
+    return _svg(parts)
+
+
+def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
+    """Plot a curve, smoothed if it is long, and label its last value; `taken`: heights of earlier labels."""
+    long = len(line.points) > _LONG
+    drawn = smoothed(line.points) if long else line.points
+    x, y = frame.at(*drawn[-1])
+    last = number(10 ** line.points[-1][1] if log else line.points[-1][1])
+    height = max(y - 7, 10)
+    while any(abs(height - other) < _VALUE for other in taken):
+        height += 1
+    taken.append(height)
+    measured = f'<polyline class="line raw c{line.color}" points="{frame.path(line.points)}"/>'
+    return [
+        *([measured] if long else []),
+        f'<polyline class="line c{line.color}" points="{frame.path(drawn)}"/>',
+        f'<text class="value c{line.color}" x="{x}" y="{height}" text-anchor="end">{last}</text>',
+    ]
+
+
+def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Plot one stacked bar per step; the parts are stacked in the given order, from the bottom up."""
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
+    marks = ticks(0.0, max(totals))
+    frame = _Frame((-0.5, len(steps) - 0.5), (0.0, marks[-1]))
+    drawn = [_axes(frame, marks, [(k, steps[k]) for k in sorted({0, len(steps) // 2, len(steps) - 1})])]
+    width = max(1.0, (_WIDTH - _LEFT - _RIGHT) / len(steps) * 0.82)
+    for k, step in enumerate(steps):
+        base = 0.0
+        for color, (name, values) in enumerate(parts.items()):
+            if values[k] > 0:
+                x, top = frame.at(k, base + values[k])
+                height = round(frame.at(k, base)[1] - top, 1)
+                text = escape(f"step {step} · {name}: {number(values[k])} {unit}")
+                drawn.append(
+                    f'<rect class="bar c{color}" x="{x - width / 2:g}" y="{top}" width="{width:g}" height="{height}">'
+                    f"<title>{text}</title></rect>"
+                )
+            base += values[k]
+    return _svg(drawn)
+
+
+def _axes(
+    frame: _Frame, marks: Sequence[float], names: Sequence[tuple[float, float]] | None = None, *, log: bool = False
+) -> str:
+    parts = []
+    for mark in marks:
+        x, y = frame.at(frame.x[0], mark)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        said = number(10**mark if log else mark)
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{said}</text>')
+    if names is None:
+        names = [(m, m) for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)]
+    for place, name in names:
+        x, _ = frame.at(place, marks[0])
+        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{number(name)}</text>')
+    return "".join(parts)
+
+
+def _svg(parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+_MAX_POINTS = 120
+_SIZES = ("effective_episodes", "episodes")
+"""Names of metrics that count the episodes of a success rate, in order of preference."""
+
+
+def curve(history: History, metric: str, label: str, color: int) -> Line:
+    """Return the curve of one metric of a run, with a 95 % band for success rates, and a min-max band otherwise."""
+    rows = [row for row in history.rows if row.get(metric) is not None]
+    per_point = max(1, -(-len(rows) // _MAX_POINTS))
+    kind = metric.rpartition("/")[0]
+    counts = next((name for size in _SIZES if history.has(name := f"{kind}/{size}")), "")
+    points, band = [], []
+    for start in range(0, len(rows), per_point):
+        part = rows[start : start + per_point]
+        step = float(part[-1]["step"] or 0)
+        values = [float(row[metric] or 0) for row in part]
+        if metric.endswith("/success_once") and all(row.get(counts) for row in part):
+            sizes = [float(row[counts] or 0) for row in part]
+            successes = sum(v * n for v, n in zip(values, sizes, strict=True))
+            points.append((step, successes / sum(sizes)))
+            band.append((step, *wilson(min(successes, sum(sizes)), sum(sizes))))
+        else:
+            points.append((step, sum(values) / len(values)))
+            if per_point > 1:
+                band.append((step, min(values), max(values)))
+    return Line(label=label, points=points, band=band, color=color)
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Return each key whose value differs between configs, with the value of every config."""
+    leaves = [flat(config) for config in configs]
+    rows = [(name, [part.get(name) for part in leaves]) for name in sorted({n for part in leaves for n in part})]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

@@ -1,0 +1,219 @@
+"""Metrics, evaluations and videos of a run, read from the files of its folder."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from embodyrl.config.compose import flat
+from embodyrl.config.plain_yaml import read_plain_yaml
+from embodyrl.config.settings import plain, spell
+from embodyrl.errors import ConfigError
+from embodyrl.files import by_number, read_tail
+from embodyrl.monitor.history import (
+    EPISODES_FILE,
+    METRICS_FILE,
+    TABLE_FILE,
+    VIDEO_FOLDER,
+    EpisodeRow,
+    own_suite,
+    read_episodes,
+    read_rows,
+    score_of,
+)
+from embodyrl.monitor.intervals import Score
+from embodyrl.plan.keys import state_keys
+from embodyrl.plan.schema import Config
+from embodyrl.reports.paired import Paired, pair_suites
+from embodyrl.reports.samples import Sample, pick_samples
+
+JUDGED = ("env.eval.max_episode_steps", "env.success_key")
+"""Keys that determine the success of an episode, given its initial state and the actions."""
+LONGEST_TEXT = 1 << 24
+"""Maximum number of bytes that are read from the end of a text file of a run."""
+_SUCCESS = {"train/success_once", "eval/success_once"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Results of one evaluation."""
+
+    step: int
+    episodes: tuple[EpisodeRow, ...]
+
+    @property
+    def own(self) -> tuple[EpisodeRow, ...]:
+        """Episodes of the main suite; all episodes if only one suite was evaluated."""
+        suite = own_suite(self.episodes)
+        return tuple(e for e in self.episodes if e.suite == suite)
+
+    @property
+    def suites(self) -> dict[str, Score]:
+        """Score of each suite, the main suite first; empty if only one suite was evaluated."""
+        names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
+        scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
+        return scores if len(scores) > 1 else {}
+
+    def score(self, task: str | None = None, *, known: bool = False) -> Score:
+        """Return the success rate (mean return if success is unknown) of one task, or all tasks of the main suite."""
+        return score_of([e for e in self.own if task in (None, e.task)], known=known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Metrics, evaluations and config of a run, read from the run folder."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    rows: tuple[dict[str, float | None], ...]
+    """Rows of metrics.jsonl, by metric name."""
+    evaluations: tuple[Evaluation, ...]
+    """Finished evaluations, in the order of their steps."""
+    unfinished: Evaluation | None = None
+    """Newest evaluation, if it is running or was interrupted; else None.
+    An unfinished evaluation is not in `evaluations`, because its success rate is biased: the shortest episodes end
+    first, and they are often successful."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder."""
+        return self.folder.name
+
+    def text(self, name: str | Path) -> str:
+        """Return the end of a text file of the run; empty if the file is missing or a link to another folder."""
+        path = self.folder / name
+        return read_tail(path, LONGEST_TEXT).decode("utf-8", "replace") if _is_within(path, self.folder) else ""
+
+    def has(self, name: str) -> bool:
+        """Return True if a metric has a finite value in any row."""
+        return any(row.get(name) is not None for row in self.rows)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return the finite values of one metric as pairs (step, value)."""
+        return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
+
+    def find_video(self, stored: str) -> Path | None:
+        """Return the path of a video, even if the run folder and its video folder were moved; None if missing.
+
+        The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
+        """
+        base, name = self.config.get("video_cfg", {}).get("base_dir") or VIDEO_FOLDER, Path(stored).name
+        elsewhere = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
+        places = (self.folder / VIDEO_FOLDER / name, *elsewhere)
+        return next((path for path in places if path.suffix == ".mp4" and _is_video(path)), None)
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    """Return True if a file is inside a folder after links are resolved."""
+    # Untrusted run folder: a link must not expose a file of this machine.
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
+def _is_video(path: Path) -> bool:
+    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
+        return False
+    with path.open("rb") as file:
+        return file.read(12)[4:8] == b"ftyp"
+
+
+_NUMBERS = {int, float, NoneType}
+
+
+def read_history(folder: Path) -> History:
+    """Read the metrics, evaluations and config of a run from the run folder.
+
+    Raises:
+        ConfigError: the folder is not a run.
+    """
+    file = folder / "config.yaml"
+    if not _is_within(file, folder):
+        raise ConfigError(
+            f"{folder}: config.yaml is missing, so the folder is not a run. `embodyrl list runs` lists the runs."
+        )
+    evaluations, unfinished = [], None
+    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
+        step = int(path.parent.name.removeprefix("step_"))
+        found = Evaluation(step=step, episodes=tuple(read_episodes(path)))
+        if (path.parent / TABLE_FILE).is_file():  # written last
+            evaluations.append(found)
+        else:
+            unfinished = found
+    rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
+    every = [*evaluations, *([unfinished] if unfinished else [])]
+    if any(e.success_once is not None for one in every for e in one.episodes) or any(_SUCCESS & {*r} for r in rows):
+        # Some environments report success only when it occurs: a missing value means no success.
+        evaluations = [_judged(one) for one in evaluations]
+        unfinished = unfinished and _judged(unfinished)
+        for row in rows:
+            row |= {name: 0.0 for name in _SUCCESS - {*row} if f"{name.partition('/')[0]}/return" in row}
+    return History(
+        folder=folder,
+        config=read_plain_yaml(file),
+        rows=tuple(rows),
+        evaluations=tuple(evaluations),
+        unfinished=unfinished,
+    )
+
+
+def _judged(evaluation: Evaluation) -> Evaluation:
+    failed = {"success_once": False, "success_at_end": False}
+    episodes = (replace(e, **failed) if e.success_once is None else e for e in evaluation.episodes)
+    return replace(evaluation, episodes=tuple(episodes))
+
+
+def samples_of(history: History, count: int) -> list[Sample]:
+    """Select example conversations of the newest evaluation, each with its counterpart in the first evaluation."""
+    if not history.evaluations:
+        return []
+    first, last = history.evaluations[0], history.evaluations[-1]
+    return pick_samples(first.episodes if first is not last else (), last.episodes, count)
+
+
+def is_running(run: Path) -> bool:
+    """Return True if a run is active: the process in its lock file exists.
+
+    A killed process does not remove the lock file.
+    """
+    lock = run / "lock"
+    text = read_tail(lock, 4096).decode("utf-8", "replace") if lock.is_file() else ""
+    found = re.match(r"process (\d+) on (.*)", text)
+    return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
+
+
+def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]:
+    """Return a function that compares episodes with the last evaluation of the run `eval.baseline`.
+
+    Raises:
+        ConfigError: the folder is not a run, has no evaluation, or uses another environment.
+    """
+    run = Path(str(cfg.eval.baseline))
+    history = read_history(run)
+    if not history.evaluations:
+        raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
+    if differs := other_worlds(history.config, plain(cfg), {*state_keys(), *JUDGED}):
+        raise ConfigError(
+            f"eval.baseline={run}: its initial states, horizon or success key are different ({differs}), so episodes "
+            "cannot be paired. "
+            "Evaluate both policies with the same settings, or remove eval.baseline."
+        )
+    return partial(pair_suites, history.evaluations[-1].episodes)
+
+
+def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
+    """Return the config differences that change the meaning of state ids, as text; None: no difference.
+
+    `keys`: keys to compare, including all keys under them.
+    """
+    one, other = (
+        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}
+        for config in (first, second)
+    )
+    # Earlier versions lack keys.
+    differ = [key for key in one.keys() & other.keys() if one[key] != other[key]]
+    return ", ".join(f"{key}={spell(one[key])} and {spell(other[key])}" for key in sorted(differ)) or None

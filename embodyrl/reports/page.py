@@ -1,0 +1,293 @@
+"""Generation of an HTML report: reads runs, plots curves, and renders the template."""
+
+import json
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from embodyrl.config.compose import flat
+from embodyrl.config.settings import spell
+from embodyrl.files import by_number, write_atomically
+from embodyrl.monitor.history import EVENTS_FILE
+from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.phases import duration, run_seconds, time_tree, total_times
+from embodyrl.monitor.timing import PHASES, step_seconds
+from embodyrl.plan.saved import changed_settings
+from embodyrl.reports.charts import (
+    Line,
+    curve,
+    differing,
+    line_chart,
+    number,
+    stacked_bars,
+    wants_log,
+)
+from embodyrl.reports.history import JUDGED, History, other_worlds, read_history, samples_of
+from embodyrl.reports.media import EMBED_BYTES, Shelf, cards_of, pairs_of
+from embodyrl.reports.paired import pair_suites
+from embodyrl.reports.seeds import SeedGroup, improvement, seed_groups
+from embodyrl.version import __version__
+
+_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("success", ("eval/success_once", "train/success_once")),
+    ("return", ("eval/return", "train/return")),
+    ("episode length", ("eval/episode_len", "train/episode_len", "train/episode_len_min", "train/episode_len_max")),
+    ("share of replies cut off", ("eval/cut_off", "train/cut_off")),
+    ("prompt length", ("actor/prompt_len",)),
+    ("token accuracy", ("eval/token_accuracy", "train/token_accuracy")),
+    ("accuracy", ("eval/accuracy", "train/accuracy")),
+    ("action error", ("eval/action_error", "train/action_error")),
+    ("loss", ("actor/loss", "eval/loss")),
+    ("value loss", ("actor/value_loss",)),
+    ("KL", ("actor/kl",)),
+    ("entropy", ("actor/entropy",)),
+    ("clip fraction", ("actor/clip_fraction",)),
+    ("gradient norm", ("actor/grad_norm",)),
+    ("env steps per second", ("env/steps_per_s",)),
+    ("tokens per second of the update", ("actor/tokens_per_s",)),
+    ("peak memory of a policy process in GiB", ("actor/memory_gib",)),
+    ("seconds per step", ("time/step",)),
+)
+"""Title and metrics of each chart."""
+_TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
+_SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
+_MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
+
+
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    states: Collection[str] = (),
+    embed_bytes: int = EMBED_BYTES,
+) -> list[str]:
+    """Write the HTML report of one or more runs; return a summary as lines of text.
+
+    `states`: config keys that determine the initial state of a reset id.
+
+    Raises:
+        ConfigError: a folder is not a run.
+    """
+    histories = [read_history(folder) for folder in folders]
+    shelf = Shelf(page=out, budget=embed_bytes)
+    cards = [card for history in histories for card in cards_of(history, shelf)]
+    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
+    lines = _summary(histories, states)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
+    text = environment.from_string(template).render(
+        title=" vs ".join(h.name for h in histories),
+        version=__version__,
+        summary=lines,
+        runs=[_view(history, defaults or {}) for history in histories],
+        charts=_charts(histories),
+        parts=[*PHASES, "other"],
+        table=_task_table(histories, tasks),
+        tasks=tasks,
+        cards=cards,
+        pairs=pairs_of(cards),
+        replies=[sample for history in histories for sample in samples_of(history, _MAX_REPLIES)],
+        sources=json.dumps(shelf.sources).replace("<", "\\u003c"),
+        differences=[(k, [spell(v) for v in values]) for k, values in differing([h.config for h in histories])],
+    )
+    write_atomically(out, text)
+    return lines
+
+
+def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]:
+    lines = []
+    for history in histories:
+        last = history.evaluations[-1] if history.evaluations else None
+        text = f"step {last.step}: {last.score()}" if last else "no evaluation"
+        if (begun := history.unfinished) is not None:
+            text += f"; that of step {begun.step} is unfinished and not counted ({len(begun.episodes)} episodes)"
+        lines.append(f"{history.name}: {text}")
+        lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
+    groups = seed_groups(histories)
+    lines += [line for group in groups for line in group.summary()]
+    if len(groups) > 1 and (said := improvement(groups[0], groups[-1])):
+        lines.append(said)
+    if len(groups) > 1 and all(history.evaluations for history in histories):
+        first, second = histories[0], histories[-1]
+        if differs := other_worlds(first.config, second.config, {*states, *JUDGED}):
+            return [
+                *lines,
+                f"no paired test of {first.name} and {second.name}, which were evaluated differently: {differs}",
+            ]
+        found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
+        names = first.name, second.name
+        lines += [one.line(names) for one in found]
+    return lines
+
+
+def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of one run for the template."""
+    steps = [row for row in history.rows if step_seconds(row)]
+    last = history.evaluations[-1].episodes if history.evaluations else ()
+    events = history.text(EVENTS_FILE).splitlines()
+    tails = []
+    for path in sorted(history.folder.glob("logs/*/*.log"), key=by_number):
+        text = history.text(path.relative_to(history.folder))
+        if "Traceback (most recent call last)" in text:
+            tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
+    return {
+        "history": history,
+        "what": _what(history),
+        "tiles": _tiles(history, steps),
+        "timeline": _timeline(steps),
+        "phases": time_tree(total_times(steps)),
+        "faults": [line for line in events if _TROUBLE.search(line)],
+        "tails": tails,
+        "failed": [e for e in last if e.success_once is False][:_MAX_FAILED],
+        "settings": changed_settings(history.config, defaults),
+        "yaml": history.text("config.yaml"),
+    }
+
+
+def _what(history: History) -> str:
+    """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
+    values, machine = flat(history.config), history.text("env.txt").splitlines()
+    env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
+    algorithm = values.get("algorithm.adv_type") if history.rows else None
+    commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)
+    typed = history.folder / "overrides.txt"
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(typed.stat().st_mtime)) if typed.is_file() else None
+    parts = (env, values.get("model.model_type"), algorithm, f"seed {values.get('seed', 0)}", date, commit)
+    return " · ".join(str(part) for part in parts if part)
+
+
+def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
+    """Return the label, the value and the note of each summary tile of the page."""
+    tiles = []
+    if history.evaluations:
+        ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
+        scores = [evaluation.score() for evaluation in ends]
+        form = "{:.0%}" if isinstance(scores[-1], Rate) else "{:.4g}"
+        values = " → ".join(form.format(score.value) for score in scores)
+        name = "success" if isinstance(scores[-1], Rate) else "return"
+        notes = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
+        tiles.append((name, values, " → ".join(notes)))
+    if steps:
+        planned = history.config.get("runner", {}).get("max_steps", 0)
+        tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
+        seconds = run_seconds(history.rows)
+        tiles.append(("time", duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step"))
+        env_steps = sum(row.get("env/steps") or 0 for row in steps)
+        if env_steps:
+            episodes = sum(row.get("train/episodes") or 0 for row in steps)
+            tiles.append(("env steps", f"{env_steps:,.0f}", f"{episodes:,.0f} training episodes"))
+        restarts = max(row.get("env/restarts") or 0 for row in steps)
+        dropped = sum(row.get("env/dropped_episodes") or 0 for row in steps)
+        tiles.append(("restarts", f"{restarts:.0f}", f"{dropped:.0f} episodes dropped"))
+    return tiles
+
+
+def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
+    """Plot the seconds per phase of each step as stacked bars; in long runs, a bar is the mean of several steps."""
+    if not steps:
+        return ""
+    per_bar = -(-len(steps) // _MAX_BARS)
+    groups = [steps[k : k + per_bar] for k in range(0, len(steps), per_bar)]
+    parts: dict[str, list[float]] = {name: [] for name in (*PHASES, "other")}
+    for group in groups:
+        tree = {p.name: p.seconds for p in time_tree(total_times(group)) if p.depth == 0}
+        for name, values in parts.items():
+            values.append(tree.get(name, 0.0) / len(group))
+    return stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
+
+
+def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
+    """Return title, legend (colour index and text) and plot of each non-empty chart."""
+    several, found, groups = len(histories) > 1, [], seed_groups(histories)
+    for title, names in (*_CHARTS, *_suite_charts(histories)):
+        known = [name for name in names if any(history.has(name) for history in histories)]
+        if several:
+            known = known[:1]  # one metric per chart: there the colours identify the runs
+        if not known:
+            continue
+        limits = (0.0, 1.0) if known[0].endswith("/success_once") else None
+        if len(groups) < len(histories):
+            labels = [group.name for group in groups]
+            lines = [_joined(group, known[0], color, limits) for color, group in enumerate(groups)]
+        else:
+            labels = [h.name for h in histories] if several else [_legend(name) for name in known]
+            lines = [
+                curve(history, name, f"{history.name} · {name}" if several else name, color=run if several else metric)
+                for run, history in enumerate(histories)
+                for metric, name in enumerate(known)
+            ]
+        drawn = [line for line in lines if line.points]
+        if not drawn:  # the seeds of a group share no step
+            continue
+        log = limits is None and wants_log(drawn)
+        drawing = line_chart(drawn, limits=limits, log=log, x_label="training step")
+        title = f"{title} ({known[0]})" if len(known) == 1 else title
+        found.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
+    return found
+
+
+def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
+    """Return the mean curve over the seeds of a group with its 95 % interval, or the curve of a single run."""
+    if len(group.runs) == 1:
+        return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
+    points = group.curve(metric, limits)
+    return Line(
+        label=f"{group.name} · {metric}",
+        points=[(float(step), mean) for step, mean, _, _ in points],
+        band=[(float(step), low, high) for step, _, low, high in points],
+        color=color,
+    )
+
+
+def _legend(metric: str) -> str:
+    """Return the legend text of a metric in a chart with several metrics."""
+    kind, _, name = metric.partition("/")
+    end = name.rpartition("_")[2]
+    return name if _SUITE_METRIC.fullmatch(metric) else f"{kind}, {end}" if end in ("min", "max") else kind
+
+
+def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return one chart with all validation suites of a run, or one chart per suite for several runs."""
+    names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
+    if not names:
+        return []
+    if len(histories) > 1:
+        return [(f"success on {name.split('/')[1]}", (name,)) for name in names]
+    return [("success by suite", ("eval/success_once", *names))]
+
+
+def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
+    """Return a table of scores per task.
+
+    The columns are the first and last evaluation of a single run, or the last evaluation of each of several runs.
+    """
+    if not tasks:
+        return []
+    if len(histories) > 1:
+        shown = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
+    else:
+        ends = dict.fromkeys((histories[0].evaluations[0], histories[0].evaluations[-1]))
+        shown = [(f"step {evaluation.step}", evaluation) for evaluation in ends]
+    single, changed = len(histories) == 1, len(histories) == 1 and len(shown) > 1
+    table = [
+        ["task", *(name for name, _ in shown), *(["change"] if changed else []), *(["mean steps"] if single else [])]
+    ]
+    for task in [*tasks, None] if len(tasks) > 1 else tasks:
+        scores = [evaluation.score(task) for _, evaluation in shown]
+        row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * changed]
+        if single:
+            steps = [e.steps for e in shown[-1][1].own if task in (None, e.task)]
+            row.append(number(sum(steps) / len(steps)) if steps else "-")
+        table.append(row)
+    for suite in dict.fromkeys(name for _, evaluation in shown for name in evaluation.suites):
+        found = [evaluation.suites.get(suite) for _, evaluation in shown]
+        ends = found[0], found[-1]
+        change = [ends[0].change(ends[1]) if ends[0] and ends[1] else "-"] * changed
+        table.append([f"suite {suite}", *(str(score or "-") for score in found), *change, *["-"] * single])
+    return table

@@ -1,0 +1,119 @@
+"""Startup of `embodyrl serve`: a WebSocket server for a robot policy, or the server of another policy type."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from embodyrl.commands.facts import precision_facts
+from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import ConfigError
+from embodyrl.files import available_cores
+from embodyrl.plan.build import mismatches
+from embodyrl.plan.schema import Config
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.remote.dialects import names_of, need
+from embodyrl.policies.remote.settings import ServeSettings
+from embodyrl.serving.committed import DELAY, PREFIX
+from embodyrl.types import EnvSpec, PolicySpec
+
+_HERE = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
+    """Serve a policy until a signal arrives.
+
+    Args:
+        cfg: policy and address.
+        say: function that prints lines.
+        ready: called with the address and the protocol once clients can connect.
+
+    Raises:
+        Interrupted: always, after the signal.
+        EmbodyError: weights are damaged, components do not fit, or the address is in use.
+    """
+    env, spec = describe(cfg)
+    for package in ("websockets", "msgpack"):
+        need(package)
+    weights = first_weights(cfg, env)
+    for name, text in (*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)):
+        say(f"  {name:<10} {text}")
+    import torch
+
+    from embodyrl.policies.tensors import best_device, seed_everything
+    from embodyrl.serving.server import Answering, PolicyServer
+
+    torch.set_num_threads(available_cores())
+    seed_everything(cfg.seed, deterministic=False)
+    request = PolicyRequest(env=env, device=best_device(), seed=cfg.seed, trainable=False)
+    policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
+    if weights is not None:
+        policy.load_weights(Path(weights))
+    server = PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say)
+    return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
+
+
+def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
+    """Return the specs of environment and policy, without loading the simulator or weights.
+
+    Raises:
+        ConfigError: incompatible components, or a policy that cannot be served.
+    """
+    if cfg.reads_rows:
+        raise ConfigError(
+            f"env.env_type={cfg.env.env_type} needs a language model, but model '{cfg.model.model_type}' generates no "
+            "text. Choose another env, or a text model such as model=causal_lm."
+        )
+    chunk, observed = cfg.model.num_action_chunks, cfg.model.reads_committed
+    # The client decides how much of its previous chunk is left.
+    overlap = chunk - max(1, cfg.env.delay[1]) if observed else None
+    context = EnvContext(chunk=chunk, overlap=overlap, observe_committed=observed)
+    env = ENVS.get(cfg.env.env_type).spec(cfg.env, context)
+    spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
+    # The client provides the cameras: the policy reads the first cameras of its environment.
+    if seen := spec.inputs.num_images:
+        env = replace(env, cameras=replace(env.cameras, names=env.cameras.names[:seen]))
+    problems = mismatches(env, spec)
+    if spec.scripted:
+        problems.append(f"model '{spec.name}' cannot be served: it reads the simulator state of an environment.")
+    if (named := cfg.serve.image_names) is not None and len(named) < spec.inputs.num_images:
+        problems.append(
+            f"serve.image_names={named}: model '{spec.name}' reads {spec.inputs.num_images} images; list as many names."
+        )
+    if problems:
+        raise ConfigError(problems)
+    return env, spec
+
+
+def server_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Return the lines of the start banner of a server, as pairs of name and text."""
+    env, spec = describe(cfg)
+    weights = first_weights(cfg, env)
+    return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
+
+
+def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
+    """Return the lines of the start banner for a robot policy, as pairs of name and text."""
+    names = names_of(cfg.serve)
+    parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
+    if env.committed is not None:
+        parts += [PREFIX, DELAY]
+    lines = [
+        ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
+        *precision_facts(cfg),
+        ("weights", str(cfg.ckpt or cfg.model.weights)),
+        ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
+        ("reads", ", ".join(parts) + (f" (state: {env.own_state_dim} numbers)" if spec.inputs.state else "")),
+        ("protocol", cfg.serve.protocol),
+    ]
+    return [*lines, *exposure(cfg.serve)]
+
+
+def exposure(cfg: ServeSettings) -> list[tuple[str, str]]:
+    """Return a warning line if other hosts can connect to the server; otherwise an empty list."""
+    if cfg.host in _HERE:
+        return []
+    return [("warning", f"serve.host={cfg.host}: all hosts that reach this port can use the policy")]

@@ -1,0 +1,206 @@
+"""Rows of text tasks: messages of columns, prompt template, and image placeholders."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from embodyrl.errors import ConfigError
+from embodyrl.text.messages import MARK, PICTURE, Message, join_messages
+from embodyrl.text.settings import PairSettings, RowSettings
+
+_WRITTEN = ("text", "input_text")
+"""Types of the parts of a message that contain text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRow:
+    """One row of a text data set: the prompt messages and the reference answer."""
+
+    messages: tuple[Message, ...]
+    reference: str
+    rejected: str | None = None
+    """Rejected answer of a preference pair; `reference` is the chosen answer."""
+    pictures: tuple[Any, ...] = ()
+    """Images, one for each <image> in the messages; without <image>, the images precede the first user message.
+
+    An image is a file, the bytes of a file, or pixels [H, W, 3]. After reading, each image is a `Picture`."""
+    group: str | None = None
+    """Name of a group; consecutive rows of a group are not divided between training and validation."""
+
+
+def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
+    """Replace image placeholders in messages with the image sizes, in a format that `split_pictures` parses.
+
+    Raises:
+        ValueError: the number of placeholders differs from the number of images.
+    """
+    if not sizes:
+        return tuple(messages)
+    named = sum(m.content.count(PICTURE) for m in messages)
+    if not named:
+        first = next((m for m in messages if m.role == "user"), messages[0])
+        front = replace(first, content=PICTURE * len(sizes) + first.content)
+        messages, named = [front if m is first else m for m in messages], len(sizes)
+    if named != len(sizes):
+        raise ValueError(f"there are {len(sizes)} images, but the messages contain {PICTURE} {named} times")
+    left = iter(sizes)
+    marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(MARK, *next(left)), m.content) for m in messages)
+    return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))
+
+
+def join_pair(better: str, worse: str) -> str:
+    """Join two answers into one text, which `split_messages` parses as two replies."""
+    return join_messages([Message(role="assistant", content=text) for text in (better, worse)])
+
+
+def read_messages(value: Any, *, images: bool) -> tuple[Message, ...]:
+    """Return the messages of a column: objects with `role` and `content`, a text or a list of texts and images.
+
+    Raises:
+        ValueError: a message is malformed, or has a field that would be lost, such as `tool_calls`.
+        TypeError: the value is not a list of objects with a role.
+    """
+    if isinstance(value, str | Mapping):
+        raise TypeError("there is no list of messages")
+    messages = list(value)
+    if not all(isinstance(m, Mapping) and re.fullmatch(r"\w[\w-]*", str(m.get("role") or "")) for m in messages):
+        raise TypeError("a message has no role")
+    found = []
+    for number, message in enumerate(messages, start=1):
+        content, lost = message.get("content"), _filled(message, "role", "content")
+        if lost:
+            raise ValueError(f"message {number} has the unsupported fields {', '.join(lost)}")
+        if content is None:
+            raise ValueError(f"the content of message {number} is empty (null)")
+        found.append(Message(role=message["role"], content=_text(content, number, images)))
+    if not found:
+        raise ValueError("there are no messages")
+    return tuple(found)
+
+
+def _filled(value: Mapping[str, Any], *known: str) -> list[str]:
+    """Return the names of unknown fields that contain a value; Parquet fills absent fields with null."""
+    return [str(key) for key in value if key not in known and value[key] not in (None, False, "", [], {})]
+
+
+def _text(content: Any, number: int, images: bool) -> str:
+    if isinstance(content, str | int | float) and not isinstance(content, bool):
+        return str(content)
+    if not isinstance(content, list):
+        raise ValueError(f"the content of message {number} is neither text nor a list of texts and images")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "image" and not _filled(part, "type") and images:
+            texts.append(PICTURE)
+        elif kind in _WRITTEN and isinstance(part.get("text"), str) and not _filled(part, "type", "text"):
+            texts.append(part["text"])
+        elif kind == "image":
+            raise ValueError(f"message {number} contains an image; data.image_key names the column of the images")
+        else:
+            raise ValueError(f"message {number} contains the unsupported part {str(part)[:60]}")
+    return "".join(texts)
+
+
+def complete_messages(messages: Sequence[Message], cfg: RowSettings) -> tuple[Message, ...]:
+    """Return a prompt with the template applied to the last user message, after the system prompt.
+
+    Raises:
+        ValueError: the prompt has another system message, ends with a reply, or has no user message for the template.
+    """
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if cfg.system_prompt is not None and any(m.role in ("system", "developer") for m in messages):
+        raise ValueError("there is a system message in addition to data.system_prompt; set data.system_prompt=null")
+    if messages[-1].role == "assistant":
+        raise ValueError("the last message is of the assistant, and replies cannot continue it; remove this message")
+    if all(m.role == "system" for m in messages):
+        raise ValueError("there is only a system message; add a message of the user")
+    if cfg.prompt_template != "{prompt}" and not users:
+        raise ValueError("data.prompt_template needs a message of the user; set data.prompt_template={prompt}")
+    system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
+    last = users[-1] if users else None
+    return system + tuple(
+        replace(m, content=cfg.prompt_template.replace("{prompt}", m.content)) if i == last else m
+        for i, m in enumerate(messages)
+    )
+
+
+def is_conversation(value: Any) -> bool:
+    """Return True if an answer is a list of messages, whose last message is the answer."""
+    return isinstance(value, list) and bool(value) and isinstance(value[-1], Mapping) and "content" in value[-1]
+
+
+def read_answer(value: Any, prompt: Sequence[Message]) -> str:
+    """Return an answer as text: a string, the last message of a conversation, or any other value as JSON.
+
+    Raises:
+        ValueError: a message would be lost, or the conversation differs from the prompt.
+    """
+    if not is_conversation(value):
+        return value if isinstance(value, str) else json.dumps(value)
+    try:
+        *before, answer = read_messages(value, images=False)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    said = [(m.role, m.content.strip()) for m in prompt]
+    own = [(m.role, m.content.strip()) for m in before]
+    if answer.role != "assistant" or (own and own not in (said, [turn for turn in said if turn[0] != "system"])):
+        raise ValueError(
+            "the conversation must be the messages of the prompt, followed by one message of the assistant"
+        )
+    return answer.content
+
+
+def column_value(raw: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or of a field of a column: a.b is field b of column a."""
+    if key in raw or "." not in key:
+        return raw.get(key)
+    head, _, rest = key.partition(".")
+    inner = raw.get(head)
+    return column_value(inner, rest) if isinstance(inner, Mapping) else None
+
+
+def _asked(prompt: str) -> tuple[Message, ...]:
+    """Return a text as the message of the user.
+
+    Raises:
+        ValueError: the text is a list of messages in JSON, which the model would read as text.
+    """
+    if re.match(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""", prompt):
+        raise ValueError("the messages are written as text; write a list of objects instead")
+    return (Message(role="user", content=prompt),)
+
+
+def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tuple[Message, ...], str, str | None]:
+    """Return the complete prompt, the answer and the rejected answer of a row.
+
+    Raises:
+        ConfigError: the row cannot be read without loss.
+    """
+    for key in {"tools", "chat_template_kwargs"} & raw.keys():
+        if raw[key] and key not in (cfg.prompt_key, cfg.answer_key):
+            raise ConfigError(
+                f"{where}: column '{key}' is not supported. Set env.tools, or rename or remove the column."
+            )
+    prompt, answer = column_value(raw, cfg.prompt_key), column_value(raw, cfg.answer_key)
+    try:
+        asked = _asked(prompt) if isinstance(prompt, str) else read_messages(prompt, images=cfg.image_key is not None)
+        messages = complete_messages(asked, cfg)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
+            f"{str(prompt)[:60]!r}. Correct the row, or set data.prompt_key."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{where}, column '{cfg.prompt_key}': {error}. Correct the rows or the key.") from error
+    key = cfg.answer_key
+    try:
+        reference, rejected = read_answer(answer, asked), None
+        if isinstance(cfg, PairSettings):
+            key = cfg.rejected_key
+            rejected = read_answer(column_value(raw, key), asked)
+    except ValueError as error:
+        raise ConfigError(f"{where}, column '{key}': {error}. Correct the row.") from error
+    return messages, reference, rejected

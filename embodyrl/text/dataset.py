@@ -1,0 +1,392 @@
+"""Rows of text tasks, with optional images, from JSON Lines or Parquet files, folders, or user functions."""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import ConfigError
+from embodyrl.files import LONGEST_LINE, available_bytes, read_lines, visible_files
+from embodyrl.registry import load, takes
+from embodyrl.text.chat import (
+    ChatTemplate,
+    RefusedMessages,
+    control_tokens,
+    count_tokens,
+    count_turn_tokens,
+    unknown_doubts,
+    without_controls,
+)
+from embodyrl.text.conversation import (
+    TextRow,
+    column_value,
+    complete_messages,
+    is_conversation,
+    place_pictures,
+    read_texts,
+)
+from embodyrl.text.messages import PICTURE, join_messages, split_pictures
+from embodyrl.text.pictures import Picture, pictures_of
+from embodyrl.text.settings import PairSettings, RowSettings, is_function
+from embodyrl.types import IntArray
+
+SUFFIXES = (".jsonl", ".parquet")
+_COUNTED_ROWS = 1000
+"""Maximum number of rows that are checked for unknown tokens."""
+_VALUE_BYTES = 32
+"""Assumed minimum size of a Python object for one value of a column, in bytes."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of a training source and an optional validation source.
+
+    Picklable: an unpickled copy reads the sources again.
+    """
+
+    cfg: RowSettings
+    name: str
+    held_out: int
+    """Number of validation rows; these rows are the last rows."""
+    repeated: int = 0
+    """Number of validation rows whose prompt also occurs in training; rows with images are not compared."""
+    prompt_bytes: int = 0
+    """Length of the longest conversation, in UTF-8 bytes."""
+    prompt_tokens: int = 0
+    """Length of the longest prompt in tokens, with the chat template; 0: not counted, because there is no limit."""
+    turn_tokens: int = 0
+    """Number of tokens that the chat template adds around a reply and a tool's answer; 0 if prompts are not counted."""
+    keep: IntArray | None = field(default=None, compare=False)
+    """Indices of the rows within the length limit; None: all rows."""
+    pictures: int = 0
+    """Maximum number of images per row."""
+    image_size: tuple[int, int] = (0, 0)
+    """Maximum height and maximum width of the images, in pixels."""
+    roles: tuple[tuple[str, ...], ...] = ()
+    """All distinct sequences of message roles in the rows."""
+    doubts: tuple[str, ...] = ()
+    """Warnings about the rows, one line each."""
+
+    @cached_property
+    def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
+        return tuple((path, _read(path, split, self.cfg)) for path, split in self.cfg.sources)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f: getattr(self, f) for f in self.__dataclass_fields__}
+
+    @property
+    def total(self) -> int:
+        """Number of rows of all sources, before filters."""
+        return sum(len(rows) for _, rows in self._raw)
+
+    def __len__(self) -> int:
+        return self.total if self.keep is None else len(self.keep)
+
+    def __getitem__(self, index: int) -> TextRow:
+        return self.row(int(index if self.keep is None else self.keep[index]))
+
+    def row(self, index: int) -> TextRow:
+        """Return the row at an index into the concatenated sources.
+
+        Raises:
+            ConfigError: a column is missing or has a wrong type; the message names the source and the row.
+        """
+        for path, rows in self._raw:
+            if index < len(rows):
+                found = None if is_function(path) else resolve_asset(path)
+                folder = None if found is None else found if found.is_dir() else found.parent
+                return _row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
+            index -= len(rows)
+        raise IndexError(index)
+
+
+def open_rows(
+    cfg: RowSettings,
+    *,
+    tokenizer: Path | None,
+    template: ChatTemplate | None = None,
+    vocabulary: Path | None = None,
+    json_answers: bool = False,
+) -> TextRows:
+    """Open the rows of a run and check every row of a file.
+
+    Args:
+        cfg: the section `data`, with `data.path` set.
+        tokenizer: folder with the tokenizer.json for prompt lengths; None: the small vocabulary has one token per
+            character.
+        template: chat template of prompts; None: prompts are concatenated messages.
+        vocabulary: folder of the tokenizer that is checked for unknown tokens; None: no check.
+        json_answers: accept lists and objects as answers, as JSON text.
+
+    Raises:
+        ConfigError: a source cannot be read, a row is malformed, or no row is left.
+    """
+    assert cfg.path is not None
+    name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
+    rows = TextRows(cfg=cfg, name=name, held_out=0)
+    all_rows = _checked(rows, json_answers)
+    conversations = [row.messages for row in all_rows]
+    keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
+    controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
+    if cfg.max_prompt_length is not None and rows.total:
+        prompts = [rendered_prompt(row, template, controls) for row in all_rows]
+        lengths = count_tokens(prompts, tokenizer, template=template)
+        keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
+        prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
+        turn_tokens = count_turn_tokens(tokenizer, template=template)
+    # Rows of a separate validation source are last and are the held-out rows.
+    own, single = len(rows._raw[0][1]), len(rows._raw) == 1
+    held_out = _undivided(all_rows, keep, round(cfg.val_share * len(keep))) if single else int((keep >= own).sum())
+    if len(keep) - held_out < 1:
+        raise ConfigError(
+            f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
+            "or lower data.val_share."
+        )
+    border = len(keep) - held_out
+    asked = {conversations[i] for i in keep[:border]}
+    shown = [[picture.size for picture in all_rows[i].pictures] for i in keep]
+    sizes = [size for row in shown for size in row] or [(0, 0)]
+    return replace(
+        rows,
+        keep=keep if len(keep) < rows.total else None,
+        held_out=held_out,
+        repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
+        prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in keep),
+        prompt_tokens=prompt_tokens,
+        turn_tokens=turn_tokens,
+        pictures=max(map(len, shown)),
+        image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
+        doubts=tuple(_doubts([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
+    )
+
+
+def _checked(rows: TextRows, json_answers: bool) -> list[TextRow]:
+    cfg = rows.cfg
+    try:
+        found = [rows.row(i) for i in range(rows.total)]
+    except (TypeError, ValueError, LookupError) as error:
+        if isinstance(error, ConfigError) or not cfg.kwargs:
+            raise
+        raise ConfigError(
+            f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
+        ) from error
+    if not json_answers and cfg.answer_pattern is None:
+        for key in (cfg.answer_key, *([cfg.rejected_key] if isinstance(cfg, PairSettings) else [])):
+            _require_text(rows, key)
+    return found
+
+
+def _require_text(rows: TextRows, key: str) -> None:
+    for path, some in rows._raw:
+        for number, raw in enumerate(some, start=1):
+            answer = column_value(raw, key) if isinstance(raw, Mapping) else None
+            if isinstance(answer, list | Mapping) and not is_conversation(answer):
+                raise ConfigError(
+                    f"{path}, row {number}: column '{key}' is a list or an object, but must be one text. Set another "
+                    "column (data.answer_key), reward.name=code, or a reward function of your own."
+                )
+
+
+def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
+    """Return the number of validation rows, reduced so that no group has rows in training and validation."""
+    border = len(keep) - held_out
+    while 0 < border < len(keep):
+        before, after = (rows[i].group for i in keep[border - 1 : border + 1])
+        if after is None or before != after:
+            break
+        border += 1
+    return len(keep) - border
+
+
+def _doubts(
+    rows: Sequence[TextRow],
+    places: IntArray,
+    controls: Collection[str],
+    vocabulary: Path | None,
+    template: ChatTemplate | None,
+) -> Iterator[str]:
+    found = [
+        (place, control)
+        for place, row in zip(places.tolist(), rows, strict=True)
+        for control in [c for c in controls if any(c in m.content for m in row.messages)][:1]
+    ]
+    some = rows[:_COUNTED_ROWS]
+    if vocabulary is not None:
+        texts = [*(rendered_prompt(row, template, controls) for row in some), *(row.reference for row in some)]
+        yield from unknown_doubts(texts, vocabulary, template=template)
+    if found:
+        place, control = found[0]
+        first = f"row {place + 1}, {control}"
+        yield f"{len(found)} rows contain control tokens of the model, which are removed (first: {first})"
+
+
+def holds_text(path: str) -> bool:
+    """Return True if data.path refers to text rows, False for demonstrations."""
+    found = resolve_asset(path)
+    if found.is_dir():
+        return not (found / "meta").exists() and bool(visible_files(found, *SUFFIXES))
+    return is_function(path) or found.suffix in SUFFIXES
+
+
+def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
+    if is_function(path):
+        try:
+            return load(path, "data.path", wants="a function that returns rows", fits=takes(0))(**cfg.kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
+            ) from error
+    found = resolve_asset(path) / (cfg.subset or "")
+    files = visible_files(found, *SUFFIXES) if found.is_dir() else [found]
+    if not files or not files[0].is_file():
+        raise ConfigError(
+            f"data.path={path}: {found} does not exist, or contains no {' or '.join(SUFFIXES)} files. Correct the path."
+        )
+    if split is not None:
+        names = {f: (f.name, *f.relative_to(found).parent.parts) for f in files}
+        parts = {f: {re.split(r"[-._]", name)[0] for name in some} for f, some in names.items()}
+        files = [f for f in files if split in parts[f]]
+        if not files:
+            known = ", ".join(sorted(set().union(*parts.values())))
+            raise ConfigError(
+                f"data.path={path} has no split '{split}'. Names of its files and folders begin with {known}."
+            )
+    return [row for file in files for row in _read_file(file)]
+
+
+def _read_file(file: Path) -> list[Any]:
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{file} has the unsupported suffix '{file.suffix}'. Use a {' or '.join(SUFFIXES)} file.")
+    if file.suffix == ".parquet":
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            return _read_packed(parquet.ParquetFile(file), file)
+        except (ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
+    rows = []
+    # Not `splitlines`: a text may contain U+2028 and other line separators.
+    # Some editors begin a file with a byte order mark.
+    for number, line in enumerate(read_lines(file), start=1):
+        if not line.strip():
+            continue
+        if len(line) == LONGEST_LINE:
+            raise ConfigError(
+                f"{file}, line {number} is longer than {LONGEST_LINE >> 20} MiB. Shorten or remove the row."
+            )
+        try:
+            rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+        except (ValueError, RecursionError) as error:
+            start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
+            raise ConfigError(f"{file}, line {number} is not JSON ({error}): {start!r}. Correct the line.") from error
+    return rows
+
+
+def _read_packed(source: Any, file: Path) -> list[Any]:
+    """Read the rows of a Parquet file with a memory limit, because small files can decompress to any size.
+
+    Raises:
+        ConfigError: the rows need more than a quarter of the free memory.
+    """
+    limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
+    values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
+    rows: list[Any] = []
+    size = sum(group.total_byte_size for group in groups)
+    try:
+        batches = source.iter_batches(64) if max(size, _VALUE_BYTES * values) <= limit else iter(())
+        while size <= limit:
+            batch = next(batches, None)
+            if batch is None and len(rows) == source.metadata.num_rows:
+                return rows
+            if batch is None:
+                break
+            size += (
+                batch.nbytes + _VALUE_BYTES * batch.num_rows * batch.num_columns + sum(map(_repeated, batch.columns))
+            )
+            rows += batch.to_pylist() if size <= limit else []
+    except MemoryError:
+        pass  # reported below
+    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory. Split the file.")
+
+
+def _repeated(column: Any) -> int:
+    """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
+    import pyarrow as pa
+    import pyarrow.compute as compute  # type: ignore[import-untyped]
+
+    if not pa.types.is_dictionary(column.type):
+        return 0
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not any(kind(column.type.value_type) for kind in kinds):
+        return len(column) * column.dictionary.nbytes
+    lengths: Any = compute.binary_length(column.dictionary)  # type: ignore[attr-defined]
+    return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
+
+
+def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
+    if isinstance(raw, TextRow):
+        if isinstance(cfg, PairSettings) and raw.rejected is None:
+            raise ConfigError(f"{where}: the rejected answer is missing. Set TextRow(..., rejected=...).")
+        try:
+            raw = replace(raw, messages=complete_messages(raw.messages, cfg))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}. Correct the rows or the key.") from error
+        return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")
+    columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
+    columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
+    columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
+    for key, option in columns:
+        if column_value(raw, key) is None:
+            if key in raw:
+                raise ConfigError(f"{where}: column '{key}' is empty (null). Fill in a value, or remove the row.")
+            raise ConfigError(
+                f"{where}: there is no column '{key}'. Set data.{option} to one of {', '.join(map(str, raw))}."
+            )
+    messages, reference, rejected = read_texts(raw, cfg, where)
+    if cfg.answer_pattern is not None:
+        match = re.search(cfg.answer_pattern, reference)
+        found = match and match[1 if match.re.groups else 0]
+        if found is None:
+            raise ConfigError(
+                f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
+                f"{reference[-60:]!r}. Correct the row or the pattern."
+            )
+        reference = found.strip()
+    row = TextRow(messages=messages, reference=reference, rejected=rejected)
+    if cfg.image_key is None:
+        return row
+    return _shown(row, pictures_of(column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where)
+
+
+def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
+    """Return the row with `pictures` as images, and with the image sizes in its messages."""
+    try:
+        messages = place_pictures(row.messages, [picture.size for picture in pictures])
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: {error}. Use one {PICTURE} per image, or none to place the images first."
+        ) from error
+    return replace(row, messages=messages, pictures=pictures)
+
+
+def rendered_prompt(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
+    """Return the rendered prompt of a row, without its images."""
+    texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
+    texts = [without_controls(text, controls) for text in texts]
+    if template is not None:
+        for in_parts in (True,) if row.pictures else (False, True):
+            contents = [[{"type": "text", "text": text}] if in_parts else text for text in texts]
+            turns = [{"role": m.role, "content": said} for m, said in zip(row.messages, contents, strict=True)]
+            with suppress(RefusedMessages):  # the check of the policy reports invalid roles
+                return template.render(turns)
+    return "".join(texts)

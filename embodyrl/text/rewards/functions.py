@@ -1,0 +1,139 @@
+"""Built-in rule-based reward functions of (prompt, response, reference)."""
+
+import json
+import logging
+import re
+import signal
+from collections import Counter
+
+from embodyrl.text.answers import boxes, chosen_letter, last_box
+from embodyrl.text.rewards.expressions import equal_expressions
+from embodyrl.text.rewards.numbers import Number, equal, first_number, last_number, only_number, restates
+from embodyrl.text.rewards.programs import find_program
+from embodyrl.text.sandbox import SECONDS, evaluate, run_tests
+
+
+def exact(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the response equals the reference after stripping whitespace."""
+    return float(response.strip() == reference.strip())
+
+
+def overlap(prompt: str, response: str, reference: str) -> float:
+    """Return the fraction of positions at which response and reference are equal: a dense version of `exact`.
+
+    The end of the text counts as one more position.
+    """
+    said, wanted = [*response.strip(), None], [*reference.strip(), None]
+    return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
+
+
+_MARKER = "####"
+
+
+def gsm8k(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the number after the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
+    found = re.findall(r"#### (-?[0-9.,]+)", response)
+    return float(bool(found) and equal(last_number(found[-1]), last_number(reference)))
+
+
+def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the last number of the response is the reference, as in the flexible matches of verl and lm-eval."""
+    return float(equal(last_number(response), last_number(reference)))
+
+
+def number(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the response is only a number, whether correct or not (format reward)."""
+    return float(re.fullmatch(r"\s*[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?\s*", response) is not None)
+
+
+class _Math:
+    r"""Reward 1 if the answer (the last `\boxed{}`, `####`, or number of the answer or reply) is the reference, else 0.
+
+    Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
+    expression, a box is compared by the math-verify package. A part of the prompt in another form is not an answer.
+    """
+
+    def prepare(self) -> None:
+        """Import the math-verify package in advance, so that the import does not count towards the time limit."""
+        import math_verify  # noqa: F401
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float:
+        wanted = only_number(reference)
+        found = boxes(response)
+        if not found or response.rfind(_MARKER) > found[-1][0]:
+            _, marker, marked = response.rpartition(_MARKER)
+            return float(equal(wanted, first_number(marked) if marker else _named_number(response)))
+        answer = last_box(response) or ""
+        if wanted is None:
+            return float(equal_expressions(answer, reference, prompt))
+        number = only_number(answer)
+        return float(equal(wanted, number) and number is not None and not restates(number, wanted, prompt))
+
+
+math = _Math()
+
+
+def _named_number(response: str) -> Number | None:
+    """Return the number that is named as the answer, or the last number of a response."""
+    named = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
+    found = only_number(named[-1].replace("*", "")) if named else None
+    return found if found and found.finished else last_number(response)
+
+
+def choice(prompt: str, response: str, reference: str) -> float:
+    r"""Return 1 if the chosen letter (boxed, in <answer>, named as the answer, or alone on a line) is the reference.
+
+    Raises:
+        ValueError: the reference is not a letter, optionally with the text of the option.
+    """
+    if not (wanted := re.match(r"\s*\(?([A-Za-z])(?:[.):]|\s*$)", re.sub(r"\\text\w*\{(.*)\}|\$", r"\1", reference))):
+        raise ValueError(f"the reference {reference[:40]!r} is not the letter of an option")
+    return float(chosen_letter(response) == wanted[1].upper())
+
+
+def tagged(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the response is <think>...</think> followed by <answer>...</answer>, each exactly once."""
+    whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
+    return float(whole is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
+
+
+def countdown(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the response is an expression of exactly the given numbers with the given value.
+
+    `reference` is `3,7,2:23`. The right numbers with another value give half the reward.
+    """
+    numbers, _, target = reference.partition(":")
+    expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [last_box(response) or response])[-1]
+    for sign, plain in {
+        "\\times": "*",
+        "\\cdot": "*",
+        "\u00d7": "*",
+        "\u00f7": "/",
+        "\\div": "/",
+        "\u2212": "-",
+    }.items():
+        expression = expression.replace(sign, plain)
+    expression = re.sub(rf"\s*=\s*{re.escape(target)}$", "", expression.strip(" \n$.`*"))
+    if re.search(r"[^0-9+\-*/() ]", expression):
+        return 0.0  # 3_7, 3.7 and True are not numbers of the list
+    if Counter(re.findall(r"[0-9]+", expression)) != Counter(numbers.split(",")):
+        return 0.0
+    try:
+        value = evaluate(expression)
+    except ValueError:
+        return 0.0
+    return 1.0 if abs(value - float(target)) < 1e-6 else 0.5
+
+
+def code(prompt: str, response: str, reference: str) -> float:
+    """Return the fraction of tests that the program of the response passes (see `find_program`).
+
+    `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
+    programs that read and print. Each test runs in a separate process. A test has a second,
+    or its share of the total time if that is longer; the total is most of `reward.timeout_s`.
+    """
+    tests: list[str | dict[str, str]] = json.loads(reference)
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    return sum(run_tests(find_program(response, tests), tests, seconds=0.8 * left or SECONDS)) / len(tests)

@@ -1,0 +1,259 @@
+"""Calls between a program of a language model and its tests, in two processes.
+
+In the test's process a `Link` is strict: operators of the program never compare its objects with values of the test.
+"""
+
+import copy
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from embodyrl.text.sandboxed_objects import (
+    BASES,
+    BINARY,
+    COMPARISONS,
+    DATA,
+    KINDS,
+    NUMBERS,
+    SPECIAL,
+    Own,
+    Refused,
+    is_theirs,
+    number_of,
+)
+from embodyrl.text.sandboxed_values import Values
+
+LONGEST = 16 << 20
+"""Maximum size of a message in bytes."""
+TEST = "__test__"
+"""Name of the module of a test."""
+
+
+class Link(Values):
+    """Connection to the other process."""
+
+    def __init__(self, incoming, outgoing, *, strict):
+        super().__init__(strict=strict)
+        self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
+        self.deeds = {"special": _operate, "data": _data}
+        self.makers, self._made, self._mixed = set(), set(), set()
+        """Numbers of names with a capital letter, of objects that the test makes by them, and of results of operators
+        with a value of the test."""
+        self.refusals = []
+        """Operations of the test that were refused, in words."""
+        self.printed: Callable[[], str] = str
+        """Function that returns the output since the last message."""
+
+    def close(self):
+        """Close the connection, which ends the other process."""
+        self._in.close()
+        self._out.close()
+
+    def send(self, message):
+        """Write one message, with the content of changed containers."""
+        message["news"] = self.news()
+        self._out.write(json.dumps(message).encode("ascii") + b"\n")
+        self._out.flush()
+
+    def read(self):
+        """Read the next message; raise EOFError if the other end is closed or the line is too long."""
+        line = self._in.readline(LONGEST)
+        if not line.endswith(b"\n"):
+            raise EOFError("The other process exited, or sent a message that is too long.")
+        message = json.loads(line)
+        self.take(*message["news"])
+        return message
+
+    def ask(self, what, *parts, **named):
+        """Send a request to the other process, execute its requests until it replies, and return the reply."""
+        packed = {name: self.pack(value) for name, value in named.items()}
+        self.send({"do": what, "with": [self.pack(part) for part in parts], "named": packed})
+        while "do" in (reply := self.read()):
+            self.answer(reply)
+        if reply.get("printed") and sys.stdout is not sys.__stdout__:  # the test reads the output
+            sys.stdout.write(reply["printed"])
+        if "raised" not in reply:
+            return self.unpack(reply["value"])
+        error = self.unpack(reply["raised"])
+        # As in a generator (PEP 479): StopIteration from a call would end a loop of the test early.
+        follows = what == "await" or (what == "special" and parts[1] == "next")
+        ends = isinstance(error, StopIteration | StopAsyncIteration) and not follows
+        unusual = ends or not isinstance(error, Exception)
+        raise RuntimeError(f"the program raised {type(error).__name__}: {error}") if unusual else error
+
+    def answer(self, asked):
+        """Execute a request of the other process and send the result."""
+        try:
+            if self.strict and (asked["with"][0][0] != "there" or asked["do"] not in self.deeds):
+                raise TypeError("Only objects of the test can be used.")
+            parts = [self.unpack(part) for part in asked["with"]]
+            value = self.deeds[asked["do"]](*parts, **{n: self.unpack(v) for n, v in asked["named"].items()})
+            reply = {"value": self.pack(value)}
+        except Exception as error:
+            reply = {"raised": self.pack(error)}
+        self.send(reply | {"printed": self.printed()})
+
+    def refuse(self, text):
+        """Raise `Refused`, and store the reason."""
+        self.refusals.append(text)
+        raise Refused(text)
+
+    def checked(self, kind):
+        """Return a built-in type or exception class that a name of the program means."""
+        if self.strict and issubclass(kind, BaseException) and issubclass(AssertionError, kind):
+            self.refuse(f"uses a name of the program for {kind.__name__}, which would catch failures of the test")
+        return kind
+
+    def operate(self, one, name, args, named):
+        """Apply a special method, without underscores, of an object of the other process."""
+        compares = name in COMPARISONS or name in BINARY or name == "contains"
+        if not self.strict:
+            return self.ask("special", one, name, *args, **named)
+        if name in ("instancecheck", "subclasscheck") and not is_theirs(args[0]):
+            return False
+        if compares and not all(map(is_theirs, args)):
+            return self._mix(one, name, args)
+        if name in NUMBERS and number_of(one) in self._mixed:
+            self.refuse(f"applies {name} to the result of the program's operator for a value of the test")
+        if name in ("exit", "aexit"):
+            return self._leave(one, name, args)
+        result = self.ask("special", one, name, *args, **named)
+        if name == "iter" and hasattr(type(one), "__len__") and number_of(one) not in self._made:
+            items = [*result]
+            if len(items) != len(one):
+                self.refuse("iterates over an object of the program whose length is another")
+            return iter(items)
+        numbers = {number_of(a) for a in (one, *args) if is_theirs(a)}
+        if (name == "call" and number_of(one) in self.makers) or (name in BINARY and numbers & self._made):
+            self._mark(result, self._made)
+        if name in BINARY and numbers & self._mixed:
+            self._mark(result, self._mixed)
+        return result
+
+    def type_of(self, value):
+        """Return the type of an object of the other process."""
+        if type(value).kind in KINDS and type(value).kind not in DATA:
+            return KINDS[type(value).kind]
+        found = self.ask("attribute", value, "__class__")
+        return type(value) if isinstance(found, type) else found
+
+    def _mark(self, result, numbers):
+        if is_theirs(result):
+            numbers.add(number_of(result))
+
+    def _mix(self, one, name, args):
+        """Apply an operator to an object of the program and a value of the test."""
+        kind, made = type(one).kind, number_of(one) in self._made
+        own = issubclass(type(one), Own)
+        base = next((base for base in BASES if base.__name__ == kind), None) if own else DATA.get(kind)
+        changes = name in BINARY and name.startswith("i") and name != "invert" and not own
+        if base and not changes and not (made and name == "contains"):
+            method = getattr(base, f"__{name}__", None)
+            if method:
+                return method(one if own else self.ask("data", one), *args)
+            if name != "contains":
+                return NotImplemented
+        if name in ("eq", "ne"):
+            if args[0] is not None:
+                self.refusals.append("compares an object of the program, with its own ==, with a value of the test")
+            return name == "ne"
+        if name == "contains" and not made and hasattr(type(one), "__iter__"):
+            return any(found is args[0] or found == args[0] for found in one)
+        if not (made or changes) or name in COMPARISONS:
+            self.refuse(f"applies {name} to an object of the program and a value of the test")
+        result = self.ask("special", one, name, *args)
+        if name in BINARY and result is not NotImplemented:
+            if not is_theirs(result):
+                self.refuse(f"applies {name} to an object of the program and a value of the test")
+            self._mark(result, self._made)
+            self._mark(result, self._mixed)
+        return result
+
+    def _leave(self, one, name, args):
+        """Leave a `with` block; the program may not suppress an exception, which could be a failure of the test."""
+        if name == "aexit" and args[0] is not None:
+            self.refuse("leaves an asynchronous context manager of the program by an exception")
+        left = self.ask("special", one, name, *args[:2], None)
+        if name == "exit" and args[0] is not None and left:
+            self.refuse("leaves a context manager of the program that suppresses an exception")
+        return left
+
+
+def _operate(value, name, *args, **named):
+    if name not in SPECIAL:
+        raise TypeError(f"{name} is not a special method.")
+    return getattr(type(value), f"__{name}__")(value, *args, **named)
+
+
+def _data(value: Any):
+    """Return the content of an object whose class is derived from a container type."""
+    if isinstance(value, dict):
+        return dict(value.items())
+    base: Any = next(base for base in DATA.values() if isinstance(value, base))
+    return base(base.__iter__(value))
+
+
+def read_attribute(value, name):
+    """Return an attribute of an object that a test passes to the program.
+
+    Only public attributes of the test's own classes and of file-like objects are readable, because functions and
+    generators refer to the source of the test.
+    """
+    _require_open(value, name)
+    return getattr(value, name)
+
+
+def write_attribute(value, name, new):
+    """Set an attribute of an object that a test passes to the program; see `read_attribute`."""
+    _require_open(value, name)
+    if isinstance(value, type):
+        raise AttributeError(name)
+    setattr(value, name, new)
+
+
+def _require_open(value, name):
+    kind = value if isinstance(value, type) else type(value)
+    if name.startswith("_") or (kind.__module__ != TEST and kind not in (SimpleNamespace, io.StringIO, io.BytesIO)):
+        raise AttributeError(f"{kind.__name__}.{name} is not available to the program.")
+
+
+def serve_program(program, incoming, outgoing):
+    """Load a program, then handle the requests of a test until the test process exits."""
+    link = Link(incoming, outgoing, strict=False)
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    raw = io.BytesIO()
+    sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
+
+    def printed():
+        text = raw.getvalue().decode(errors="replace")
+        raw.seek(0)
+        raw.truncate()
+        return text
+
+    loops = []
+
+    def wait(coroutine):
+        async def result():
+            return await coroutine
+
+        loops[:] = loops or [importlib.import_module("asyncio").new_event_loop()]
+        return loops[0].run_until_complete(result())
+
+    try:
+        exec(compile(program, "<program>", "exec"), module.__dict__)
+    except BaseException as error:
+        link.send({"failed": f"{type(error).__name__}: {error}"[:500]})
+        raise
+    printed()
+    names = {name: one.__name__ if isinstance(one, ModuleType) else "" for name, one in module.__dict__.items()}
+    link.send({"names": names})
+    link.deeds |= {"name": lambda name: module.__dict__[name], "attribute": getattr, "set": setattr, "delete": delattr}
+    link.deeds |= {"copy": copy.copy, "deepcopy": copy.deepcopy, "await": wait}
+    link.printed = printed
+    while True:
+        link.answer(link.read())

@@ -1,0 +1,129 @@
+"""Synthetic text tasks; rows depend only on the arguments and the seed."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from embodyrl.text.conversation import TextRow
+from embodyrl.text.messages import Message
+
+ROWS = 20_000
+_SPARE = 1000
+"""Number of additional samples, to replace repeated questions."""
+
+Draw = Callable[[random.Random], tuple[str, str]]
+"""Function that samples a (prompt, answer) pair."""
+COLOURS = {
+    "black": (0, 0, 0),
+    "red": (255, 0, 0),
+    "green": (0, 255, 0),
+    "blue": (0, 0, 255),
+    "yellow": (255, 255, 0),
+    "magenta": (255, 0, 255),
+    "cyan": (0, 255, 255),
+    "white": (255, 255, 255),
+}
+
+
+def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """Return rows such as `5=` with the answer xxxxx."""
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        number = rng.randint(1, longest)
+        return f"{number}=", "x" * number
+
+    return _rows(draw, rows, seed)
+
+
+def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """Return rows such as `cab=` with the answer cab."""
+    return _rows(_word(letters, size, lambda word: word), rows, seed)
+
+
+def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """Return rows such as `1234=` with the answer 4321."""
+    return _rows(_word(letters, size, lambda word: word[::-1]), rows, seed)
+
+
+def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """Return rows such as `7*8=` with the answer 56."""
+    apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
+        return f"{a}{operation}{b}=", str(apply[operation](a, b))
+
+    return _rows(draw, rows, seed)
+
+
+def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
+    """Return rows such as `What is 3 + 4?` with the answer 7; 3 + 4 and 4 + 3 are in one group."""
+    pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
+    random.Random(seed).shuffle(pairs)
+    ordered = [pair for a, b in pairs for pair in dict.fromkeys([(a, b), (b, a)])]
+    return [
+        TextRow(
+            messages=(Message(role="user", content=f"What is {a} + {b}?"),),
+            reference=str(a + b),
+            group=f"{min(a, b)} {max(a, b)}",
+        )
+        for a, b in ordered
+    ]
+
+
+def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """Return rows such as `3,7,2:23=`, whose answer is an expression that uses each number once and equals 23."""
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        numbers = [rng.randint(1, largest) for _ in range(count)]
+        value = numbers[0]
+        for number in numbers[1:]:
+            value = rng.choice((value + number, value - number, value * number))
+        task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
+        return f"{task}=", task
+
+    return _rows(draw, rows, seed)
+
+
+def colour(
+    *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
+) -> list[TextRow]:
+    """Return rows with an image of a coloured square; the answer is the colour.
+
+    `shuffled`: random colours that do not match the answer, as a control.
+    """
+
+    def draw(rng: random.Random) -> TextRow:
+        pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2
+        answer, x, y = rng.choice(list(COLOURS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
+        shown = rng.choice(list(COLOURS)) if shuffled else answer
+        picture = np.full((size, size, 3), 128)
+        picture[y : y + side, x : x + side] = COLOURS[shown]
+        picture = (picture + pixels.integers(-noise, noise + 1, picture.shape)).clip(0, 255).astype(np.uint8)
+        return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(picture,))
+
+    return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
+
+
+def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
+    def draw(rng: random.Random) -> tuple[str, str]:
+        word = "".join(rng.choice(letters) for _ in range(size))
+        return f"{word}=", answer(word)
+
+    return draw
+
+
+def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
+    """Return `rows` rows, or fewer if the task has fewer questions.
+
+    Repeated questions are skipped, so that a held-out question does not occur in training.
+    """
+    rng = random.Random(seed)
+    found: dict[str, str] = {}
+    for _ in range(rows + _SPARE):
+        asked, answer = draw(rng)
+        found[asked] = answer
+        if len(found) == rows:
+            break
+    return [TextRow(messages=(Message(role="user", content=asked),), reference=said) for asked, said in found.items()]

@@ -1,0 +1,211 @@
+"""Web server on the loopback interface, for pages on this machine."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from http.server import BaseHTTPRequestHandler
+from queue import Empty, SimpleQueue
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.web_pages.limited import LimitedServer
+
+Answer = tuple[str, bytes]
+"""Content type and body of a response."""
+_LONGEST = 1 << 20
+"""Maximum size of a request in bytes."""
+_MOST_CLIENTS = 64
+"""Maximum number of open connections; the server closes connections above the maximum."""
+_REQUEST_S = 10.0
+"""Maximum time for a client to send a request, in seconds."""
+_STRANGER = b"not from this page: open the address that the command printed, with its token"
+_SIGNALS_S = 0.5
+"""Maximum duration of a blocking call, in seconds. A signal that arrives just before the call is handled after the
+call."""
+
+
+class Loopback(LimitedServer):
+    """Local HTTP server that reads requests in threads and answers all requests in one thread.
+
+    The thread that calls `answer_forever` answers in order: OpenGL windows and environments are not thread-safe.
+
+    Other users of this machine and other pages in the same browser could send requests here too. Each request needs the
+    `token`, in the query of the address or in the header X-Token. Requests with another host name (DNS rebinding) or
+    from another origin (cross-site requests) are rejected.
+    """
+
+    def __init__(
+        self, port: int, gets: Mapping[str, Callable[[], Answer]], posts: Mapping[str, Callable[[Any], Answer]]
+    ) -> None:
+        """Bind the server to a port; port 0: any free port.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        self.gets, self.posts, self.token = gets, posts, secrets.token_urlsafe(16)
+        self._stopped = False
+        self._calls: SimpleQueue[tuple[Future[Answer], Callable[[], Answer]]] = SimpleQueue()
+        try:
+            super().__init__(("127.0.0.1", port), _Handler, _MOST_CLIENTS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {port}: {error}. Fix: use another --port, or 0 for any free port.") from error
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token."""
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
+
+    def show(self, *, open_page: bool, name: str = "") -> None:
+        """Print `name` and the address, open the page in a browser if `open_page`, and serve until Ctrl-C."""
+        print(f"{name}{self.url}   (Ctrl-C stops the server)", flush=True)
+        try:
+            if open_page:
+                webbrowser.open(self.url)
+            self.answer_forever()
+        finally:
+            self.server_close()
+
+    def answer_forever(self) -> None:
+        """Accept connections and answer requests until `stop`, or an exception such as Ctrl-C."""
+        threading.Thread(target=self.serve_forever, name="loopback", daemon=True).start()
+        try:
+            while not self._stopped:
+                try:
+                    future, act = self._calls.get(timeout=_SIGNALS_S)
+                except Empty:
+                    continue
+                try:
+                    future.set_result(act())
+                except Exception as error:
+                    future.set_exception(error)
+        finally:
+            self._stopped = True
+            self.shutdown()
+
+    def stop(self) -> None:
+        """End `answer_forever` within half a second."""
+        self._stopped = True
+
+    def call(self, act: Callable[[], Answer]) -> Answer:
+        """Run a function in the thread of `answer_forever`; return its result or raise its exception.
+
+        Raises:
+            EmbodyError: the server has stopped before the function ran.
+        """
+        future: Future[Answer] = Future()
+        self._calls.put((future, act))
+        while not wait([future], _SIGNALS_S).done:
+            if self._stopped:
+                raise EmbodyError("The server of the page has stopped. Run the same command again.")
+        return future.result()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of browsers that disconnect before the response."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Loopback
+    timeout = _REQUEST_S
+    """Timeout for receiving a packet and for sending the response, in seconds."""
+
+    def setup(self) -> None:
+        super().setup()
+        # Unlike the socket timeout, this timer does not restart with each byte.
+        self._late = threading.Timer(_REQUEST_S, self._hang_up)
+        self._late.daemon = True
+        self._late.start()
+
+    def finish(self) -> None:
+        self._late.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        try:
+            self.connection.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass  # the connection has just ended
+
+    def do_GET(self) -> None:
+        if not self._is_ours():
+            self._reply(403, "text/plain", _STRANGER)
+        elif answer := self.server.gets.get(self.path.partition("?")[0]):
+            self._answer(answer)
+        else:
+            self._reply(404, "text/plain", b"no such page")
+
+    def do_POST(self) -> None:
+        said = self.headers.get("Content-Length") or "0"
+        size = int(said) if said.isdecimal() and len(said) < 10 else -1  # Python refuses to parse thousands of digits
+        act = self.server.posts.get(self.path.partition("?")[0])
+        if not self._is_ours():
+            self._reply(403, "text/plain", _STRANGER)
+        elif act is None or size < 0:
+            self._reply(404, "text/plain", b"no such action")
+        elif size > _LONGEST:
+            self._reply(413, "text/plain", f"the request has more than {_LONGEST} bytes".encode())
+        else:
+            body = self.rfile.read(size)
+            self._answer(lambda: act(_object_of(body or b"{}")))
+
+    def _answer(self, act: Callable[[], Answer]) -> None:
+        self._late.cancel()
+        try:
+            found = self.server.call(act)
+        except (EmbodyError, OSError, ValueError) as error:
+            self._reply(400, "text/plain", _plain(error))
+        except Exception as error:
+            self._reply(500, "text/plain", _plain(error))
+            raise
+        else:
+            self._reply(200, *found)
+
+    def _is_ours(self) -> bool:
+        hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
+        if self.headers.get("Host") not in hosts:
+            return False
+        if self.headers.get("Origin") not in (None, *(f"http://{host}" for host in hosts)):
+            return False
+        try:
+            asked = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
+        except ValueError:  # too many fields, or an address that cannot be split
+            return False
+        token = self.headers.get("X-Token") or asked
+        return secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode())
+
+    def _reply(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Suppress the request log of `http.server`, because the command uses the terminal."""
+
+
+def _object_of(body: bytes) -> dict[str, Any]:
+    """Parse a request body as a JSON object; raise ValueError for any other content."""
+    try:
+        found = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("The request body is nested too deeply.") from error
+    if not isinstance(found, dict):
+        raise ValueError("The request body must be a JSON object.")
+    return found
+
+
+def _plain(error: Exception) -> bytes:
+    return str(error).encode(errors="backslashreplace")

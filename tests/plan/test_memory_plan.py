@@ -1,0 +1,469 @@
+"""The memory plan is close to measured use and refuses runs that cannot fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_host import H100, of_size, stub_nvidia_smi
+from processes import workers_of
+from settings import model_of
+from text_runs import ASKING, text_config
+from toy_runs import TOY_OFT, running_crew, toy_config
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from embodyrl import devices
+from embodyrl.checkpoint.tensors import load_tensors, save_tensors
+from embodyrl.commands.facts import require_disk
+from embodyrl.config.paths import assets_dir
+from embodyrl.config.shared import Precision
+from embodyrl.data.layout import Card, info_of
+from embodyrl.data.writer import DatasetWriter
+from embodyrl.errors import ConfigError
+from embodyrl.plan import memory
+from embodyrl.plan import memory_limits as limits
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.config import load_config
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.plan.memory import GIB, MemoryPlan, plan_memory
+from embodyrl.plan.memory_limits import require_memory
+from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
+from embodyrl.policies.protocol import PolicyRequest, policy_costs
+from embodyrl.scheduler.event_loop import Actors
+from embodyrl.scheduler.rollout import Rollout
+from embodyrl.scheduler.start import fewer_records
+from embodyrl.types import PolicyCosts
+
+SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
+LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.micro_batch_size=32")
+
+
+def peak(pid: int) -> int:
+    """Return the peak resident memory of a process in bytes, without the arena."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    high, shared = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmHWM", "RssShmem"))
+    return high - shared
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "words",
+    [TOY_OFT, (*TOY_OFT, *LARGE), (*TOY_OFT, *SOUP, "actor.gradient_checkpointing=true")],
+    ids=["default", "large batch", "adapters, recomputed"],
+)
+def test_memory_estimate_is_close_to_the_measured_peak(tmp_path, words):
+    planned, measured = planned_and_measured(
+        tmp_path, toy_config(tmp_path, "launcher=local", "env.kwargs.echo=true", *words)
+    )
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("lora", "reply"), [(False, 24), (True, 6)], ids=["full", "lora, prompts shared"])
+def test_memory_estimate_of_a_language_model_is_close_to_the_measured_peak(tmp_path, lora, reply):
+    """Activations are a third of the peak or more; without reuse of freed blocks they take twice their size."""
+    words = (*language_model(tmp_path, reply), f"model.is_lora={lora}", "env.train.total_num_envs=64")
+    words += ("actor.micro_batch_size=64", "actor.global_batch_size=64", "algorithm.entropy_bonus=1e-3")
+    planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words))
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+def test_memory_estimate_includes_the_key_value_cache_of_a_rollout(tmp_path):
+    words = (*language_model(tmp_path, 48), "model.is_lora=true", "env.train.total_num_envs=192")
+    words += ("actor.micro_batch_size=1", "actor.global_batch_size=192", "launcher.env_workers=1")
+    words += ("rollout.pipeline_stage_num=1",)
+    planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words), updates=False)
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+def language_model(tmp_path, reply):
+    """Save a language model with random weights; return overrides for it and for replies of `reply` tokens."""
+    folder = tmp_path / "model"
+    AutoTokenizer.from_pretrained(assets_dir() / "causal_lm_tiny").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    lengths = (f"algorithm.sampling_params.{key}_new_tokens={reply}" for key in ("max", "min"))
+    words = ("launcher=local", "model=causal_lm", f"model.path={folder}", "model.precision=fp32")
+    return *words, "algorithm.group_size=8", *lengths
+
+
+def planned_and_measured(folder, cfg, *, updates=True):
+    """Return the planned peak of the policy process, and that of one rollout with its update, in bytes."""
+    with running_crew(folder, cfg=cfg) as stage:
+        run_plan, workers = stage.run_plan, stage.workers
+        actors = Actors(workers.scheduler, workers.arena, run_plan.algorithm, run_plan)
+        plan = train_episodes(run_plan.cfg, run_plan.env, 0, counts_chunk_steps=False)
+        rollout = workers.scheduler.collect(Rollout(plan))
+        if updates:
+            actors.update(0, rollout, run_plan.algorithm.prepare(rollout.episodes, actors.score(rollout)))
+        workers.scheduler.release(rollout)
+        return plan_memory(run_plan).policy, peak(workers_of(os.getpid())["policy"])
+
+
+def test_sharding_divides_weights_and_moments(tmp_path):
+    one = plan_memory(build_run_plan(toy_config(tmp_path), training=True))
+    four = build_run_plan(toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4"), training=True)
+    assert plan_memory(four).weights == one.weights // 4
+    assert plan_memory(four).optimizer == one.optimizer // 4
+    assert plan_memory(four).gathered == one.weights, "whole while acting"
+    replicas = build_run_plan(
+        toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4", "actor.fsdp.shard_size=2"), training=True
+    )
+    assert plan_memory(replicas).optimizer == one.optimizer // 2
+
+
+def test_rollout_processes_hold_full_weights(tmp_path):
+    words = (*TOY_OFT, "launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
+    run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
+    plan = plan_memory(run_plan)
+    assert plan.gathered == 0
+    assert plan.acting - plan.process == 4 * run_plan.policy_costs.num_parameters, "float32 until it is halved"
+    assert "for each process that acts" in plan.lines(2, 1)[1][1]
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(run_plan, replace(plan, acting=10_000 * GIB))
+
+
+def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
+    run_plan = build_run_plan(toy_config(tmp_path), training=True)
+    plan = plan_memory(run_plan)
+    require_memory(run_plan, plan)
+    with pytest.raises(ConfigError, match=r"needs about .*free.*actor.micro_batch_size"):
+        require_memory(run_plan, replace(plan, optimizer=10_000 * GIB))
+    with pytest.raises(ConfigError, match=r"env workers.*env.train.total_num_envs"):
+        require_memory(run_plan, replace(plan, env_worker=10_000 * GIB))
+
+
+def test_evaluation_is_planned_and_unused_settings_are_suggested(tmp_path, monkeypatch):
+    plan = build_run_plan(load_config("eval", ["env=tabletop", "model=flow_small"]), training=False)
+    ((_, first), _) = plan.resources.facts(plan)
+    assert "weights" in first
+    assert "optimizer" not in first
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=r"Try launcher.env_workers below \d+, env.eval.total_num_envs") as raised:
+        plan.resources.facts(plan)
+    assert not any(key in str(raised.value) for key in ("micro_batch", "is_lora", "checkpointing", "actor ranks"))
+    words = ["actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=1"]
+    learner = build_run_plan(toy_config(tmp_path, *words), training=True)
+    with pytest.raises(ConfigError, match="free") as raised:
+        learner.resources.facts(learner)
+    assert not any(key in str(raised.value) for key in ("micro_batch", "checkpointing=", "env_workers below"))
+
+
+def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
+    """Fails if both are assumed to have the size of the policy, or are ignored."""
+    cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
+    policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=0))
+    for name, more in (("critic", 1_000), ("teacher", 10_000_000)):
+        (tmp_path / name).mkdir()
+        policy.save(tmp_path / name)
+        save_tensors(tmp_path / name / "more.safetensors", {"more": torch.zeros(more)})
+    own = sum(tensor.numel() for tensor in load_tensors(tmp_path / "critic" / "model.safetensors").values())
+
+    def plan(*words):
+        return plan_memory(build_run_plan(text_config(tmp_path, *words), training=True))
+
+    ppo = ("algorithm=ppo", "algorithm.reward_type=action_level", "actor.fsdp.size=1")
+    alone, apart = plan(*ppo), plan(*ppo, f"critic.path={tmp_path}/critic")
+    assert apart.weights - alone.weights == apart.gradients - alone.gradients == 4 * (own + 1_000)
+    assert apart.optimizer - alone.optimizer == 8 * (own + 1_000)
+    assert apart.activations > alone.activations
+    kl = ("algorithm.kl_beta=0.1", "model.precision=fp32")
+    assert plan(*kl).reference == 4 * policy_costs(cfg, ASKING, 0).num_parameters
+    assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
+
+
+def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
+    """Three float32 copies of the logits of all replies, at most those of a chunk; and the gradients of the matrix."""
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
+    reply, chunk = size.logit_bytes(10)
+    assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
+    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=False, adapters=True))
+    assert adapters.scoring(4) == (480_000, 480_000)
+    assert adapters.scoring(1e9) == (chunk, chunk)
+    whole = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=True, adapters=False))
+    assert whole.scoring(0) == (64_000, 96_000), "the gradients are added after the logits"
+    assert whole.scoring(4) == (512_000, 528_000)
+
+
+def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "12345", "answer": "1"}) + "\n")
+    own = (f"data.path={rows}", "data.val_share=0", "algorithm.sampling_params.max_new_tokens=7")
+    plans = [
+        build_run_plan(text_config(tmp_path, *own, *words), training=True).policy_costs.sample_tokens
+        for words in ((), ("env.tools=[calculator]", "env.max_turns=3"))
+    ]
+    bars = 2
+    assert plans == [5 + 7, 5 + 3 * 7 + 2 * (bars + 72 // 4)], "the calculator's answers are short"
+
+
+def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
+    assert size.per_token(half=False, adapters=True) == 512
+    assert size.per_token(half=False, adapters=False) == 576, "inputs of trained norms"
+    reply, prompt = size.shared_bytes(20, 4, half=False, adapters=True)
+    assert (reply, prompt) == (2 * (4 * 448 + 24 * 64), 2 * 20 * (512 + 64)), "keys and values of the prompt repeat"
+    whole = 2 * 24 * 512
+    costs = PolicyCosts(
+        activation_bytes=whole, shared_bytes=(reply, prompt), sample_tokens=24, reply_tokens=4, num_trained=1
+    )
+    assert costs.stored(8, 1) == 8 * reply + prompt
+    assert costs.stored(8, 8) == 8 * whole, "all prompts are different"
+    assert replace(costs, reply_tokens=16).stored(8, 1) == 8 * whole, "most tokens are those of replies"
+    assert replace(size, shares=False).shared_bytes(20, 4, half=False, adapters=True) == (0, 0)
+
+
+def test_replay_buffer_counts_as_host_memory(tmp_path, monkeypatch):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
+    run_plan = build_run_plan(load_config("train", words), training=True)
+    on_cpu = plan_memory(run_plan)
+    assert on_cpu.replay > 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    on_gpu = plan_memory(run_plan)
+    assert on_gpu.replay == 0, "of the GPU"
+    assert on_gpu.host(1) >= on_cpu.replay
+
+
+def test_filtered_bc_plan_includes_buffer_and_weight_average(tmp_path):
+    base = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=filtered_bc"]
+
+    def plan(*more):
+        run_plan = build_run_plan(load_config("train", [*base, *more]), training=True)
+        return run_plan, plan_memory(run_plan)
+
+    (run_plan, all_seen), (_, few) = plan("algorithm.replay_size=1000000"), plan("algorithm.replay_size=100")
+    each = 4 * (run_plan.env.state_dim + run_plan.env.action.dim)
+    seen = run_plan.max_samples * run_plan.total_steps
+    words = max(map(len, run_plan.env.tasks))
+    assert each * seen <= all_seen.replay <= (each + words + 64) * seen
+    assert few.replay == 100 * all_seen.replay // seen
+    _, averaged = plan("algorithm.replay_size=100", "algorithm.average=0.99")
+    trained = few.optimizer // 2
+    assert averaged.weights - few.weights == averaged.checkpoint - few.checkpoint == trained
+
+
+def test_memory_plan_includes_loading_demonstrations(tmp_path):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=rlpd"]
+
+    def plan(frames):
+        card = Card(env=alone.env, fps=20, video=False, collected={})
+        DatasetWriter(tmp_path / "demos", card).close()
+        info = info_of(card, episodes=1, frames=frames, tasks=1)
+        (tmp_path / "demos" / "meta" / "info.json").write_text(json.dumps(info))
+        cfg = load_config("train", [*words, f"algorithm.demonstrations=[{tmp_path}/demos]"])
+        return plan_memory(build_run_plan(cfg, training=True))
+
+    alone = build_run_plan(load_config("train", words), training=True)
+    without, some, many = plan_memory(alone), plan(1000), plan(2000)
+    each = 4 * (alone.env.state_dim + alone.env.action.dim)
+    assert some.replay - without.replay >= 1000 * each
+    assert many.replay - without.replay == 2 * (some.replay - without.replay)
+    assert many.building - without.building == 2 * (many.replay - without.replay), "frames, and chunks of one each"
+
+
+def test_hanging_nvidia_smi_gives_unknown_gpu_memory(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, H100, more="exec sleep 60")
+    monkeypatch.setattr(devices, "_QUERY_S", 0.1)
+    assert devices.Gpus().free == 0
+
+
+def test_vllm_sleeps_if_its_cache_does_not_fit_with_training(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
+
+    def plan(mib, *more):
+        stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
+        drawn = build_run_plan(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
+        return plan_memory(drawn), drawn.resources.engine_share
+
+    on = "rollout.vllm.enable_sleep_mode=true"
+    (large, beside), (asked, alone) = plan(80_000), plan(80_000, on)
+    assert (large.sleeps, asked.sleeps) == (False, True)
+    given_up = large.gradients + large.activations
+    assert asked.policy == large.policy - min(given_up, large.engine)
+    assert alone >= beside
+    fits = large.policy // 2**20 + 1
+    assert plan(fits)[0].sleeps
+    assert not plan(fits, "rollout.vllm.enable_sleep_mode=false")[0].sleeps
+    assert "vLLM sleeps while weights are trained" in asked.lines(1, 1)[0][1]
+
+
+def test_vllm_memory_fraction_excludes_memory_of_other_processes(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
+
+    def share(free):
+        stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
+        drawn = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+        return drawn.resources.engine_share
+
+    assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
+
+
+def test_memory_plan_includes_simulators_on_a_shared_gpu(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(10 * 1024, 10 * 1024))
+    words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
+
+    def plan(visible):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        drawn = build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.gpu_bytes=[{2 * GIB},{GIB}]"), training=True)
+        needed = plan_memory(drawn)
+        assert needed.env_gpu == 4 * GIB, "two slots each"
+        return drawn, replace(needed, gradients=3 * GIB)
+
+    require_memory(*plan("0,1"))
+    with pytest.raises(ConfigError, match=r"all processes on its GPU need 11\.\d.*launcher.env_workers"):
+        require_memory(*plan("0"))
+    assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]
+
+
+ZERO = {field.name: 0 for field in fields(MemoryPlan)} | {"on_gpu": True, "gradient_sync": "step"}
+
+
+@pytest.mark.parametrize("part", ["weights", "reference", "replay", "optimizer", "process"])
+def test_permanent_memory_is_added_to_every_phase(part):
+    for on_gpu in (True, False):
+        for busy in ({"gradients": 3}, {"gathered": 3}):
+            assert MemoryPlan(**{**ZERO, "on_gpu": on_gpu, **busy, part: 7}).policy == 10
+
+
+def test_memory_peak_is_the_maximum_over_phases():
+    acting, training = {"gathered": 5, "acting_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
+    plan = MemoryPlan(**{**ZERO, **acting, **training})
+    assert plan.policy == 8
+    assert replace(plan, in_use=9).policy == 15
+    assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
+    assert replace(plan, on_gpu=False, acting_batch=9).policy == 5 + 9
+    assert replace(plan, keeps_acting=True).policy == 8 + 7
+    assert (replace(plan, engine=2).policy, replace(plan, engine=2, sleeps=True).policy) == (10, 10)
+    assert (replace(plan, engine=1, in_use=9).policy, replace(plan, engine=1, in_use=9, sleeps=True).policy) == (16, 15)
+    assert replace(plan, building=100, process=1).policy == 101
+    assert replace(plan, saving=5, offloaded=2).host(3) == 11
+
+
+def test_host_memory_includes_arena_rollout_and_task_data(tmp_path, monkeypatch):
+    words = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=3", "actor.fsdp.size=1")
+    run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
+    plan = plan_memory(run_plan)
+    with pytest.raises(ConfigError, match=r"10000\.\d shared"):
+        require_memory(run_plan, replace(plan, arena=10_000 * GIB))
+    tasks = plan_memory(build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.task_bytes={GIB}"), training=True))
+    assert tasks.env_worker == plan.env_worker + GIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
+    on_gpus = build_run_plan(toy_config(tmp_path, *words), training=True)
+    # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
+    rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 4 * memory.PROCESS)
+    require_memory(on_gpus, rest)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 4 * memory.PROCESS - 1)
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(on_gpus, rest)
+
+
+def test_replay_buffer_size_includes_next_observations(tmp_path):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
+
+    def plan(*more):
+        run_plan = build_run_plan(load_config("train", [*words, *more]), training=True)
+        return 2 * run_plan.max_samples * run_plan.total_steps, plan_memory(run_plan)
+
+    seen, whole = plan("algorithm.replay_size=100000000")
+    assert plan(f"algorithm.replay_size={seen // 4}")[1].replay == pytest.approx(whole.replay / 4)
+    assert plan(f"algorithm.replay_size={2 * seen}")[1].replay == whole.replay
+    _, unsaved = plan("algorithm.replay_size=100000000", "algorithm.save_replay=false")
+    assert whole.checkpoint - unsaved.checkpoint == whole.replay == unsaved.replay
+
+
+def test_planned_micro_batches_are_per_rank_and_respect_the_token_budget(tmp_path):
+    def count(*words):
+        return memory._micro_batches(build_run_plan(text_config(tmp_path, "launcher=local", *words), training=True))
+
+    words = ("env.train.total_num_envs=16", "actor.global_batch_size=16", "actor.micro_batch_size=2")
+    assert (count(*words), count(*words, "actor.fsdp.size=2")) == (8, 4)
+    tokens = build_run_plan(text_config(tmp_path), training=True).policy_costs.sample_tokens
+    assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
+
+
+def test_reference_on_a_server_needs_no_local_memory(tmp_path):
+    kl = ("algorithm.kl_beta=0.1", "algorithm.reference_url=http://host/v1")
+    assert plan_memory(build_run_plan(text_config(tmp_path, *kl[:1]), training=True)).reference > 0
+    assert plan_memory(build_run_plan(text_config(tmp_path, *kl), training=True)).reference == 0
+
+
+def test_checkpoint_size_includes_frozen_weights(tmp_path):
+    words = [
+        "env=tabletop",
+        "model=flow_small",
+        "model.likelihood=dsrl",
+        "algorithm=sac",
+        "algorithm.save_replay=false",
+    ]
+    run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    costs, each = run_plan.policy_costs, 2 if run_plan.cfg.model.half else 4
+    assert plan_memory(run_plan).checkpoint == 12 * costs.num_trained + each * costs.num_parameters
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("visible", "ranks", "reason"),
+    [
+        ("0,1", 2, None),
+        ("GPU-1", 1, None),
+        ("0,3", 1, r"CUDA_VISIBLE_DEVICES=0,3: this host has no GPU 3"),
+        ("GPU-7", 1, r"this host has no GPU GPU-7"),
+        ("0", 2, r"actor.fsdp.size=2: each process needs its own GPU, but only 1 are visible. Set actor.fsdp.size=1"),
+        ("", 2, None),
+    ],
+)
+def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 80_000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cfg = toy_config(tmp_path, "launcher=local", f"actor.fsdp.size={ranks}", command=command)
+    run_plan = build_run_plan(cfg, training=command == "train")
+    if reason is None:
+        assert run_plan.resources.facts(run_plan)
+        return
+    with pytest.raises(ConfigError, match=reason):
+        run_plan.resources.facts(run_plan)
+
+
+def test_advice_about_the_arena_leaves_out_minimal_settings(tmp_path):
+    def fix(command, *words):
+        return fewer_records(build_run_plan(toy_config(tmp_path, *words, command=command), training=command == "train"))
+
+    assert fix("train", "algorithm.rollout_epoch=2") == (
+        "Lower env.train.total_num_envs or algorithm.rollout_epoch or the size of the cameras."
+    )
+    assert fix("train", "env.train.total_num_envs=2") == "Lower the size of the cameras."
+    assert fix("eval") == "Lower env.eval.total_num_envs or the size of the cameras."
+    assert fix("eval", "env.eval.total_num_envs=1") == "Lower the size of the cameras."
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("checkpoint.keep=3", "runner.save_interval=1"), "Free disk space, set checkpoint.keep=1, or change"),
+        (("checkpoint.keep=1", "runner.save_interval=1"), "Free disk space, set runner.save_interval=-1, or change"),
+        (("checkpoint.keep=3", "runner.save_interval=-1"), "Free disk space, or change"),
+    ],
+)
+def test_disk_advice_leaves_out_settings_of_the_run(words, fix, tmp_path):
+    with pytest.raises(ConfigError, match=fix):
+        require_disk(toy_config(tmp_path, *words), 2**60, total_steps=5)

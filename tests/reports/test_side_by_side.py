@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+from PIL import Image
+
+from embodyrl.reports.side_by_side import animate, join_side_by_side
+
+
+def write(path: Path, frames: int, value: int, size: tuple[int, int] = (64, 96)) -> Path:
+    with imageio.get_writer(path, fps=20, macro_block_size=2) as writer:
+        for _ in range(frames):
+            writer.append_data(np.full((*size, 3), value, np.uint8))
+    return path
+
+
+def test_shorter_video_holds_its_last_frame(tmp_path):
+    before, after = write(tmp_path / "a.mp4", 12, 40), write(tmp_path / "b.mp4", 5, 200)
+    out = tmp_path / "deep" / "joined.mp4"
+    join_side_by_side(before, after, out, labels=("before", "after"), fps=20)
+    with imageio.get_reader(out) as reader:
+        assert reader.get_meta_data()["fps"] == 20
+        frames = [np.asarray(frame) for frame in reader]
+    assert len(frames) == 12
+    assert frames[0].shape == (98, 200, 3)
+    for frame in (frames[0], frames[-1]):
+        assert abs(int(np.median(frame[40:, :90])) - 40) < 8
+        assert abs(int(np.median(frame[40:, 110:])) - 200) < 8
+    assert frames[0][:30, :90].max() > 150, "the label is not drawn"
+    assert [p.name for p in out.parent.iterdir()] == ["joined.mp4"]
+    join_side_by_side(before, after, out, labels=("before", ""), fps=20)
+    with imageio.get_reader(out) as reader:
+        frame = np.asarray(reader.get_data(0))
+    assert frame[:30, :90].max() > 150 > 100 > frame[:30, 110:].max(), "the first label stands over the first recording"
+
+
+def test_animated_image_shows_pairs_in_sequence(tmp_path):
+    pairs = [(write(tmp_path / f"a{k}.mp4", 10, 40 + 40 * k), write(tmp_path / f"b{k}.mp4", 5, 200)) for k in range(2)]
+    animate(pairs, tmp_path / "out.gif", labels=("before", "after"))
+    with Image.open(tmp_path / "out.gif") as picture:
+        assert picture.size[0] == 640
+        shown, lasts = [], 0
+        for frame in range(picture.n_frames):
+            picture.seek(frame)
+            lasts += picture.info["duration"]
+            shown.append(int(np.median(np.asarray(picture.convert("L"))[200:, 100:200])))
+    assert lasts == pytest.approx(2 * 5 * 125, abs=30), "milliseconds: every other frame of each, eight a second"
+    assert abs(shown[0] - 40) < 12
+    assert abs(shown[-1] - 80) < 12
+
+
+def test_missing_recording_is_an_error_without_files(tmp_path):
+    before = write(tmp_path / "a.mp4", 3, 40)
+    with pytest.raises(OSError, match=r"missing\.mp4"):
+        join_side_by_side(before, tmp_path / "missing.mp4", tmp_path / "out.mp4", labels=("a", "b"), fps=20)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.mp4"]

@@ -1,0 +1,75 @@
+"""Programs in replies, and tests that cannot verify a program."""
+
+import json
+
+import pytest
+
+from embodyrl.text.rewards.programs import find_program, reference_problems
+
+PROGRAM = "def f(x):\n    return x+1\n"
+BLOCK = f"```python\n{PROGRAM}```"
+WRONG = "```python\ndef f(x):\n    return x\n```"
+FORMS = {
+    "block": BLOCK,
+    "text block before": f"```text\nin 1, out 2\n```\nSo:\n{BLOCK}\n",
+    "output block after": f"{BLOCK}\nOutput:\n```\n2\n```\n",
+    "usage block after": f"{BLOCK}\nUsage:\n```python\nprint(f(1))\n```\n",
+    "bash block after": f"{BLOCK}\n```bash\npython f.py\n```",
+    **{
+        tag: f"```{tag}\n{PROGRAM}```"
+        for tag in ("py", "Python", "python3", "python ", "{.python}", 'python title="f"')
+    },
+    "no language": f"```\n{PROGRAM}```",
+    "Windows line ends": BLOCK.replace("\n", "\r\n"),
+    "indented in a list": "1. The code:\n   ```python\n   def f(x):\n       return x+1\n   ```",
+    "not closed": f"```python\n{PROGRAM}",
+    "fence in a docstring": "```python\ndef f(x):\n    '''\n    ```\n    f(1)\n    ```\n    '''\n    return x+1\n```",
+    "four backticks": f"````python\n{PROGRAM}````",
+    "tildes": f"~~~python\n{PROGRAM}~~~",
+    "text before the fence": f"Here: {BLOCK}",
+    "tag after the fence": f"<answer>\n{BLOCK}</answer>",
+    "draft before": f"<think>\n{WRONG}\n</think>\n{BLOCK}",
+    "block not closed before the next": f"```python\nimport math\n{BLOCK}",
+    "two parts": "```python\nONE = 1\n```\nThen:\n```python\ndef f(x):\n    return x+ONE\n```",
+    "no block": PROGRAM,
+    "prose without a block": f"The program:\n\n{PROGRAM}\nIt adds one.",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_usual_forms_of_a_program_are_found(form: str):
+    names: dict = {}
+    exec(find_program(FORMS[form], ["assert f(1) == 2"]), names)
+    assert names["f"](1) == 2
+
+
+def test_program_that_reads_its_input_is_preferred_for_tests_of_output():
+    reply = "```python\nprint(input())\n```\nFor example:\n```python\nx = 1\n```"
+    assert find_program(reply, [{"input": "1", "output": "1"}]) == "print(input())\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        ("assert f(2) = 4", "is not valid Python"),
+        ("def check(g):\n    assert g(2) == 4", "calls nothing"),
+        ("assert_same(f(2), 4)", "calls assert_same"),
+        ("class B(A):\n    pass\nassert B().f() == 1", "derives class B from A"),
+        ("match f(1):\n    case P(x=1): pass", "matches a pattern of P"),
+        ("from unittest.mock import patch\nwith patch('builtins.input'):\n    f(1)", "uses patch"),
+        ({"input": "1"}, "is neither a text nor"),
+    ],
+)
+def test_tests_that_cannot_verify_a_program_are_named(test, why: str):
+    (found,) = reference_problems(json.dumps([test]))
+    assert found.startswith("test 1 ")
+    assert why in found
+
+
+def test_valid_tests_and_references_are_checked():
+    good = ["assert f(2) == 4", "from numpy.testing import assert_equal\nassert_equal(f(2), 4)"]
+    good += ["assert_allclose(f(2), 4)", "class Mine(OwnError):\n    pass\nassert f(Mine) == 1"]
+    assert reference_problems(json.dumps([*good, {"input": "", "output": ""}])) == []
+    assert (
+        reference_problems("[]") == reference_problems("4") == ["the answer must be a JSON list of at least one test"]
+    )

@@ -1,0 +1,127 @@
+"""Rewards over HTTP and from a reward model, through the verifier."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.envs.text.protocol import Answer
+from embodyrl.envs.text.reward_runner import build_judge, problems
+from embodyrl.errors import EmbodyError
+from embodyrl.text.rewards.services import find
+from embodyrl.text.rewards.settings import JudgeSettings
+
+
+class Service(BaseHTTPRequestHandler):
+    """Reward service that counts the letters of the response; fails, hangs and uses the long format on request."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["response"] == "hang":
+            self.server.released.wait(30)  # type: ignore[attr-defined]
+        failed = asked["response"] == "fail"
+        value = len(asked["response"]) / len(asked["reference"])
+        self.send_response(500 if failed else 200)
+        self.end_headers()
+        value = float("inf") if asked["response"] == "infinite" else value
+        said = {"long": {"reward": value}, "flood": {"pad": "x" * 2**20, "reward": 1.0}}.get(asked["prompt"], value)
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.released = threading.Event()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/score"
+    server.released.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def ask(response: str, prompt: str = "?") -> Answer:
+    return Answer(prompt=prompt, response=response, reference="abcd", tokens=3)
+
+
+@pytest.mark.integration
+def test_reward_service_is_called_and_failures_are_counted(service: str):
+    judge = build_judge(JudgeSettings(path=service, timeout_s=1.0, workers=2), 8)
+    try:
+        told = [ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")]
+        found = judge([*told, ask("ab", "flood")])
+    finally:
+        judge.close()
+    assert judge.components == ("remote", "errors")
+    assert [f.reward for f in found] == [1.0, 0.0, 0.5, 0.0, 0.75, 0.0, 0.0]
+    assert [f.components[-1] for f in found] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    assert [f.success for f in found] == [True, False, False, False, False, False, False]
+    assert "500" in str(found[1].problem)
+    assert found[3].problem == "no result within 1 s"
+
+
+def write_reward_model(folder: Path, labels: int = 1) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        cfg = LlamaConfig(vocab_size=len(tokenizer), num_labels=labels, pad_token_id=0, **sizes)
+        LlamaForSequenceClassification(cfg).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.integration
+def test_reward_model_score_is_added_to_the_reward(tmp_path: Path):
+    write_reward_model(tmp_path / "rm")
+    cfg = JudgeSettings(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
+    assert problems(cfg) == []
+    judge = build_judge(cfg, 8)
+    try:
+        right, wrong = judge([ask("abcd", "a="), ask("cba", "a=")])
+    finally:
+        judge.close()
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    encode = AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
+    with torch.no_grad():
+        scores = [float(model(**encode(text, return_tensors="pt")).logits) for text in ("a=abcd", "a=cba")]
+    assert judge.components == ("exact", "model", "errors")
+    assert abs(scores[0] - scores[1]) > 1e-4
+    assert [right.components[1], wrong.components[1]] == pytest.approx(scores, abs=1e-5)
+    assert (right.success, wrong.success) == (True, False)
+    assert right.reward == pytest.approx(1.0 + 2.0 * scores[0], abs=1e-5)
+
+
+@pytest.mark.integration
+def test_folder_without_reward_model_is_an_error(tmp_path: Path):
+    write_reward_model(tmp_path / "two", labels=2)
+    judge = build_judge(JudgeSettings(path=str(tmp_path / "two")), 8)
+    with pytest.raises(EmbodyError, match="a reward model must have 1 output, not 2"):
+        judge([ask("abcd")])
+    judge.close()
+
+
+def test_reward_model_uses_its_chat_template(tmp_path: Path):
+    write_reward_model(tmp_path)
+    reward = find(str(tmp_path))
+    reward.prepare()  # type: ignore[attr-defined]
+    plain = reward("1+", "2", "")
+    reward._tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}={% endfor %}"  # type: ignore[attr-defined]
+    templated = reward("1+", "2", "")
+    reward._tokenizer.chat_template = None  # type: ignore[attr-defined]
+    assert templated != pytest.approx(plain, abs=1e-6)
+    assert templated == pytest.approx(reward("1+=", "2=", ""), abs=1e-5)
+
+
+def test_unknown_reward_name_error_suggests_a_name(tmp_path: Path):
+    assert "Unknown reward" in problems(JudgeSettings(path=str(tmp_path)))[0]
+    assert "Did you mean 'exact'" in problems(JudgeSettings(name="exakt", path="https://host/score"))[0]

@@ -1,0 +1,366 @@
+"""Rows of text tasks: sources, templates, splits, filters and errors."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from embodyrl.cli.dry_run import describe
+from embodyrl.commands.facts import facts
+from embodyrl.errors import ConfigError
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.config import load_config
+from embodyrl.text import dataset as text
+from embodyrl.text import tasks
+from embodyrl.text.conversation import TextRow
+from embodyrl.text.dataset import open_rows
+from embodyrl.text.messages import Message, join_messages, split_messages, split_pictures
+from embodyrl.text.pictures import pictures_of
+from embodyrl.text.rewards.functions import countdown
+from embodyrl.text.settings import PairSettings, RowSettings
+
+ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
+KEYS = {"prompt_key": "question", "answer_pattern": "####( .+)?"}
+
+
+def jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_json_lines_are_read_with_template_and_splits(tmp_path: Path):
+    path = jsonl(tmp_path / "sums.jsonl", ROWS)
+    rows = open_rows(
+        RowSettings(path=path, prompt_template="Q: {prompt}", system_prompt="Be brief.", **KEYS), tokenizer=None
+    )
+    assert (rows.name, len(rows), rows.held_out) == ("sums", 10, 1)
+    assert rows[3].reference == "4"
+    assert rows[3].messages == (Message(role="system", content="Be brief."), Message(role="user", content="Q: 3+1?"))
+    assert pickle.loads(pickle.dumps(rows))[3] == rows[3]
+    both = open_rows(RowSettings(path=path, val_path=jsonl(tmp_path / "val.jsonl", ROWS[:3]), **KEYS), tokenizer=None)
+    assert (len(both), both.held_out, both[10].reference) == (13, 3, "1")
+
+
+def test_json_rows_are_split_only_at_line_feeds(tmp_path: Path):
+    """JSON does not escape U+2028 and similar characters, which Python treats as line ends."""
+    rows = [{"prompt": f"a{sep}b", "answer": "c"} for sep in ("\u2028", "\u2029", "\x85")]
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    found = open_rows(RowSettings(path=str(path), val_share=0.0), tokenizer=None)
+    assert [found[i].messages[0].content for i in range(len(found))] == [row["prompt"] for row in rows]
+
+
+def test_empty_lines_and_byte_order_mark_are_skipped(tmp_path: Path):
+    path = tmp_path / "edited.jsonl"
+    lines = "\r\n\r\n".join(json.dumps({"prompt": word, "answer": "c"}) for word in "abc")
+    path.write_text(f"{lines}\n\n", encoding="utf-8-sig", newline="")
+    found = open_rows(RowSettings(path=str(path), val_share=0.0), tokenizer=None)
+    assert [found[i].messages[0].content for i in range(len(found))] == ["a", "b", "c"]
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="none of the 0 rows remains for training"):
+        open_rows(RowSettings(path=str(path)), tokenizer=None)
+
+
+def test_parquet_folders_and_chat_messages_are_read(tmp_path: Path):
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "2+2"},
+    ]
+    pq.write_table(pa.Table.from_pylist([{"prompt": talk, "answer": 4}] * 4), tmp_path / "part-0.parquet")
+    pq.write_table(pa.Table.from_pylist([{"prompt": talk, "answer": 5}] * 4), tmp_path / "part-1.parquet")
+    rows = open_rows(RowSettings(path=str(tmp_path)), tokenizer=None)
+    assert [rows[i].reference for i in (0, 4)] == ["4", "5"]
+    assert split_messages(join_messages(rows[0].messages)) == tuple(Message(**m) for m in talk)
+    assert split_messages("pick up the cup") == (Message(role="user", content="pick up the cup"),)
+
+
+def test_dry_run_shows_a_prompt_and_counts_unknown_tokens(tmp_path: Path):
+    """Of `1 + 1 = N?` and the answer 2, only N is unknown; the preset adds its instruction to each question."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "1 + 1 = N?", "answer": "#### 2"}] * 2)
+    model, data = "model=causal_lm_tiny", ["data.prompt_key=question", f"data.path={path}", "data.val_share=0.5"]
+    plain = describe(load_config("sft", [model, *data, "data.answer_pattern='#### (.+)'"]))
+    assert '  prompt       "1 + 1 = N?" (11 tokens, 1 of them unknown)\n' in f"{plain}\n"
+    assert "does not contain 8% of the tokens in prompts and answers, such as N, and" in plain
+    preset = describe(load_config("train", ["env=text/gsm8k", model, *data]))
+    assert "  prompt       \"1 + 1 = N?\\nLet's think step by step and output the final answer" in preset
+    assert "with the text of data.prompt_template (conf/env/text/gsm8k.yaml)" in preset
+    assert "does not contain" not in describe(load_config("train", ["env=text/arithmetic", model]))
+
+
+def test_held_out_rows_repeated_in_training_are_counted(tmp_path: Path):
+    asked = ["a", "b", "c", "d", "a", "e", "b", "b"]
+    path = jsonl(tmp_path / "again.jsonl", [{"prompt": word, "answer": str(i)} for i, word in enumerate(asked)])
+    assert open_rows(RowSettings(path=path, val_share=0.5), tokenizer=None).repeated == 3
+    assert open_rows(RowSettings(path=path, val_path=path), tokenizer=None).repeated == 8
+    assert open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None).repeated == 0
+    colours = RowSettings(path="embodyrl.text.tasks:colour", kwargs={"rows": 40}, val_share=0.5)
+    assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other images"
+    words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
+    cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
+    told = dict(facts(build_run_plan(cfg, training=True)))
+    assert told["warning"].startswith("3 of the 4 held-out rows have the prompt of a training row; the tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "rows"),
+    [
+        ("length", {}, 5),
+        ("copy", {}, 27),
+        ("arithmetic", {}, 300),
+        ("reverse", {"rows": 500}, 500),
+        ("countdown", {"rows": 900, "count": 2, "largest": 9}, None),
+    ],
+)
+def test_generated_rows_have_unique_prompts(name: str, kwargs: dict, rows: int | None):
+    cfg = RowSettings(path=f"embodyrl.text.tasks:{name}", kwargs=kwargs, val_share=0.4)
+    found = open_rows(cfg, tokenizer=None)
+    assert found.held_out
+    assert found.repeated == 0
+    asked = [found[i].messages for i in range(len(found))]
+    assert len({*asked}) == len(asked) == (rows or len(asked)) <= kwargs.get("rows", tasks.ROWS)
+    assert [row.messages for row in getattr(tasks, name)(**kwargs)] == asked, "the same in another process"
+    assert [row.messages for row in getattr(tasks, name)(**kwargs, seed=1)] != asked
+
+
+def test_overlong_prompts_are_skipped(tmp_path: Path):
+    rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 5, 12)]
+    found = open_rows(
+        RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=5, val_share=0.0), tokenizer=None
+    )
+    assert [found[i].reference for i in range(len(found))] == ["3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": "no mark"}, "row 4: column 'answer' does not match data.answer_pattern"),
+        ({"answer": "####"}, "row 4: column 'answer' does not match data.answer_pattern"),
+        ({"answer": None}, "row 4: column 'answer' is empty"),
+        ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
+    ],
+)
+def test_invalid_row_error_names_the_row(tmp_path: Path, change: dict, message: str):
+    rows = [*ROWS[:3], ROWS[3] | change, *ROWS[4:]]
+    with pytest.raises(ConfigError, match=message):
+        open_rows(RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), **KEYS), tokenizer=None)
+
+
+def test_unreadable_data_sources_are_errors(tmp_path: Path):
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"\n')
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "b"}\n')
+    (tmp_path / "nested.jsonl").write_text("[" * 100_000)
+    (tmp_path / "sparse.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    os.truncate(tmp_path / "sparse.jsonl", 40 << 30)
+    for path, message in (
+        ("broken.jsonl", "line 2 is not JSON"),
+        ("bytes.jsonl", "line 1 is not JSON"),
+        ("nested.jsonl", "line 1 is not JSON"),
+        ("sparse.jsonl", "line 2 is longer than 16 MiB"),
+        ("missing.jsonl", "does not exist, or contains no"),
+        ("notes.txt", r"Use a \.jsonl or \.parquet file"),
+    ):
+        (tmp_path / "notes.txt").touch()
+        with pytest.raises(ConfigError, match=message):
+            open_rows(RowSettings(path=str(tmp_path / path)), tokenizer=None)
+    for kwargs, message in (
+        ({"sise": 3}, "rejects"),
+        ({"size": "x"}, "rejects"),
+        ({"rows": "x"}, "rejects"),
+        ({"letters": ""}, "fails with"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{message} data\.kwargs"):
+            open_rows(RowSettings(path="embodyrl.text.tasks:copy", kwargs=kwargs), tokenizer=None)
+
+
+def test_generated_rows_have_correct_answers():
+    asked, rows = {"rows": 200}, {}
+    for task in (tasks.reverse, tasks.length, tasks.copy, tasks.countdown):
+        rows[task] = [(row.messages[0].content.removesuffix("="), row.reference) for row in task(**asked)]
+    rows[tasks.arithmetic] = [(r.messages[0].content[:-1], r.reference) for r in tasks.arithmetic(digits=2, **asked)]
+    assert all(str(eval(prompt)) == answer for prompt, answer in rows[tasks.arithmetic])
+    assert all(prompt == answer[::-1] for prompt, answer in rows[tasks.reverse])
+    assert all(answer == "x" * int(prompt) for prompt, answer in rows[tasks.length])
+    assert all(prompt == answer for prompt, answer in (*rows[tasks.copy], *rows[tasks.countdown]))
+    assert {countdown("", "1", answer) for _, answer in rows[tasks.countdown]} == {0.0}
+
+
+def test_images_are_read_from_files_bytes_and_arrays(tmp_path: Path):
+    """The images have different sizes, and all fit the size declared by the run."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+    (tmp_path / "seen").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "seen" / "a.png")
+    tall = Image.fromarray(pixels.transpose(1, 0, 2))
+    tall.save(tmp_path / "seen" / "b.png")
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and "}, {"type": "image"}]}]
+    rows = [{"prompt": "what?", "answer": "x", "shown": "seen/a.png"}]
+    rows += [{"prompt": prompt, "answer": "y", "shown": ["seen/a.png", {"path": str(tmp_path / "seen" / "b.png")}]}]
+    rows += [{"prompt": "2+2", "answer": "4", "shown": []}]
+    found = open_rows(RowSettings(path=jsonl(tmp_path / "r.jsonl", rows), image_key="shown"), tokenizer=None)
+    assert (found.pictures, found.image_size) == (2, (9, 9))
+    assert split_pictures(found[0].messages[0].content) == ["", (6, 9), "what?"]
+    assert split_pictures(found[1].messages[0].content) == ["", (6, 9), "and ", (9, 6), ""]
+    np.testing.assert_array_equal(found[1].pictures[1].pixels(), pixels.transpose(1, 0, 2))
+    assert pickle.loads(pickle.dumps(found))[2].pictures == ()
+    smaller = open_rows(found.cfg.updated({"max_image_edge": 3}), tokenizer=None)
+    flat = open_rows(RowSettings(path=jsonl(tmp_path / "f.jsonl", rows[:1]), image_key="shown"), tokenizer=None)
+    assert flat.image_size == (6, 9), "height and width"
+    assert (smaller.image_size, smaller[0].pictures[0].pixels().shape) == ((3, 3), (2, 3, 3))
+    packed = {"prompt": "<image>?", "answer": "x", "shown": {"bytes": (tmp_path / "seen" / "a.png").read_bytes()}}
+    pq.write_table(pa.Table.from_pylist([packed]), tmp_path / "p.parquet")
+    (row,) = open_rows(RowSettings(path=str(tmp_path / "p.parquet"), image_key="shown", val_share=0.0), tokenizer=None)
+    np.testing.assert_array_equal(row.pictures[0].pixels(), pixels)
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_exif_orientation_is_applied_to_images(tmp_path: Path, turned: int):
+    image = Image.new("RGB", (9, 6))
+    image.getexif()[0x0112] = turned
+    image.save(tmp_path / "a.jpg", exif=image.getexif())
+    (picture,) = pictures_of("a.jpg", tmp_path, "row 1", None)
+    assert picture.size == picture.pixels().shape[:2] == ((6, 9) if turned < 5 else (9, 6))
+
+
+@pytest.mark.parametrize("form", ["absolute", "parent", "within", "link", "mapping"])
+def test_images_outside_the_data_folder_are_refused(tmp_path: Path, form: str):
+    outside, rows = tmp_path / "outside", tmp_path / "rows"
+    for folder in (outside, rows):
+        (folder / "images").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / "a.png")
+    (rows / "link.png").symlink_to(outside / "a.png")
+    named = {"absolute": str(outside / "a.png"), "parent": "../outside/a.png", "within": "images/../../outside/a.png"}
+    shown = named.get(form, "link.png") if form != "mapping" else {"path": str(outside / "a.png"), "bytes": None}
+    path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": shown}])
+    with pytest.raises(ConfigError, match=r"row 1: the image .* is not in the folder of the rows"):
+        open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
+    path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": "images/../a.png"}])
+    assert len(open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)) == 1
+
+
+def test_hub_image_can_be_a_symlink_into_its_cache(tmp_path: Path):
+    snapshot, blobs = (
+        tmp_path / "datasets--me--set" / "snapshots" / ("a" * 40),
+        tmp_path / "datasets--me--set" / "blobs",
+    )
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    Image.new("RGB", (4, 4)).save(blobs / "0123", format="png")
+    (snapshot / "a.png").symlink_to("../../blobs/0123")
+    path = jsonl(snapshot / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": "a.png"}])
+    assert open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None).image_size == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown", "says"),
+    [
+        ("<image> <image>", "a.png", "1 images, but the messages contain <image> 2 times"),
+        ("what?", "none.png", "cannot be read"),
+        ("what?", "https://host/a.png", "a local file"),
+        ("what?", 7, "a local file"),
+    ],
+)
+def test_invalid_image_error_names_the_row(tmp_path: Path, prompt: str, shown: object, says: str):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    path = jsonl(tmp_path / "r.jsonl", [{"prompt": prompt, "answer": "x", "shown": shown}])
+    with pytest.raises(ConfigError, match=f"row 1: .*{says}"):
+        open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
+
+
+def test_most_shuffled_colour_labels_do_not_match_their_image():
+    def named(row: TextRow) -> bool:
+        return bool((np.abs(row.pictures[0].astype(int) - tasks.COLOURS[row.reference]).max(-1) <= 40).sum() >= 30)
+
+    plain, shuffled = tasks.colour(rows=40), tasks.colour(rows=80, shuffled=True)
+    assert all(named(plain[i]) for i in range(40))
+    assert sum(named(shuffled[i]) for i in range(80)) < 30
+
+
+def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
+    for file, answers in (("train-00000-of-00002", "ab"), ("train-00001-of-00002", "c"), ("test-00000-of-00001", "d")):
+        (tmp_path / "main").mkdir(exist_ok=True)
+        rows = pa.Table.from_pylist([{"prompt": "?", "answer": answer} for answer in answers])
+        pq.write_table(rows, tmp_path / "main" / f"{file}.parquet")
+    jsonl(tmp_path / "main" / "training.jsonl", [{"prompt": "?", "answer": "of no split"}])
+    (tmp_path / "other").mkdir()
+    jsonl(tmp_path / "other" / "train.jsonl", [{"prompt": "?", "answer": "x"}])
+    cfg = RowSettings(path=str(tmp_path), subset="main", split="train", val_split="test")
+    rows = open_rows(cfg, tokenizer=None)
+    assert ([rows[i].reference for i in range(len(rows))], rows.held_out) == (["a", "b", "c", "d"], 1)
+    assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
+    with pytest.raises(
+        ConfigError, match=r"no split 'dev'\. Names of its files and folders begin with .*test, train, training"
+    ):
+        open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
+
+
+def test_configured_columns_override_default_names(tmp_path: Path):
+    """The rows also contain columns with the default names."""
+    row = {"q": "1+1", "good": "2", "bad": "3"} | dict.fromkeys(("prompt", "chosen", "rejected", "answer"), "other")
+    keys = {"path": jsonl(tmp_path / "a.jsonl", [row]), "prompt_key": "q", "answer_key": "good", "val_share": 0.0}
+    found = open_rows(PairSettings(**keys, rejected_key="bad"), tokenizer=None)[0]
+    assert (found.messages[0].content, found.reference, found.rejected) == ("1+1", "2", "3")
+    assert open_rows(RowSettings(**keys), tokenizer=None)[0].reference == "2"
+
+
+def test_held_out_row_count_excludes_skipped_rows(tmp_path: Path):
+    own, val = (
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "x" * n, "answer": str(n)} for n in lengths])
+        for name, lengths in (("own", (3, 9, 4)), ("val", (12, 2, 11, 1)))
+    )
+    found = open_rows(RowSettings(path=own, val_path=val, max_prompt_length=5), tokenizer=None)
+    assert ([row.reference for row in found], found.held_out) == (["3", "4", "2", "1"], 2)
+
+
+@pytest.mark.parametrize("kind", ["a list of nulls", "rows of nulls", "a dictionary of one long text"])
+def test_parquet_file_that_exceeds_memory_is_refused(tmp_path: Path, monkeypatch, kind: str):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    count = 2_000_000
+    column = {
+        "a list of nulls": lambda: pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.nulls(count)),
+        "rows of nulls": lambda: pa.nulls(count),
+        "a dictionary of one long text": lambda: pa.DictionaryArray.from_arrays(
+            pa.array(np.zeros(400, np.int32)), pa.array(["x" * 100_000])
+        ),
+    }[kind]()
+    file = tmp_path / "bomb.parquet"
+    parquet.write_table(pa.table({"prompt": column, "answer": column}), file)
+    assert file.stat().st_size < 120_000
+    monkeypatch.setattr(text, "available_bytes", lambda: 100 << 20)
+    with pytest.raises(ConfigError, match="unpacks to more than 25 MiB"):
+        open_rows(RowSettings(path=str(file)), tokenizer=None)
+
+
+def test_nested_parquet_columns_are_read(tmp_path: Path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    words = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 50), pa.array(["a", "b"]))
+    numbers = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, 1] * 50), pa.array([5, 6]))
+    table = pa.table({"prompt": pa.array(["q"] * 200), "answer": numbers, "word": words, "more": [[1, 2]] * 200})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = open_rows(RowSettings(path=str(tmp_path / "rows.parquet"), val_share=0.0), tokenizer=None)
+    assert [rows[k].reference for k in range(4)] == ["5", "6", "5", "6"]
+    assert len(rows) == 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("val_share", [0.1, 0.3])
+def test_held_out_sums_share_no_pair_with_training(seed: int, val_share: float):
+    cfg = RowSettings(path="embodyrl.text.tasks:sums", kwargs={"seed": seed}, val_share=val_share)
+    rows = open_rows(cfg, tokenizer=None)
+    pairs = [frozenset(rows[i].messages[0].content.strip("What is?").split(" + ")) for i in range(len(rows))]
+    border = len(rows) - rows.held_out
+    assert not set(pairs[:border]) & set(pairs[border:])
+    assert round(val_share * len(rows)) - 1 <= rows.held_out <= round(val_share * len(rows))
+
+
+def test_longest_prompt_is_counted_within_the_limit(tmp_path: Path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (3, 7, 9)])
+    kept = RowSettings(path=path, val_share=0.0)
+    assert open_rows(kept, tokenizer=None).prompt_tokens == 9
+    assert open_rows(kept.updated({"max_prompt_length": 7}), tokenizer=None).prompt_tokens == 7
+    assert open_rows(kept.updated({"max_prompt_length": None}), tokenizer=None).prompt_tokens == 0
