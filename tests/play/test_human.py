@@ -27,6 +27,8 @@ from embodyrl.policies import POLICIES
 
 TABLE = ("env=tabletop", "env.train.task_ids=[0,1,2]", "env.train.max_episode_steps=12", "env.train.total_num_envs=4")
 CAMERA = "env.init_params.camera_names=[front]"
+SIZE = ("env.init_params.camera_heights=56", "env.init_params.camera_widths=56")
+"""Image size of the checkpoint in `SMALL`."""
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SMALL = ("model=flow_small", "ckpt=assets/flow_small_tabletop", "actor.global_batch_size=8", "actor.micro_batch_size=8")
 
@@ -40,7 +42,7 @@ def configure(command: str, folder: Path, *words: str):
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demos")
-    collect(configure("collect", folder, f"collect.out={folder}/demos", "collect.episodes=6", CAMERA))
+    collect(configure("collect", folder, f"collect.out={folder}/demos", "collect.episodes=6", CAMERA, *SIZE))
     return folder / "demos"
 
 

@@ -12,10 +12,10 @@ import torch
 from settings import model_of
 
 from embodyrl.commands import recap_labelling as labelling
-from embodyrl.commands import value
 from embodyrl.commands.recap_labelling import Stage, label_in_process
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import Demonstrations
+from embodyrl.data.recap import value
 from embodyrl.data.recap.settings import LabelSource, RecapSettings
 from embodyrl.data.recap.targets import (
     Outcomes,
