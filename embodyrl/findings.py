@@ -1,4 +1,4 @@
-"""Findings and GPU checks of `embodyrl doctor`; extensions can add checks."""
+"""Findings and GPU checks of `embodyrl doctor`."""
 
 import sys
 import traceback

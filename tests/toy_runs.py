@@ -23,7 +23,7 @@ TOY_CNN = (
 )
 """A small convolutional policy with the default hyperparameters."""
 TOY_OFT = ("model=openvla_oft_tiny", "model.num_images_in_input=1", "model.use_proprio=false")
-"""Overrides for the tiny OpenVLA-OFT; tests need the extension openvla_oft."""
+"""Overrides for the tiny OpenVLA-OFT."""
 TOY = (
     "env=gym",
     "env.env_type=toy_env:FACTORY",

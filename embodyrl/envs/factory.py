@@ -1,4 +1,4 @@
-"""Base class of environment factories, and the interface of extensions that delay actions."""
+"""Base class of environment factories."""
 
 from __future__ import annotations
 

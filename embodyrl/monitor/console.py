@@ -1,4 +1,4 @@
-"""Logger to the terminal: a live dashboard on a TTY if an extension provides one, otherwise one line per step."""
+"""Logger to the terminal: a live dashboard on a TTY, otherwise one line per step."""
 
 from __future__ import annotations
 

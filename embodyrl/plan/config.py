@@ -233,7 +233,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 
 def _derived(cfg: Config) -> dict[str, Any]:
-    """Return derived values: values of extensions, reply lengths, and the time limit of an evaluation protocol."""
+    """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
     found = {key: value for section in cfg.added.values() for key, value in section.derive(cfg).items()}
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks

@@ -65,7 +65,7 @@ class Config(Settings):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return a section of an extension."""
+            """Return a section whose class depends on the command or on other values."""
 
     # Private, so that it is not a key, is not written to files and does not make two equal configs different.
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -132,7 +132,7 @@ class Config(Settings):
 
     @property
     def added(self) -> dict[str, Section]:
-        """Sections of this config that extensions define, by name."""
+        """Sections of this config whose class depends on the command or on other values, by name."""
         found = sections().items()
         return {name: one for name, one in found if self.has(name) and isinstance(getattr(self, name), one.kinds)}
 

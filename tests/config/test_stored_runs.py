@@ -10,6 +10,7 @@ from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_saved_config
+from embodyrl.registry import load
 
 RUNS = sorted((Path(__file__).parent / "runs_0_1").iterdir())
 
@@ -31,12 +32,14 @@ def test_stored_config_loads_with_its_values(run: Path) -> None:
     assert changed == DERIVED.get(run.name, {})
 
 
+@pytest.mark.parametrize("module", ["embodyrl.datasets.tasks", "embodyrl.extensions.text.tasks"])
 @pytest.mark.parametrize("task", ["copy", "reverse", "arithmetic", "countdown", "length", "colour"])
-def test_stored_config_accepts_the_former_text_task_module(task: str, tmp_path: Path) -> None:
-    path = f"embodyrl.datasets.tasks:{task}"
+def test_stored_config_accepts_the_former_text_task_modules(task: str, module: str, tmp_path: Path) -> None:
+    path = f"{module}:{task}"
     text = (RUNS[0].parent / "train_text" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "config.yaml").write_text(text.replace("embodyrl.datasets.tasks:copy", path), encoding="utf-8")
     assert load_saved_config(tmp_path, [], command="train").data.path == path
+    assert load(path, "data.path", wants="a function", fits=callable).__module__ == "embodyrl.text.tasks"
 
 
 def test_unknown_function_of_a_renamed_module_requires_trust(tmp_path: Path) -> None:

@@ -29,7 +29,19 @@ def test_every_mutant_applies():
 
 def test_every_folder_has_mutants():
     rooms = {m.file.split("/")[1] for m in MUTANTS}
-    wanted = {"algorithms", "workers", "channels", "policies", "envs", "extensions", "plan", "commands", "monitor"}
+    wanted = {
+        "algorithms",
+        "workers",
+        "channels",
+        "policies",
+        "envs",
+        "text",
+        "data",
+        "learners",
+        "plan",
+        "commands",
+        "monitor",
+    }
     assert wanted | {"checkpoint", "scheduler", "config"} <= rooms
 
 

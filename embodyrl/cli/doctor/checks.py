@@ -1,4 +1,4 @@
-"""Checks of `embodyrl doctor --gpu` that need no other extension."""
+"""Checks of `embodyrl doctor --gpu` that need no simulator and no policy."""
 
 from embodyrl.findings import GpuCheck
 

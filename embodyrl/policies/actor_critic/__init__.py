@@ -61,7 +61,6 @@ class ActorCriticFactory:
 
         Raises:
             CheckpointError: the folder has no weights of this shape.
-            ConfigError: squashed actions need an extension that is missing.
         """
         from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
