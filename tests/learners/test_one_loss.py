@@ -50,7 +50,7 @@ def small_run(folder: Path, preset: str) -> Any:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_loss_exception_ends_the_training(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.algorithms.objectives import losses
-    from embodyrl.algorithms.off_policy import sac_learner as sac
+    from embodyrl.learners.off_policy import sac_learner as sac
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("the loss was called")
