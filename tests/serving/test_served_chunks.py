@@ -81,10 +81,10 @@ def test_a_policy_without_real_time_chunking_refuses_the_fields():
 
 
 def test_served_rtc_policy_accepts_all_remaining_actions():
-    words = "env=tabletop model=flow_small model.num_action_chunks=8 model.rtc=guided env.control.latency_steps=2"
+    words = "env=tabletop model=flow_small model.num_action_chunks=4 model.rtc=guided env.control.latency_steps=2"
     env, spec = describe(load_config("serve", words.split()))
-    assert env.committed == CommittedSpec(rows=6, delay=2)
-    assert env.own_state_dim + 2 + 6 * 7 == env.state_dim
+    assert env.committed == CommittedSpec(rows=2, delay=2)
+    assert env.own_state_dim + 2 + 2 * 7 == env.state_dim
     plain, _ = describe(load_config("serve", words.split()[:3]))
     assert plain.committed is None
-    assert spec.num_action_chunks == 8
+    assert spec.num_action_chunks == 4
