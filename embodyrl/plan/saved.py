@@ -34,6 +34,7 @@ _OF_THE_RUN = (
     *("eval.baseline", "eval.protocol.settled"),
 )
 """Keys that a command does not inherit from the run whose weights it uses."""
+_BASE_WEIGHTS = frozenset({"model.path", "model.lora.path"})
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 """Keys that are not inherited from a run if the command line selects another environment."""
 
@@ -127,8 +128,8 @@ def on_base(
     check_trust(saved, typed, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
     unset = [s for s in chosen if s.key.partition(".")[0] not in sections]
-    # Cameras stay those that the weights were trained with.
-    seen = {setting.key for setting in saved if setting.key.startswith("env.init_params.")}
+    # Cameras and frozen base weights stay those that the weights were trained with.
+    seen = {s.key for s in saved if s.key.startswith("env.init_params.") or s.key in _BASE_WEIGHTS}
     return [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
 
 
@@ -161,6 +162,8 @@ def _base_settings(
     kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
     if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):
         kept.add("env.init_params")
+    if "model" in groups and _value_of("model.model_type", saved) == _value_of("model.model_type", chosen):
+        kept |= _BASE_WEIGHTS
     if made_by not in ("train", "eval") and "env" not in groups:
         saved += _played_environment(base.parent, saved, problems)
     if command == "train" and made_by != "train":

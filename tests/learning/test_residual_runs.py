@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.export import export
 from embodyrl.commands.train import train
-from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.config import load_config, load_saved_config, load_with_ckpt
 
 SAME = (
     *("model.likelihood=residual", "model.num_action_chunks=4", "launcher=inline", "runner.deterministic=true"),
@@ -47,7 +47,7 @@ def test_residual_policy_acts_identically_after_resume_and_export(model, tmp_pat
     whole = train(load_config("train", [*same, *SMALL, where, "runner.experiment_name=whole"])).run
     at_first, validated = (played(whole / "eval" / f"step_00000{step}") for step in (0, 4))
     assert at_first != validated, "it learned nothing that changes an action"
-    alone = evaluate(load_config("eval", [*same, where, f"ckpt={whole}"]))
+    alone = evaluate(load_with_ckpt("eval", [*same, where, f"ckpt={whole}"]))
     assert played(alone.folder) == validated
     out = export(whole, 4, tmp_path / "exported")
     exported = evaluate(load_config("eval", [*same, where, f"model.path={out}"]))
