@@ -1,24 +1,18 @@
 """Output of `--dry-run`: a description of the run, built without worker processes."""
 
-from collections.abc import Callable, Mapping
-
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.collect import collection_facts
-from embodyrl.commands.dagger import dagger_facts
 from embodyrl.commands.evaluate import find_baseline
 from embodyrl.commands.facts import evaluation_facts, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, weight_facts
-from embodyrl.commands.sft_setup import sft_facts
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import prompt_facts
 from embodyrl.policies import POLICIES
-from embodyrl.serving.serve import server_facts
 
 
 def describe(cfg: Config) -> str:
     """Return the output of `--dry-run` for a config."""
-    lines = [*_LINES[cfg.command](cfg)]
+    lines = _lines(cfg)
     if find_folder := getattr(POLICIES.get(cfg.model.model_type), "folder", None):
         lines += prompt_facts(cfg, find_folder(cfg.model))
     if launcher := getattr(cfg, "launcher", None):
@@ -38,11 +32,16 @@ def run_facts(cfg: Config) -> list[tuple[str, str]]:
     return [*lines, *evaluation_facts(run_plan)]
 
 
-_LINES: Mapping[str, Callable[[Config], list[tuple[str, str]]]] = {
-    "collect": collection_facts,
-    "dagger": dagger_facts,
-    "eval": run_facts,
-    "serve": server_facts,
-    "sft": sft_facts,
-    "train": run_facts,
-}
+def _lines(cfg: Config) -> list[tuple[str, str]]:
+    """Return the lines of the command; the modules of other commands are not imported."""
+    if cfg.command == "collect":
+        from embodyrl.commands.collect import collection_facts as lines
+    elif cfg.command == "dagger":
+        from embodyrl.commands.dagger import dagger_facts as lines
+    elif cfg.command == "serve":
+        from embodyrl.serving.serve import server_facts as lines
+    elif cfg.command == "sft":
+        from embodyrl.commands.sft_setup import sft_facts as lines
+    else:
+        lines = run_facts
+    return [*lines(cfg)]

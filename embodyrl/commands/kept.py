@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embodyrl.channels.arena import Arena
-from embodyrl.commands.episode_writer import KeptEpisodesWriter, check_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
+
+if TYPE_CHECKING:
+    from embodyrl.commands.episode_writer import KeptEpisodesWriter
 
 EPISODES_FOLDER = "episodes"
 
@@ -24,6 +27,8 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
     cfg = run_plan.cfg
     if cfg.runner.keep_episodes is KeptEpisodes.none:
         return False
+    from embodyrl.commands.episode_writer import check_episodes  # imports pyarrow
+
     check_episodes(run_plan)
     return True
 
@@ -42,6 +47,8 @@ def open_writer(
     if not keeps_episodes(run_plan):
         yield None
         return
+    from embodyrl.commands.episode_writer import KeptEpisodesWriter
+
     writer = KeptEpisodesWriter(run_plan, arena, run / EPISODES_FOLDER, say)
     try:
         yield writer

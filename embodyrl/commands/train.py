@@ -9,13 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
-from embodyrl.commands.episode_writer import KeptEpisodesWriter
 from embodyrl.commands.eval_result import EvalResult, changes
 from embodyrl.commands.evaluate import Compared, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
@@ -36,6 +36,9 @@ from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import Episode, PreparedBatch
+
+if TYPE_CHECKING:
+    from embodyrl.commands.episode_writer import KeptEpisodesWriter
 
 _NOTHING = PreparedBatch(
     records=np.zeros(0, np.int64),
