@@ -112,7 +112,7 @@ def load(name: str, kind: str, *, wants: str, fits: Callable[[Any], bool], names
     value = _import(target, kind)
     if fits(value):
         return value
-    module = target.partition(":")[0]
+    module = current_path(target).partition(":")[0]
     others = [other for other, candidate in vars(importlib.import_module(module)).items() if fits(candidate)]
     hint = f" Did you mean {' or '.join(f'{module}:{other}' for other in others[:3])}?" if others else ""
     raise UnknownNameError(f"{kind} '{name}' is {type(value).__name__} {value!r:.80}, not {wants}.{hint}")

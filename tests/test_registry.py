@@ -57,6 +57,8 @@ def test_failing_plugin_import_is_reported(tmp_path, monkeypatch, body: str) -> 
 def test_unknown_name_error_suggests_a_part_of_the_same_module() -> None:
     with pytest.raises(UnknownNameError, match=r"not a tau\. Did you mean math:pi or math:e or math:tau\?$"):
         numbers().get("math:cos")
+    with pytest.raises(UnknownNameError, match="not a tau"):
+        load("embodyrl.datasets.tasks:__name__", "number", wants="a tau", fits=has("hex"))
     with pytest.raises(UnknownNameError, match=r"Unknown tool 'tua'\. Did you mean 'tau'\?"):
         load("tua", "tool", wants="a tau", fits=has("hex"), names=NUMBERS)
 
