@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up embodyrl in .venv, check style, types and import directions, and run the tests.
-# Arguments go to pytest: bash scripts/test.sh -m "not sim and not integration and not slow"
 # `bash scripts/test.sh fast` leaves out simulators, further processes and slow tests.
+# Other arguments go to pytest; `bash scripts/test.sh -m slow` runs the slow tests, for hours.
 EXTRAS=libero,maniskill,dev
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 say "style, types, import directions"

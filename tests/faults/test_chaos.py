@@ -1,4 +1,4 @@
-"""Random signals of `chaos.py`: by default during a collection without torch, optionally in all kinds of runs."""
+"""Random signals of `chaos.py` in all kinds of runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from chaos import Chaos, Injection
 
-pytestmark = [
-    pytest.mark.integration,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 KINDS = (
+    "collect",
     "inline",
     "local",
     "ranks",
@@ -46,12 +45,6 @@ def disturb(chaos: Chaos, kind: str, injections: int) -> list[Injection]:
     return sent
 
 
-def test_collection_with_random_faults_gives_the_same_episodes(chaos):
-    assert len(disturb(chaos, "collect", 2)) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_command_completes_despite_random_faults(chaos, kind):
     assert len(disturb(chaos, kind, 8)) > 0

@@ -51,7 +51,7 @@ def test_child_processes_end_when_the_driver_is_killed_in_a_probe(words, tmp_pat
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("launcher", ["local", "inline"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("inline", marks=pytest.mark.slow)])
 def test_child_processes_of_workers_end_when_the_driver_is_killed(launcher, tmp_path):
     words = [*EVAL, f"launcher={launcher}", "env.id=family_env:Slow", "eval.episodes=400"]
     words = [word for word in words if launcher == "local" or not word.startswith("launcher.env_workers")]
@@ -64,7 +64,7 @@ def test_child_processes_of_workers_end_when_the_driver_is_killed(launcher, tmp_
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("launcher", ["local", "inline"])
+@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.slow), "inline"])
 def test_forked_processes_end_when_the_driver_is_killed(launcher, tmp_path):
     words = [*EVAL, f"launcher={launcher}", "env.id=family_env:SlowForks", "eval.episodes=400"]
     words = [word for word in words if launcher == "local" or not word.startswith("launcher.env_workers")]
@@ -88,7 +88,13 @@ def test_child_processes_of_a_worker_end_when_the_worker_is_killed(tmp_path):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("launcher", "name"),
-    [("local", "Simulated"), ("local", "Forked"), ("local", "Served"), ("local", "Unclosed"), ("inline", "Unclosed")],
+    [
+        pytest.param("local", "Simulated", marks=pytest.mark.slow),
+        pytest.param("local", "Forked", marks=pytest.mark.slow),
+        ("local", "Served"),
+        ("local", "Unclosed"),
+        pytest.param("inline", "Unclosed", marks=pytest.mark.slow),
+    ],
 )
 def test_environment_can_use_a_separate_process(launcher, name, tmp_path):
     words = [word for word in EVAL if launcher == "local" or not word.startswith("launcher.env_workers")]

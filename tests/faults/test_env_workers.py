@@ -70,7 +70,13 @@ def test_crash_keeps_rewards_aligned_with_actions(tmp_path, kind, where, said):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("kind", "where"), [("hang", "step"), ("hang", "reset"), ("hang", "observe"), ("spin", "step")]
+    ("kind", "where"),
+    [
+        ("hang", "step"),
+        pytest.param("hang", "reset", marks=pytest.mark.slow),
+        pytest.param("hang", "observe", marks=pytest.mark.slow),
+        ("spin", "step"),
+    ],
 )
 def test_hanging_worker_is_killed_with_a_stack_dump(tmp_path, kind, where):
     """`spin` never releases the interpreter lock: no Python code of the worker can run."""

@@ -1,4 +1,7 @@
-"""Real signals in every phase of a run: the run saves, exits and can be resumed."""
+"""Real signals in every phase of a run: the run saves, exits and can be resumed.
+
+By default one signal of each kind is sent; `-m slow` sends the others.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,12 @@ def assert_saved(run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["int", "term", "hup"]
+    ("signum", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="int"),
+        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 143, id="hup", marks=pytest.mark.slow),
+    ],
 )
 def test_signal_to_the_process_group_in_a_rollout_saves_and_exits(start, tmp_path, signum, code):
     gate = tmp_path / "gate"
@@ -103,7 +111,13 @@ def test_ctrl_c_in_an_update_completes_the_update(start, tmp_path):
     assert_saved(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="int"),
+        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.slow),
+    ],
+)
 def test_signal_during_worker_start_exits_cleanly(start, tmp_path, signum, code):
     command = start()
     # Workers exist but are still importing: the earliest moment at which they could print a traceback.
@@ -115,7 +129,7 @@ def test_signal_during_worker_start_exits_cleanly(start, tmp_path, signum, code)
     assert not (tmp_path / "run" / "lock").exists()
 
 
-@pytest.mark.parametrize("kind", ["hang", "spin"])
+@pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.slow), "spin"])
 def test_ctrl_c_interrupts_a_hanging_inline_simulator(start, tmp_path, kind):
     marker = tmp_path / "marker"
     fault = (f"env.kwargs.once={marker}", f"env.kwargs.fault={kind}", "env.kwargs.at=40")
@@ -127,7 +141,9 @@ def test_ctrl_c_interrupts_a_hanging_inline_simulator(start, tmp_path, kind):
     assert_saved(tmp_path / "run")
 
 
-@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "driver"])
+@pytest.mark.parametrize(
+    "whole_group", [pytest.param(True, id="group", marks=pytest.mark.slow), pytest.param(False, id="driver")]
+)
 def test_suspended_time_does_not_count_towards_deadlines(start, tmp_path, whole_group):
     """As with Ctrl-Z and fg: a deadline of six seconds during a suspension of eight seconds."""
     gate = tmp_path / "gate"
@@ -142,7 +158,10 @@ def test_suspended_time_does_not_count_towards_deadlines(start, tmp_path, whole_
     assert [row["env/restarts"] for row in rows(tmp_path / "run")] == [0, 0]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGINT, id="int"), pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.slow)],
+)
 def test_second_ctrl_c_exits_immediately(start, tmp_path, signum):
     """The env worker never leaves its gate, so the first Ctrl-C alone would wait for the grace period."""
     gate = tmp_path / "gate"
@@ -185,8 +204,12 @@ def test_ctrl_c_in_a_sweep_saves_the_run_and_starts_no_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGKILL, -signal.SIGKILL)],
-    ids=["int", "term", "hup", "kill"],
+    [
+        pytest.param(signal.SIGINT, 130, id="int", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, id="term"),
+        pytest.param(signal.SIGHUP, 143, id="hup", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="kill"),
+    ],
 )
 def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, code):
     gate = tmp_path / "gate"
@@ -208,6 +231,7 @@ def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, c
     assert not (tmp_path / "run-1").exists()
 
 
+@pytest.mark.slow
 def test_signal_to_all_processes_of_a_sweep_counts_once(tmp_path):
     """The run receives the signal directly and from the sweep, in either order, and still saves."""
     gate = tmp_path / "gate"
@@ -226,6 +250,7 @@ def test_signal_to_all_processes_of_a_sweep_counts_once(tmp_path):
     assert_saved(tmp_path / "run-0")
 
 
+@pytest.mark.slow
 def test_third_ctrl_c_prints_no_traceback(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
@@ -239,6 +264,7 @@ def test_third_ctrl_c_prints_no_traceback(start, tmp_path):
     assert_saved(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_first_reset_of_a_validation_exits(start, tmp_path):
     gate = tmp_path / "gate"
     words = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.where=reset", "eval.episodes=2")
@@ -285,7 +311,11 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "did not respond for 8 s")]
+    ("signum", "said"),
+    [
+        (signal.SIGKILL, "died with SIGKILL"),
+        pytest.param(signal.SIGSTOP, "did not respond for 8 s", marks=pytest.mark.slow),
+    ],
 )
 def test_dead_or_stopped_policy_worker_ends_the_run_with_exit_4(start, tmp_path, signum, said):
     gate = tmp_path / "gate"
@@ -304,6 +334,7 @@ def test_dead_or_stopped_policy_worker_ends_the_run_with_exit_4(start, tmp_path,
 GATED_SAVE = "model.model_type=toy_gates:GATED_CNN"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_save_completes_the_checkpoint(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(GATED_SAVE, **{GATE: str(gate)})
