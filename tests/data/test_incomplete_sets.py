@@ -16,9 +16,6 @@ from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, write_lines, wr
 
 from embodyrl.cli.data import data
 from embodyrl.data.checks import check_layout
-from embodyrl.data.conversion.convert import convert, open_source
-from embodyrl.data.conversion.plan import plan_conversion
-from embodyrl.data.conversion.settings import ConversionSettings
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.errors import EmbodyError
@@ -118,16 +115,6 @@ def test_copies_keep_dimension_names(tmp_path: Path) -> None:
     incomplete = merged(tmp_path / "incomplete", delete_episode(root, 1), root)
     assert names_of(incomplete) == [None, names]
     assert (load_demonstrations(incomplete).action == np.tile(load_demonstrations(root).action, (2, 1))).all()
-
-
-def test_converted_datasets_keep_dimension_names(tmp_path: Path) -> None:
-    root = named(write_v2_set(tmp_path / "set"), "action", ["x", "y", "grip"])
-    settings = ConversionSettings()
-    source = open_source(root, settings)
-    plan = plan_conversion(source.description, settings, "set")
-    convert(source, plan, settings, tmp_path / "out", lambda done, total: None)
-    assert names_of(tmp_path / "out") == [None, ["x", "y", "grip"]]
-    assert check_layout(tmp_path / "out") == []
 
 
 def test_variable_frame_rate_is_an_error(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.data.conversion.hdf5 import Hdf5Source, find_hdf5
-from embodyrl.data.conversion.lerobot import LerobotSource
 from embodyrl.data.conversion.plan import Plan
 from embodyrl.data.conversion.rlds import RldsSource, find_rlds
 from embodyrl.data.conversion.settings import CAMERA, ConversionSettings, Target
@@ -50,20 +49,22 @@ def open_source(path: Path, data: ConversionSettings) -> Source:
     """Open the data set at `path` in the format that its files indicate.
 
     Raises:
-        ConfigError: the path contains no demonstrations in a known format.
+        ConfigError: the path contains no demonstrations in a known format, or a LeRobot data set.
         EmbodyError: the source is damaged.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist. Pass a file or folder with demonstrations.")
     if (path / INFO_PATH).is_file():
-        return LerobotSource(path, data)
+        raise ConfigError(
+            f"{path} is a LeRobot data set, which needs no conversion: embodyrl sft {shlex.quote(f'data.path={path}')}."
+        )
     if path.is_dir() and (folder := find_rlds(path)):
         return RldsSource(folder, data)
     if files := find_hdf5(path):
         return Hdf5Source(path, files, data)
     raise ConfigError(
-        f"{path} contains no demonstrations of a known format: expected meta/info.json (LeRobot v2), features.json "
-        f"(RLDS), or .hdf5 files (LIBERO, robomimic)."
+        f"{path} contains no demonstrations of a known format: expected features.json (RLDS) or .hdf5 files (LIBERO, "
+        f"robomimic)."
     )
 
 

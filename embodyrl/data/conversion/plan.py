@@ -85,7 +85,6 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         fps=data.fps or described.fps or ASSUMED_FPS,
         video=data.images is FrameFormat.mp4 and bool(env.cameras.names),
         without=tuple(str(target) for target, missing in without.items() if missing),
-        names=_names(described, keys),
         collected=collected | {"skip_nonfinite": data.skip_nonfinite},
     )
     return Plan(
@@ -97,16 +96,6 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         left_out=described.left_out,
         doubts=described.doubts,
     )
-
-
-def _names(described: Description, keys: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the dimension names of state and action; vectors with unnamed dimensions are omitted."""
-    found: dict[str, list[str]] = {}
-    for target in (Target.state, Target.action):
-        columns = [described.columns[name] for name, wanted in keys.items() if wanted == target]
-        if columns and all(len(column.names) == column.size for column in columns):
-            found[str(target)] = [name for column in columns for name in column.names]
-    return found
 
 
 def _columns(described: Description, data: ConversionSettings) -> dict[str, str]:

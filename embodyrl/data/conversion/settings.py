@@ -36,7 +36,7 @@ class ConversionSettings(Settings):
         Must(f"names of {', '.join(Target)} or {CAMERA}<camera>, by column of the source"),
     ] = {}
     """Target column name of each source column to convert, for example {image: observation.images.front, actions:
-    action}; columns with the same target are concatenated. Default: the columns of LIBERO, or of a LeRobot dataset."""
+    action}; columns with the same target are concatenated. Default: the columns of LIBERO."""
     gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
     """Action values that open and close the gripper, for example [1,0]. Default: [-1,1] for the columns of LIBERO."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1

@@ -28,8 +28,6 @@ class Column:
     kind: Kind
     shape: tuple[int, ...] = ()
     """Shape of one value: (H, W, C) for an image, () for a scalar or a text."""
-    names: tuple[str, ...] = ()
-    """Names of the dimensions of one value; empty if the source has no names."""
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""`embodyrl convert`: episodes of HDF5, RLDS and LeRobot v2 sources, damaged sources, and resumption after SIGKILL."""
+"""`embodyrl convert`: episodes of HDF5 and RLDS sources, damaged sources, and resumption after SIGKILL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lerobot_sets import LENGTHS, frame, numbers, write_set, write_v2_set
+from lerobot_sets import write_set, write_v2_set
 
 from embodyrl.cli.main import main
 from embodyrl.data.cards import read_card
@@ -117,64 +117,17 @@ def test_rlds_dataset_is_converted_to_a_lerobot_dataset(tmp_path: Path, capsys: 
     assert demos.success.nonzero()[0].tolist() == [1, 5, 8]
 
 
-@pytest.mark.parametrize("video", [False, True])
-def test_lerobot_v2_dataset_is_converted_to_v3(tmp_path: Path, video: bool) -> None:
-    source = write_v2_set(tmp_path / "old", video=video, tasks=TEXTS, task_of=lambda e, t: e % 2)
-    out = tmp_path / "out"
-    assert convert(source, out, "data.gripper=[1,-1]", "data.image_rotation_deg=180") == 0
-    assert check_layout(out) == []
-    card, new, old = read_card(out), load_demonstrations(out), load_demonstrations(source)
-    assert (card.env.cameras.rotation_deg, card.env.action.gripper) == (180, GripperConvention(open=1, closed=-1))
-    for name in ("images", "state", "action", "instruction", "start", "stop"):
-        np.testing.assert_array_equal(getattr(new, name), getattr(old, name), err_msg=name)
-
-
-def test_rewards_and_success_of_lerobot_v2_are_kept(tmp_path: Path, capsys: Any) -> None:
-    def won(episode: int, step: int) -> list[float]:
-        return [float((episode, step) == (1, 6))]
-
-    columns = {"action": numbers(3), "next.success": won, "next.reward": lambda e, t: [0.25 * e]}
-    source, out = write_v2_set(tmp_path / "old", columns=columns), tmp_path / "out"
-    assert convert(source, out) == 0
-    assert "reward: next.reward · success: next.success" in capsys.readouterr().out
-    rows = read_episodes(out)
-    assert [row["embodyrl/success"] for row in rows] == [False, True, False]
-    assert [row["embodyrl/return"] for row in rows] == [0, 0.25 * 7, 0.5 * 8]
-    assert load_demonstrations(out).success.nonzero()[0].tolist() == [12]
-    columns |= {"score": columns.pop("next.reward")}
-    named = write_v2_set(tmp_path / "named", columns=columns | {"done": columns.pop("next.success")})
-    keys = "data.keys={action: action, score: next.reward, done: next.success}"
-    assert convert(named, tmp_path / "renamed", keys) == 0
-    assert [row["embodyrl/return"] for row in read_episodes(tmp_path / "renamed")] == [0, 0.25 * 7, 0.5 * 8]
-    assert convert(named, tmp_path / "lost", "data.keys={action: action, nope: next.reward}") == 2
-    assert "no column nope" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("dense", [False, True])
 def test_success_is_unknown_where_the_source_has_none(tmp_path: Path, dense: bool) -> None:
-    columns = {"action": numbers(3)} | ({"next.reward": lambda e, t: [0.25]} if dense else {})
-    out = tmp_path / "out"
-    assert convert(write_v2_set(tmp_path / "old", columns=columns), out) == 0
+    source, out = write_libero(tmp_path / "libero", demos=1), tmp_path / "out"
+    damage_demo(source, "demo_0", replace("rewards", [0.25] * 4))
+    keys = "data.keys={actions: action, obs/ee_states: observation.state" + (
+        ", rewards: next.reward}" if dense else "}"
+    )
+    assert convert(source, out, keys) == 0
     assert check_layout(out) == []
     assert read_card(out).without == (() if dense else ("next.reward", "next.success"))
     assert {row.get("embodyrl/success", "none") for row in read_episodes(out)} == {None if dense else "none"}
-
-
-def test_columns_of_lerobot_v2_are_renamed(tmp_path: Path, capsys: Any) -> None:
-    columns = {"actions": numbers(3), "state": numbers(4)}
-    source = write_v2_set(tmp_path / "old", cameras=("image", "wrist_image"), columns=columns)
-    keys = "data.keys={wrist_image: observation.images.wrist, actions: action"
-    assert convert(source, tmp_path / "out", keys + "}") == 2
-    assert (
-        "No column is assigned to observation.state. Set data.keys={COLUMN: observation.state, ...}, where COLUMN is "
-        "one of: state." in (capsys.readouterr().err)
-    )
-    assert convert(source, tmp_path / "out", keys + ", state: observation.state}") == 0
-    demos = load_demonstrations(tmp_path / "out")
-    steps = [(e, t) for e, length in enumerate(LENGTHS) for t in range(length)]
-    np.testing.assert_array_equal(demos.action, [numbers(3)(e, t) for e, t in steps])
-    np.testing.assert_array_equal(demos.images[:, 0], [frame(e, t, 1) for e, t in steps])
-    np.testing.assert_array_equal(demos.state, [numbers(4)(e, t) for e, t in steps])
 
 
 def test_conversion_continues_after_sigkill(tmp_path: Path) -> None:
@@ -281,17 +234,6 @@ def test_error_names_the_damaged_hdf5_episode(tmp_path: Path, capsys: Any, demo:
     assert not (tmp_path / "out").exists()
 
 
-def test_episodes_with_non_finite_numbers_are_skipped_and_counted(tmp_path: Path, capsys: Any) -> None:
-    columns = {
-        "observation.state": numbers(4),
-        "action": lambda e, t: [np.nan] * 3 if (e, t) == (1, 2) else numbers(3)(e, t),
-    }
-    source = write_v2_set(tmp_path / "old", columns=columns)
-    assert convert(source, tmp_path / "out") == 1
-    assert convert(source, tmp_path / "out", "data.skip_nonfinite=true") == 0
-    assert "1 left out" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("frequency", ["NaN", "Infinity", "-5", "0"])
 def test_invalid_control_frequency_is_ignored(tmp_path: Path, frequency: str) -> None:
     source = write_libero(tmp_path / "libero")
@@ -392,21 +334,15 @@ def test_damaged_rlds_or_wrong_settings_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("features", [[], {"action": 3}, {"action": {}}])
-def test_malformed_features_of_lerobot_v2_are_refused(tmp_path: Path, capsys: Any, features: Any) -> None:
-    source = write_v2_set(tmp_path / "old")
-    edit(source / "meta" / "info.json", lambda info: info.update(features=features))
-    assert convert(source, tmp_path / "out") != 0
-    assert "old/meta/info.json has no features, or a feature has no dtype" in capsys.readouterr().err
-
-
 def test_unknown_sources_and_existing_outputs_are_refused(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     write_set(tmp_path / "new")
+    write_v2_set(tmp_path / "old")
     for source, out, error in (
         ("none", "out", "does not exist"),
-        ("empty", "out", "contains no demonstrations of a known format: expected meta/info.json"),
-        ("new", "out", "already has LeRobot's layout v3.0. Use it without conversion: embodyrl sft data.path="),
+        ("empty", "out", "contains no demonstrations of a known format: expected features.json"),
+        ("new", "out", "needs no conversion: embodyrl sft data.path="),
+        ("old", "out", "needs no conversion: embodyrl sft data.path="),
         ("new", "empty", "already exists"),
     ):
         assert convert(tmp_path / source, tmp_path / out) == 2
