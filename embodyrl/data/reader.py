@@ -132,89 +132,52 @@ def load_demonstrations(
     """Load all episodes, or only the episodes with an index in `only`; frames are decoded to uint8 in memory.
 
     Raises:
-        EmbodyError: see `EpisodeReader`; or the frames are larger than the free memory.
+        EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers; or the
+            frames are larger than the free memory.
     """
-    return EpisodeReader(root, data).read(only)
-
-
-class EpisodeReader:
-    """A data set with states, actions and rewards in memory; frames are decoded when episodes are read."""
-
-    def __init__(self, root: Path, data: DemonstrationSettings = PLAIN) -> None:
-        """Read states, actions and rewards.
-
-        Raises:
-            EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers.
-        """
-        self.card = card = stored_card(root, data)
-        ours = layout.is_ours(root)
-        cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
-        if problems := check_layout(root, data):
-            more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-            raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
-        episodes = read_episodes(root)
-        if not episodes:
-            raise EmbodyError(f"{root} contains no episodes. {cure}")
-        rows, env = find_rows(root, episodes), card.env
-        doubts = [] if ours else count_doubts(root, len(episodes))
-        action, state = (
-            read_vectors(rows, data.action_key, env.action.dim, doubts),
-            read_vectors(rows, data.state_key, env.state_dim, doubts),
-        )
-        self._doubts = tuple(doubts)
-        numbers = {data.action_key: action, data.state_key: state}
-        if layout.REWARD not in card.without:
-            numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
-        skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
-        if data.gripper is not None:
-            check_gripper(str(root), env.action.gripper, action)
-        self.episodes: _Episodes = [e for e in episodes if e["episode_index"] not in skipped]
-        """Rows of meta/episodes, without skipped episodes."""
-        self.videos = VideoReader(root, card, rows, episodes)
-        self._numbered = {int(e["episode_index"]): e for e in self.episodes}
-        self._root, self._data, self._rows, self._action, self._state = root, data, rows, action, state
-        self._reward = numbers.get(layout.REWARD)
-        known = layout.SUCCESS not in card.without
-        self._success = read_success(rows) if known else np.zeros(len(rows), np.bool_)
-        actor = np.full(len(rows), layout.Actor.unknown, np.int64)
-        self._actor = read_vectors(rows, layout.ACTOR, 1)[:, 0].astype(np.int64) if card.actors else actor
-        self._names = read_tasks(root)
-        self._left_out = np.array(sorted(skipped), np.int64)
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Warnings about probable mistakes in the data; warnings about videos follow when their files are opened."""
-        return (*self._doubts, *self.videos.doubts)
-
-    def read(self, only: Collection[int] | None = None) -> Demonstrations:
-        """Return all episodes, or only the episodes with an index in `only`.
-
-        Raises:
-            EmbodyError: no such episode, a frame is damaged, or the frames are larger than the free memory.
-        """
-        rows, reward = self._rows, self._reward
-        numbered = self._numbered
-        kept = self.episodes if only is None else [numbered[n] for n in sorted(only) if n in numbered]
-        if not kept:
-            raise EmbodyError(f"{self._root}: every episode contains a non-finite number. Correct the data.")
-        keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
-        images = _read_frames(self._root, self.card, self._data, rows, kept, keep, self.videos)
-        stop = np.cumsum([e["length"] for e in kept])
-        return Demonstrations(
-            images=images,
-            state=self._state[keep],
-            action=self._action[keep],
-            executed=executed_actions(self.card, kept, self._action[keep]),
-            reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
-            success=self._success[keep],
-            actor=self._actor[keep],
-            start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
-            stop=stop.astype(np.int64),
-            instruction=np.array([self._names[task] for task in rows.counters["task_index"][keep].tolist()], object),
-            reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
-            skipped=self._left_out,
-            doubts=self.doubts,
-        )
+    card, ours = stored_card(root, data), layout.is_ours(root)
+    cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
+    if problems := check_layout(root, data):
+        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
+    episodes = read_episodes(root)
+    if not episodes:
+        raise EmbodyError(f"{root} contains no episodes. {cure}")
+    rows, env = find_rows(root, episodes), card.env
+    doubts = [] if ours else count_doubts(root, len(episodes))
+    action = read_vectors(rows, data.action_key, env.action.dim, doubts)
+    state = read_vectors(rows, data.state_key, env.state_dim, doubts)
+    numbers = {data.action_key: action, data.state_key: state}
+    if layout.REWARD not in card.without:
+        numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
+    skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
+    if data.gripper is not None:
+        check_gripper(str(root), env.action.gripper, action)
+    kept = [e for e in episodes if e["episode_index"] not in skipped and (only is None or e["episode_index"] in only)]
+    if not kept:
+        raise EmbodyError(f"{root}: every episode contains a non-finite number. Correct the data.")
+    keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
+    reward, length = numbers.get(layout.REWARD), len(keep)
+    known, names = layout.SUCCESS not in card.without, read_tasks(root)
+    unknown = np.full(length, layout.Actor.unknown, np.int64)
+    stop = np.cumsum([e["length"] for e in kept])
+    videos = VideoReader(root, card, rows, episodes)
+    images = _read_frames(root, card, data, rows, kept, keep, videos)
+    return Demonstrations(
+        images=images,
+        state=state[keep],
+        action=action[keep],
+        executed=executed_actions(card, kept, action[keep]),
+        reward=np.zeros(length, np.float32) if reward is None else reward[keep, 0],
+        success=read_success(rows)[keep] if known else np.zeros(length, np.bool_),
+        actor=read_vectors(rows, layout.ACTOR, 1)[keep, 0].astype(np.int64) if card.actors else unknown,
+        start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
+        stop=stop.astype(np.int64),
+        instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+        reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
+        skipped=np.array(sorted(skipped), np.int64),
+        doubts=(*doubts, *videos.doubts),
+    )
 
 
 def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
