@@ -8,7 +8,7 @@ import pytest
 from processes import SOURCE, command_environment
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_channel_benchmark_runs(tmp_path):
     words = ["--no-ray", "--turns", "1", "--budget", "0.01", "--json", "out.json", "--sizes"]
     done = subprocess.run(

@@ -36,6 +36,7 @@ def test_saved_weights_are_loaded_instead_of_generated(tmp_path: Path, model: st
     assert RANDOM_INIT_KEY not in json.loads((tmp_path / "config.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_openvla_oft_trains_resumes_exports_and_evaluates(tmp_path: Path) -> None:
     pytest.importorskip("libero")
@@ -49,6 +50,7 @@ def test_openvla_oft_trains_resumes_exports_and_evaluates(tmp_path: Path) -> Non
     assert len(list((tmp_path / "job" / "checkpoint").glob("model-*.safetensors"))) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["smolvla", "pi05"])
 def test_flow_models_are_evaluated_from_their_published_layout(tmp_path: Path, model: str) -> None:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.sim
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_both_sides_of_the_laptop_benchmark_compute_the_same_numbers(tmp_path):
     pytest.importorskip("libero")

@@ -23,6 +23,7 @@ def run_overlap(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_overlap_benchmark_measures_each_schedule(tmp_path: Path) -> None:
     done = run_overlap(tmp_path, "--workers", "2", "--sim", "0.005", "--chunks", "12", "--json", "out.json")
     assert done.returncode == 0, done.stderr

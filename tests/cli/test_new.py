@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -41,6 +42,12 @@ def embodyrl(cwd: Path, *arguments: str, package: str = "") -> str:
     return python(cwd, "-m", "embodyrl.cli.main", *arguments, package=package)
 
 
+def new(cwd: Path, kind: str, name: str) -> None:
+    """Write a package to a folder."""
+    with contextlib.chdir(cwd):
+        assert main(["new", kind, name]) == 0
+
+
 def row(folder: Path) -> dict[str, float]:
     """Return the metrics of the only training step."""
     (line,) = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
@@ -68,7 +75,7 @@ def test_new_env_template_passes_check_env_and_trains(tmp_path):
 
 @pytest.mark.integration
 def test_new_batched_env_template_passes_check_env_and_trains(tmp_path):
-    embodyrl(tmp_path, "new", "batched-env", "my_batch")
+    new(tmp_path, "batched-env", "my_batch")
     assert "1 passed" in own_tests(tmp_path / "my_batch")
     few = ("env.train.total_num_envs=64", "env.train.max_steps_per_rollout_epoch=20", "runner.max_steps=1")
     quiet = ("runner.val_check_interval=-1", "runner.logger.backends=[jsonl]", "runner.experiment_name=run")
@@ -80,7 +87,7 @@ def test_new_batched_env_template_passes_check_env_and_trains(tmp_path):
 @pytest.mark.integration
 def test_installed_env_is_found_by_its_entry_point(tmp_path):
     pytest.importorskip("hatchling")
-    embodyrl(tmp_path, "new", "env", "my_env")
+    new(tmp_path, "env", "my_env")
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
     python(tmp_path, *pip, "--target", "site", "./my_env")
     code = "from embodyrl.envs import ENVS; import my_env; print(ENVS.names(), ENVS.get('my_env'), my_env.__file__)"
@@ -92,7 +99,7 @@ def test_installed_env_is_found_by_its_entry_point(tmp_path):
 
 @pytest.mark.integration
 def test_new_policy_template_trains_and_evaluates(tmp_path):
-    embodyrl(tmp_path, "new", "policy", "my_policy")
+    new(tmp_path, "policy", "my_policy")
     words = ("env=tabletop", "model=my_policy", "algorithm=ppo", "--config-dir", "my_policy/conf")
     embodyrl(tmp_path, "train", *words, *ONE_STEP, package="my_policy")
     assert row(tmp_path)["actor/grad_norm"] > 0
@@ -105,8 +112,8 @@ def test_new_policy_template_trains_and_evaluates(tmp_path):
 
 @pytest.mark.integration
 def test_new_algorithm_template_trains(tmp_path):
-    embodyrl(tmp_path, "new", "algorithm", "my_algorithm")
-    embodyrl(tmp_path, "new", "env", "my_env")
+    new(tmp_path, "algorithm", "my_algorithm")
+    new(tmp_path, "env", "my_env")
     conf = ("--config-dir", "my_algorithm/conf", "--config-dir", "my_env/conf")
     conf = (*conf, "experiment=my_env", "algorithm=my_algorithm", "algorithm.group_size=8")
     # Chance succeeds in every tenth episode of the new environment, so 32 of them give some group a signal.
@@ -123,7 +130,7 @@ PARTS = ("env", "policy", "loss", "reward", "logger", "launcher")
 def test_user_components_add_their_own_keys(tmp_path):
     """Six packages of one file each train together: their keys are checked and listed without registration."""
     for kind in PARTS:
-        embodyrl(tmp_path, "new", kind, f"my_{kind}")
+        new(tmp_path, kind, f"my_{kind}")
     package = os.pathsep.join(str(tmp_path / f"my_{kind}") for kind in PARTS)
     conf = [word for kind in ("env", "policy", "loss", "launcher") for word in ("--config-dir", f"my_{kind}/conf")]
     parts = ("env=my_env", "model=my_policy", "algorithm=my_loss", "launcher=my_launcher")
@@ -152,12 +159,14 @@ def test_user_components_add_their_own_keys(tmp_path):
     assert "4 passed" in python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, package=package)
 
 
-def test_new_experiment_can_be_selected_and_listed(tmp_path):
-    embodyrl(tmp_path, "new", "experiment", "kitchen")
+def test_new_experiment_can_be_selected_and_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "experiment", "kitchen"]) == 0
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["kitchen.yaml"]
-    assert "kitchen" in embodyrl(tmp_path, "list", "experiments", "--config-dir", "conf")
-    plan = embodyrl(tmp_path, "train", "experiment=kitchen", "--config-dir", "conf", "--dry-run")
-    assert "20 training steps" in plan
+    assert main(["list", "experiments", "--config-dir", "conf"]) == 0
+    assert "kitchen" in capsys.readouterr().out
+    assert main(["train", "experiment=kitchen", "--config-dir", "conf", "--dry-run"]) == 0
+    assert "20 training steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)

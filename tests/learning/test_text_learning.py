@@ -30,6 +30,7 @@ def imitate(folder: Path, data: str, steps: int) -> Path:
     return sft(cfg).run
 
 
+@pytest.mark.slow
 def test_length_task_is_learned_from_scratch(tmp_path: Path):
     before, after = gain(learn(tmp_path, "length"))
     assert before < 0.1

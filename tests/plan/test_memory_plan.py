@@ -76,7 +76,7 @@ def test_memory_estimate_of_a_language_model_is_close_to_the_measured_peak(tmp_p
     assert planned == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_memory_estimate_includes_the_key_value_cache_of_a_rollout(tmp_path):
     words = (*language_model(tmp_path, 48), "model.is_lora=true", "env.train.total_num_envs=192")

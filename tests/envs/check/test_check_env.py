@@ -193,6 +193,7 @@ def test_unused_training_group_gives_a_warning(command, words, unread, caplog):
 
 
 @pytest.mark.sim
+@pytest.mark.slow
 def test_libero_passes_check_env():
     words = ["env=libero_object", "env.render_profile=lean", "env.train.task_ids=[0]"]
     size = ["env.init_params.camera_heights=128", "env.init_params.camera_widths=128"]

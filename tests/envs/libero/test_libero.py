@@ -43,11 +43,11 @@ def roomy():
 class Harness:
     """An environment and its simulators."""
 
-    def __init__(self, spec, *, slots, max_models):
+    def __init__(self, spec, *, slots, max_models, lean=False):
         from embodyrl.envs.libero.sims import LiberoSims
 
         self.spec = spec
-        self.sims = LiberoSims(spec, max_models=max_models)
+        self.sims = LiberoSims(spec, max_models=max_models, lean=lean)
         self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
 
     def start(self, slot, task, index, seed=7, ignore=True):
@@ -233,11 +233,12 @@ def test_loaded_state_continues_the_episode_exactly(roomy):
     roomy.chunk(0, chunks[1]).assert_equal(first)
 
 
-def test_evicted_simulators_reload_and_continue_exactly():
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lean", "full"])
+def test_evicted_simulators_reload_and_continue_exactly(lean):
     spec = spec_of("libero_10")
     kitchen, study = 2, 5
     first, second = actions_of(6, chunks=2), actions_of(7, chunks=1)[0]
-    wide = Harness(spec, slots=2, max_models=2)
+    wide = Harness(spec, slots=2, max_models=2, lean=lean)
     wide.start(0, kitchen, 1)
     wide.start(1, study, 2)
     wide.turn_stove_on(0)
@@ -245,7 +246,7 @@ def test_evicted_simulators_reload_and_continue_exactly():
     assert len(wide.sims.pool.loaded) == 2
     wide.env.close()
 
-    tight = Harness(spec, slots=2, max_models=1)
+    tight = Harness(spec, slots=2, max_models=1, lean=lean)
     tight.start(0, kitchen, 1)
     tight.turn_stove_on(0)
     tight.chunk(0, first[0]).assert_equal(before)

@@ -52,7 +52,13 @@ def random_actions(count, seed=0):
 
 @pytest.mark.parametrize(
     ("suite", "task"),
-    [("libero_goal", 7), ("libero_object", 0), ("libero_spatial", 4), ("libero_10", 5), ("libero_90", 0)],
+    [
+        ("libero_10", 5),
+        pytest.param("libero_goal", 7, marks=pytest.mark.slow),
+        pytest.param("libero_object", 0, marks=pytest.mark.slow),
+        pytest.param("libero_spatial", 4, marks=pytest.mark.slow),
+        pytest.param("libero_90", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_lean_and_fast_profiles_match_full_simulation_states(suite, task):
     actions = random_actions(100)
@@ -99,7 +105,14 @@ def test_fast_and_original_loop_succeed_at_the_same_step():
     stock.close()
 
 
-@pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5), ("libero_goal", 7)])
+@pytest.mark.parametrize(
+    ("suite", "task"),
+    [
+        ("libero_spatial", 4),
+        pytest.param("libero_10", 5, marks=pytest.mark.slow),
+        pytest.param("libero_goal", 7, marks=pytest.mark.slow),
+    ],
+)
 def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sim = simulator(suite, task, lean=True, fast=True)
     renderer, hidden = sim._lean, []
@@ -186,6 +199,7 @@ def test_fast_physics_defaults_to_the_profile_value():
         env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_fast_loop_compiles_before_the_first_reset(tmp_path):
     """The loop compiles within the deadline of a worker's start; a reset has a shorter deadline."""

@@ -52,6 +52,14 @@ def look(env, slot=0):
     return out.images
 
 
+@pytest.fixture(scope="module")
+def env():
+    """Return tasks 0 to 9 of libero_object, then with other cameras, with noise and with other words."""
+    found = harness("libero_object", ("camera", "noise", "language"), slots=2)
+    yield found
+    found.close()
+
+
 @pytest.mark.parametrize("row", PLAYED, ids=lambda row: row["suite"])
 def test_simulated_arms_and_cameras_match_the_package(row):
     """Joint positions after setting the stored state and ten settle steps, on the table and on the floor."""
@@ -68,76 +76,64 @@ def test_simulated_arms_and_cameras_match_the_package(row):
         env.close()
 
 
-def test_slots_on_a_shared_model_have_separate_variants():
-    env = harness("libero_object_camera", ("noise", "language"), slots=2)
-    try:
-        start(env, 3, 0)
-        before = look(env).copy()
-        start(env, 3, 1, slot=1)
-        other = look(env, 1).copy()
-        np.testing.assert_array_equal(look(env), before)
-        np.testing.assert_array_equal(look(env, 1), other)
-        assert np.abs(before[0].astype(int) - other[0]).mean() > 1.0
-        start(env, 13, 0)
-        env.step_chunk([0], STILL)
-        noisy = look(env).copy()
-        start(env, 13, 1, slot=1)
-        other = look(env, 1).copy()
-        np.testing.assert_array_equal(look(env), noisy, err_msg="its own noise, of its own step")
-        np.testing.assert_array_equal(look(env, 1), other)
-        start(env, 23, 0)
-        start(env, 23, 1, slot=1)
-        changes = [variant("libero_object_language", 3, state)[0] for state in (0, 1)]
-        assert [env.instruction(0), env.instruction(1)] == [change.words for change in changes]
-    finally:
-        env.close()
+def test_slots_on_a_shared_model_have_separate_variants(env):
+    start(env, 13, 0)
+    before = look(env).copy()
+    start(env, 13, 1, slot=1)
+    other = look(env, 1).copy()
+    np.testing.assert_array_equal(look(env), before)
+    np.testing.assert_array_equal(look(env, 1), other)
+    assert np.abs(before[0].astype(int) - other[0]).mean() > 1.0
+    start(env, 23, 0)
+    env.step_chunk([0], STILL)
+    noisy = look(env).copy()
+    start(env, 23, 1, slot=1)
+    other = look(env, 1).copy()
+    np.testing.assert_array_equal(look(env), noisy, err_msg="its own noise, of its own step")
+    np.testing.assert_array_equal(look(env, 1), other)
+    start(env, 33, 0)
+    start(env, 33, 1, slot=1)
+    changes = [variant("libero_object_language", 3, state)[0] for state in (0, 1)]
+    assert [env.instruction(0), env.instruction(1)] == [change.words for change in changes]
 
 
-def test_variant_is_undone_after_its_episode():
+def test_variant_is_undone_after_its_episode(env):
     """Moved cameras, another arm pose and noise, in sequence in one model."""
-    env = harness("libero_object")
-    try:
-        start(env, 3, 0)
-        simulator, state = env._sims.pool.use(0), install.suite_init_states("libero_object", 3)[0]
-        place = simulator._model.cam_pos[simulator._model.camera("agentview").id]
-        wanted = (("camera", 1), ("camera", 45), ("robot", 0), ("noise", 1))
-        moved, further, tilted, noisy = (variant(f"libero_object_{axis}", 3, number)[0] for axis, number in wanted)
+    start(env, 3, 0)
+    simulator, state = env._sims.pool.use(0), install.suite_init_states("libero_object", 3)[0]
+    place = simulator._model.cam_pos[simulator._model.camera("agentview").id]
+    wanted = (("camera", 1), ("camera", 45), ("robot", 0), ("noise", 1))
+    moved, further, tilted, noisy = (variant(f"libero_object_{axis}", 3, number)[0] for axis, number in wanted)
 
-        def begun(change):
-            simulator.reset(state, 0, change)
-            return look(env).copy(), simulator._data.qpos.copy(), place.copy()
+    def begun(change):
+        simulator.reset(state, 0, change)
+        return look(env).copy(), simulator._data.qpos.copy(), place.copy()
 
-        usual, first, away, again, turned, last = map(begun, (None, moved, further, moved, tilted, None))
-        begun(noisy)
-        for one, two in zip((*again, *last, *begun(None)), (*first, *usual, *usual), strict=True):
-            np.testing.assert_array_equal(one, two)
-        sampled = simulator.sample_state(5)
-        begun(tilted)
-        np.testing.assert_array_equal(simulator.sample_state(5), sampled)
-        assert min(np.abs(one[2] - two[2]).max() for one, two in ((first, usual), (away, first))) > 0.01
-        assert np.abs(turned[1] - usual[1]).max() > 0.01
-    finally:
-        env.close()
+    usual, first, away, again, turned, last = map(begun, (None, moved, further, moved, tilted, None))
+    begun(noisy)
+    for one, two in zip((*again, *last, *begun(None)), (*first, *usual, *usual), strict=True):
+        np.testing.assert_array_equal(one, two)
+    sampled = simulator.sample_state(5)
+    begun(tilted)
+    np.testing.assert_array_equal(simulator.sample_state(5), sampled)
+    assert min(np.abs(one[2] - two[2]).max() for one, two in ((first, usual), (away, first))) > 0.01
+    assert np.abs(turned[1] - usual[1]).max() > 0.01
 
 
-def test_noise_affects_the_front_camera_reproducibly():
-    env = harness("libero_object", ("noise",))
-    try:
-        foggy = next(k for k in range(50) if 31 <= variant("libero_object_noise", 3, k)[0].noise <= 40)
-        start(env, 3, 0)
-        clean = look(env).copy()
-        start(env, 13, foggy)
-        first = look(env).copy()
-        np.testing.assert_array_equal(look(env), first, err_msg="asked twice")
-        env.step_chunk([0], STILL)
-        second = look(env).copy()
-        assert np.abs(first[0].astype(int) - clean[0]).mean() > 5.0
-        np.testing.assert_array_equal(first[1], clean[1])
-        assert np.abs(second[0].astype(int) - first[0]).mean() > 1.0, "the next step has noise of its own"
-        assert np.abs(env.render(0)[:, :SIZE].astype(int) - second[0][::-1]).max() == 0, "videos show what is seen"
-        start(env, 13, foggy, seed=5)
-        np.testing.assert_array_equal(look(env), first)
-        start(env, 3, 0)
-        np.testing.assert_array_equal(look(env), clean, err_msg="nothing of a variant is left")
-    finally:
-        env.close()
+def test_noise_affects_the_front_camera_reproducibly(env):
+    foggy = next(k for k in range(50) if 31 <= variant("libero_object_noise", 3, k)[0].noise <= 40)
+    start(env, 3, 0)
+    clean = look(env).copy()
+    start(env, 23, foggy)
+    first = look(env).copy()
+    np.testing.assert_array_equal(look(env), first, err_msg="asked twice")
+    env.step_chunk([0], STILL)
+    second = look(env).copy()
+    assert np.abs(first[0].astype(int) - clean[0]).mean() > 5.0
+    np.testing.assert_array_equal(first[1], clean[1])
+    assert np.abs(second[0].astype(int) - first[0]).mean() > 1.0, "the next step has noise of its own"
+    assert np.abs(env.render(0)[:, :SIZE].astype(int) - second[0][::-1]).max() == 0, "videos show what is seen"
+    start(env, 23, foggy, seed=5)
+    np.testing.assert_array_equal(look(env), first)
+    start(env, 3, 0)
+    np.testing.assert_array_equal(look(env), clean, err_msg="nothing of a variant is left")

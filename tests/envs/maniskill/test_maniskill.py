@@ -46,6 +46,14 @@ def make(cfg, slots=1):
     return FACTORY.make(cfg, EnvContext(num_slots=slots))
 
 
+@pytest.fixture(scope="module")
+def cube():
+    """Return two slots of the task that most tests use."""
+    env = make(config(), 2)
+    yield env
+    env.close()
+
+
 def start(reset_id, *, ignore=False):
     return EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=50, ignore_terminations=ignore)
 
@@ -90,17 +98,20 @@ env.close()
 """
 
 
-def test_episode_is_bit_identical_in_other_slots_and_processes():
-    env = make(config(), 2)
-    first = play(env, 5)
-    pushes = [play_expert(env, 0) for _ in range(2)]
+def test_episode_is_bit_identical_in_other_slots(cube):
+    first = play(cube, 5)
+    pushes = [play_expert(cube, 0) for _ in range(2)]
     assert same(*pushes), "contacts of the former episode leave no trace"
-    assert same(first, play(env, 5)), "after an episode that pushed the cube to its goal"
-    play(env, 6, slot=1)
-    assert same(first, play(env, 5, slot=1)), "in the other slot"
-    assert not same(first, play(env, 7))
+    assert same(first, play(cube, 5)), "after an episode that pushed the cube to its goal"
+    play(cube, 6, slot=1)
+    assert same(first, play(cube, 5, slot=1)), "in the other slot"
+    assert not same(first, play(cube, 7))
     assert first[0].std() > 20, "images show something"
-    env.close()
+
+
+@pytest.mark.slow
+def test_episode_is_bit_identical_in_other_processes(cube):
+    first = play(cube, 5)
     code = DIGEST.format(folders=[os.path.dirname(__file__), *sys.path])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     mine = hashlib.sha256(b"".join(part.tobytes() for part in first)).hexdigest()
@@ -123,19 +134,18 @@ def test_reset_id_determines_the_initial_state():
         np.testing.assert_allclose(states[0], states[2], atol=1e-5)
 
 
-def test_batch_of_one_matches_a_single_simulator():
+def test_batch_of_one_matches_a_single_simulator(cube):
     """The code of GPU batches, with a batch of one, which the CPU can simulate."""
     from embodyrl.envs.maniskill.sims import BatchSims
 
-    single = make(config())
-    batch = ChunkedEnv(BatchSims(single.spec, config(), 1), 1, use_rel_reward=True, reward_coef=1.0)
+    batch = ChunkedEnv(BatchSims(cube.spec, config(), 1), 1, use_rel_reward=True, reward_coef=1.0)
     actions = np.random.default_rng(0).uniform(-1, 1, (1, 8, 7)).astype(np.float32)
     seen = []
-    for env in (single, batch):
+    for env in (cube, batch):
         env.reset([0], [start(5, ignore=True)])
         first, result = look(env), env.step_chunk([0], actions)
         seen.append([*first, result.reward, result.success, result.terminated, *look(env), env.render(0)])
-        env.close()
+    batch.close()
     assert seen[0][2].any()
     for ours, theirs in zip(*seen, strict=True):
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=1e-5)
@@ -348,15 +358,14 @@ def test_tasks_without_reward_use_success_as_reward():
     assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]
 
 
-def test_other_camera_settings_keep_the_image_size():
-    def picture(**kwargs):
-        env = make(config(kwargs=kwargs))
+def test_other_camera_settings_keep_the_image_size(cube):
+    def picture(env):
         env.reset([0], [start(3)])
-        images, _ = look(env)
-        env.close()
-        return images
+        return look(env)[0]
 
-    own, narrow = picture(), picture(sensor_configs={"base_camera": {"fov": 0.4}})
+    changed = make(config(kwargs={"sensor_configs": {"base_camera": {"fov": 0.4}}}))
+    own, narrow = picture(cube), picture(changed)
+    changed.close()
     assert not np.array_equal(own[0], narrow[0])
     np.testing.assert_array_equal(own[1], narrow[1])
 
@@ -369,11 +378,16 @@ def test_maniskill_task_errors_are_reported():
         make(config(control_mode="pd_ee_pos"))
 
 
-def test_maniskill_task_errors_are_reported_before_workers_start(tmp_path, monkeypatch):
+def test_missing_files_are_reported_before_workers_start(tmp_path, monkeypatch):
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are missing from"):
         FACTORY.spec(config("PutCarrotOnPlateInScene-v1"), EnvContext())
     assert list(tmp_path.rglob("*")) == [], "no half-made folder"
+
+
+@pytest.mark.slow
+def test_missing_robots_and_devices_are_reported_before_workers_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="robot files are missing"):
         FACTORY.spec(config("UnitreeH1Stand-v1", control_mode=None), EnvContext())
     with pytest.raises(ConfigError, match="cannot be built with sim_backend=gpu"):
