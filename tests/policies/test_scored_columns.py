@@ -33,7 +33,7 @@ CASES = {
 SAME_CODE = {"pi0": "pi05", "openvla": "openvla_oft", "causal_lm": "causal_lm_tiny", "vision_lm": "vision_lm_tiny"}
 """Models with the policy class of a case, for weights that are not part of this project."""
 WITHOUT_SCORES = {"random", "scripted", "remote", "lerobot"}
-"""Policies that are not trained, or (lerobot) only through an actor, which `diffusion steered` covers."""
+"""Policies that are not trained."""
 
 CONSTANT = {"pi05": 4, "smolvla": 4}
 """Number of action dimensions that are constant in the statistics of a model: no columns belong to them."""

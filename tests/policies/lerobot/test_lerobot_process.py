@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from settings import model_of
 
 from embodyrl.envs.history.observed import with_history
-from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, MissingDependencyError
 from embodyrl.policies.lerobot.process import FACTORY, views
 from embodyrl.policies.lerobot.process.checkpoint import read_checkpoint
 from embodyrl.policies.protocol import PolicyRequest
@@ -128,6 +129,84 @@ def test_error_names_the_python_without_lerobot(tmp_path, python):
         FACTORY.build(cfg, PolicyRequest(env=table("front"), device="cpu", seed=0, trainable=False))
 
 
+SMALL_LEROBOT = {
+    "configs/policies.py": """
+import json, types
+class PreTrainedConfig:
+    @staticmethod
+    def from_pretrained(path):
+        return types.SimpleNamespace(**json.load(open(path + "/config.json")))
+""",
+    "policies/factory.py": """
+import torch
+from collections import deque
+class Policy:
+    @classmethod
+    def from_pretrained(cls, path, config):
+        self = cls()
+        self.config = config
+        return self
+    def eval(self):
+        return self
+    def reset(self):
+        self.seen, self.queue = [], deque()
+    def select_action(self, batch):
+        assert batch["task"] == ["touch the red block"] * len(batch["observation.state"])
+        image = batch["observation.images.front"]
+        assert image.shape[1:] == (3, 32, 32) and image.max() <= 1
+        self.seen.append(batch["observation.state"].sum(1) + image.mean((1, 2, 3)))
+        if not self.queue:
+            older = self.seen[max(0, len(self.seen) - self.config.n_obs_steps)]
+            self.queue.extend([older + 10 * self.seen[-1] + i for i in range(self.config.n_action_steps)])
+        return self.queue.popleft()[:, None].expand(-1, 7)
+def get_policy_class(kind):
+    return {"small": Policy}[kind]
+def scaled(batch):
+    return batch | {"observation.state": batch["observation.state"] / 2}
+def make_pre_post_processors(config, path, preprocessor_overrides):
+    return scaled, lambda action: 2 * action
+""",
+    "utils/import_utils.py": "def register_third_party_plugins(): pass",
+    "utils/random_utils.py": "from torch import manual_seed as set_seed",
+}
+"""The functions of LeRobot that the process calls, with a policy that reads its newest and oldest observed step."""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("steps", [1, 2])
+def test_policy_in_a_process_reads_each_observed_step(tmp_path, steps):
+    for name, source in SMALL_LEROBOT.items():
+        path = tmp_path / "lerobot" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    folder = write_config(tmp_path / "policy", "front", type="small", n_obs_steps=steps)
+    env = table("front", "wrist") if steps == 1 else with_history(table("front", "wrist"), steps)
+    request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
+    policy = FACTORY.build(settings(folder, python=str(python)), request)
+    images = np.random.default_rng(0).integers(0, 256, (3, 2 * steps, 32, 32, 3), np.uint8)
+    state = np.random.default_rng(1).normal(size=(3, 4 * steps)).astype(np.float32)
+    out = policy.act(Observation(images=images, state=state, instructions=env.tasks * 3), noise=None)
+    front = images[:, ::2].astype(np.float64).mean((2, 3, 4)) / 255
+    seen = state.reshape(3, steps, 4).sum(2) / 2 + front
+    chunk = 2 * (seen[:, 0] + 10 * seen[:, -1])[:, None] + 2 * np.arange(4)
+    np.testing.assert_allclose(out.actions, np.repeat(chunk[..., None], 7, 2), rtol=1e-5)
+    assert out.tokens.shape == (3, 4 * 7)
+    with pytest.raises(EmbodyError, match="LeRobot failed: AssertionError"):
+        policy.act(Observation(images=images, state=state, instructions=("other",) * 3), noise=None)
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        FACTORY.build(settings(folder, python=str(python)), replace(request, trainable=True))
+
+
+def test_folder_with_an_actor_of_an_earlier_version_is_refused(tmp_path):
+    write_config(tmp_path, "front")
+    (tmp_path / "steering.json").write_text("{}")
+    (problem,) = FACTORY.validate(settings(tmp_path))
+    assert "without the actor" in problem
+
+
 MAKE = """
 import sys
 import torch
@@ -138,10 +217,6 @@ out, kind, sizes = sys.argv[1], sys.argv[2], eval(sys.argv[3])
 inputs = {"observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32))}
 inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (4,))
 outputs = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
-if sys.argv[4] == "environment":
-    inputs = {"observation.environment_state": PolicyFeature(FeatureType.ENV, (2,))}
-    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (1,))
-    outputs = {"action": PolicyFeature(FeatureType.ACTION, (1,))}
 cfg = make_policy_config(
     kind, device="cpu", push_to_hub=False, input_features=inputs, output_features=outputs, n_action_steps=4,
     pretrained_backbone_weights=None, **sizes)
@@ -157,10 +232,10 @@ ACT = "dict(dim_model=32, n_heads=2, dim_feedforward=32, n_encoder_layers=1, lat
 DIFFUSION = "dict(down_dims=(16, 32), n_groups=4, horizon=8, n_obs_steps=2, crop_shape=None, num_train_timesteps=4)"
 
 
-def made_by_lerobot(folder: Path, kind: str, sizes: str, inputs: str = "camera") -> Path:
-    """Save an untrained policy with LeRobot, with the inputs of `table`, or with three numbers (environment)."""
+def made_by_lerobot(folder: Path, kind: str, sizes: str) -> Path:
+    """Save an untrained policy with LeRobot, with the inputs of `table`."""
     assert LEROBOT
-    subprocess.run([LEROBOT, "-c", MAKE, str(folder), kind, sizes, inputs], check=True, timeout=300)
+    subprocess.run([LEROBOT, "-c", MAKE, str(folder), kind, sizes], check=True, timeout=300)
     return folder
 
 

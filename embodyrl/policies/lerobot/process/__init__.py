@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.lerobot.process.checkpoint import CONFIG_FILE, PREFIX, Checkpoint, read_checkpoint
-from embodyrl.policies.lerobot.process.settings import GRID, LeRobotProcessSettings
+from embodyrl.policies.lerobot.process.checkpoint import PREFIX, Checkpoint, read_checkpoint
+from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
-from embodyrl.policies.vla.records import ChunkRecord, ChunkShape
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.policies.steering.settings import SHAPE_FILE
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
 
 if TYPE_CHECKING:
     from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
@@ -50,7 +49,7 @@ class LeRobotProcessFactory:
                 f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), but "
                 f"model.num_action_chunks={executed}",
             )
-        spec = PolicySpec(
+        return PolicySpec(
             name=saved.type,
             num_action_chunks=executed,
             action_dim=saved.action_dim,
@@ -64,38 +63,10 @@ class LeRobotProcessFactory:
             observed_steps=saved.n_obs_steps,
             gripper=env.action.gripper,
             takes_noise=False,
-            untrainable="its weights are in a process of LeRobot, which returns actions without probabilities "
-            "(model.likelihood=dsrl or residual trains an actor)",
-            value_dim=value_dim if cfg.steers else 0,
+            untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts,
         )
-        if not cfg.steers:
-            return spec
-        shape, chunk = (
-            steering_shape(cfg, saved),
-            ChunkShape(horizon=executed, width=saved.action_dim, executed=executed, action_dim=saved.action_dim),
-        )
-        shape.check(_folder(cfg))
-        record = ChunkRecord(shape=chunk, layout=shape.layout, per_action=1)
-        spec = replace(spec, untrainable="", takes_noise=True, tokens_per_chunk=record.tokens)
-        return steered(spec, shape, cfg.likelihood)
-
-    def costs(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Return the costs of the actor. LeRobot's weights are in another process and are not counted."""
-        if not cfg.steers:
-            return PolicyCosts()
-        return steering_costs(PolicyCosts(), steering_shape(cfg, read_checkpoint(_folder(cfg))))
-
-    def compare(self, cfg: LeRobotProcessSettings, env: EnvSpec, folder: Path) -> None:
-        """Check that the frozen policy's config and the actor's sizes match a folder (see `PolicyFactory.compare`)."""
-        if (folder / CONFIG_FILE).is_file() and read_checkpoint(folder) != read_checkpoint(_folder(cfg)):
-            raise CheckpointError(
-                f"{folder / CONFIG_FILE} is not the config of model.path={cfg.path}. Use the model.path with which the "
-                "checkpoint was trained."
-            )
-        if cfg.steers:
-            steering_shape(cfg, read_checkpoint(_folder(cfg))).check(folder)
 
     def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
         """Start the LeRobot process and load the policy.
@@ -105,26 +76,12 @@ class LeRobotProcessFactory:
             EmbodyError: LeRobot is missing, or cannot load the policy.
         """
         from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
-        from embodyrl.policies.lerobot.process.steering import CorrectedLeRobot, NoisedLeRobot
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
-        if request.trainable and spec.untrainable:
+        if request.trainable:
             raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
         saved = read_checkpoint(folder)
-        seen = views(cfg, saved, request.env)
-        if cfg.steers:
-            kind = CorrectedLeRobot if cfg.corrects else NoisedLeRobot
-            return kind(cfg, spec, request, folder, saved, seen, steering_shape(cfg, saved))
-        return LeRobotPolicy(cfg, spec, request, folder, saved, seen)
-
-
-def steering_shape(cfg: LeRobotProcessSettings, saved: Checkpoint) -> SteeringShape:
-    """Return the sizes of the actor. Its inputs are states, image means of the newest step, and proposed actions."""
-    hidden = saved.n_obs_steps * saved.state_dim + len(saved.cameras) * 3 * GRID * GRID
-    if cfg.corrects:
-        return SteeringShape.correcting(cfg, hidden, saved.action_dim)
-    numbers = saved.noise_dim * (1 if cfg.noise_repeated else saved.horizon_length)
-    return SteeringShape.selecting(hidden, numbers, actions=cfg.num_action_chunks, bound=cfg.noise_bound)
+        return LeRobotPolicy(cfg, spec, request, folder, saved, views(cfg, saved, request.env))
 
 
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
@@ -181,6 +138,11 @@ def _folder(cfg: LeRobotProcessSettings) -> Path:
         raise ConfigError(
             f"model.path={cfg.path} is not a folder. Set model.path to the folder of a LeRobot policy, for example "
             "checkpoints/last/pretrained_model of lerobot-train."
+        )
+    if (folder / SHAPE_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / SHAPE_FILE}: this version does not run actors on a policy in a LeRobot process. Set model.path "
+            "to the folder of the policy without the actor."
         )
     return folder
 

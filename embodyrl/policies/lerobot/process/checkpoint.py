@@ -32,9 +32,6 @@ class Checkpoint(BaseModel):
     type: str
     n_obs_steps: PositiveInt = 1
     n_action_steps: PositiveInt = 1
-    chunk_size: PositiveInt | None = None
-    horizon: PositiveInt | None = None
-    max_action_dim: PositiveInt | None = None
     input_features: dict[str, Feature] = Field(default_factory=dict)
     output_features: dict[str, Feature] = Field(default_factory=dict)
 
@@ -58,16 +55,6 @@ class Checkpoint(BaseModel):
     def action_dim(self) -> int:
         """A: action dimension."""
         return self.output_features["action"].shape[0]
-
-    @property
-    def horizon_length(self) -> int:
-        """H: number of predicted actions per chunk, including actions that are not executed."""
-        return self.horizon or self.chunk_size or self.n_action_steps
-
-    @property
-    def noise_dim(self) -> int:
-        """N: size of the initial noise of one action."""
-        return self.max_action_dim or self.action_dim
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -45,13 +45,12 @@ class LeRobotPolicy(OnlyActs):
             EmbodyError: LeRobot cannot load the policy.
         """
         super().__init__(spec)
-        self._cfg, self._env, self._saved, self._views = cfg, request.env, saved, views
+        self._env, self._saved, self._views = request.env, saved, views
         self._python, self._limit_s = cfg.python or sys.executable, cfg.answer_timeout_s
         # Policies have no `close`: the process ends with the object or with this process.
         self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
-        asked = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
-        asked["steered"] = cfg.steers and not cfg.corrects
-        self._ask(asked, cfg.load_timeout_s, "model.load_timeout_s")
+        first = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
+        self._ask(first, cfg.load_timeout_s, "model.load_timeout_s")
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Request chunks for a batch of observations (see `Policy.act`); LeRobot samples the noise.
@@ -59,30 +58,9 @@ class LeRobotPolicy(OnlyActs):
         Raises:
             EmbodyError: LeRobot reports an error, exited, or exceeded the time limit.
         """
-        return self.output(self._requested(obs)["chunk"])
-
-    def _requested(
-        self,
-        obs: Observation,
-        *,
-        actions: int | None = None,
-        seeds: list[int] | None = None,
-        noise: FloatArray | None = None,
-    ) -> dict[str, FloatArray]:
-        """Request action chunks `chunk` [B, K, A] and preprocessed states `state` [B, S] from the process.
-
-        Args:
-            obs: observations.
-            actions: K; default: `model.num_action_chunks`.
-            seeds: for reproducible noise, one seed per observation.
-            noise: initial noise [B, H, N] of the policy.
-        """
-        count = self.spec.num_action_chunks if actions is None else actions
-        asked = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs), "seeds": seeds}
-        asked |= {"states": [name for name, _ in self._saved.states]}
-        asked |= worker.encoded({"noise": noise})
-        reply = self._ask(asked, self._limit_s, "model.answer_timeout_s")
-        return {name: np.asarray(reply[name], np.float32) for name in ("chunk", "state")}
+        count = self.spec.num_action_chunks
+        request = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs)}
+        return self.output(self._ask(request, self._limit_s, "model.answer_timeout_s")["chunk"])
 
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return the observation of each step as a dict of LeRobot features, oldest step first."""
