@@ -87,14 +87,12 @@ def write_set(
     return root
 
 
-def write_v2_set(
-    root: Path, *, version: str = "v2.1", video: bool = False, chunks_size: int = 2, **options: Any
-) -> Path:
+def write_v2_set(root: Path, *, video: bool = False, chunks_size: int = 2, **options: Any) -> Path:
     """Write the three episodes in the layout of lerobot before 0.4: each episode has its own files."""
     write_set(root, video_files=(0, 1, 2) if video else None, data_files=(0, 1, 2), **options)
     info = json.loads((root / "meta/info.json").read_text())
     place = "chunk-{episode_chunk:03d}"
-    info |= {"codebase_version": version, "chunks_size": chunks_size, "total_videos": 6 * video}
+    info |= {"codebase_version": "v2.1", "chunks_size": chunks_size, "total_videos": 6 * video}
     info |= {"data_path": f"data/{place}/episode_{{episode_index:06d}}.parquet"}
     info |= {"video_path": f"videos/{place}/{{video_key}}/episode_{{episode_index:06d}}.mp4" if video else None}
     (root / "meta/info.json").write_text(json.dumps(info))
@@ -116,10 +114,7 @@ def write_v2_set(
     write_lines(
         root / "meta/episodes.jsonl", [{k: row[k] for k in ("episode_index", "tasks", "length")} for row in rows]
     )
-    if version == "v2.1":
-        write_lines(root / "meta/episodes_stats.jsonl", stats)
-    else:
-        (root / "meta/stats.json").write_text(json.dumps({"action": {"count": [sum(LENGTHS)]}}))
+    write_lines(root / "meta/episodes_stats.jsonl", stats)
     (root / "meta/tasks.parquet").unlink()
     shutil.rmtree(root / "meta/episodes")
     return root

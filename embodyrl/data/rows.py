@@ -42,7 +42,7 @@ class Rows:
 
 
 def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
-    """Find the file position of each row, by the column `index`, or by episode and frame for v2.0 and v2.1.
+    """Find the file position of each row, by the column `index`, or by episode and frame for v2.1.
 
     For v3.0 data of other programs, the file numbers in meta/episodes are not used: the v2.1 converter of lerobot
     writes wrong numbers for episodes at the end of a file.

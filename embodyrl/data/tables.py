@@ -1,6 +1,6 @@
-"""Read the metadata tables of a data set (episodes and instructions) in all versions of LeRobot's layout.
+"""Read the metadata tables of a data set (episodes and instructions) in LeRobot's layouts v3.0 and v2.1.
 
-The tables are parquet files in v3.0, and JSON lines in v2.0 and v2.1, where each episode also has its own files.
+The tables are parquet files in v3.0, and JSON lines in v2.1, where each episode also has its own files.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from embodyrl.data.layout import (
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import by_number, read_json, read_lines
 
-ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
-VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
+ONE_FILE_PER_EPISODE = "v2.1"
+VERSIONS = (ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
 """Supported versions of LeRobot's layout."""
 DATA_FILE = "data/path"
-"""Column with the path of an episode's data file, relative to the data set; only in v2.0 and v2.1."""
+"""Column with the path of an episode's data file, relative to the data set; only in v2.1."""
 _EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
 _LEROBOT_TASK = ("task", "__index_level_0__")
 """Names of the instruction column: lerobot stores a pandas index, with or without a name."""
@@ -54,8 +54,9 @@ def read_info(root: Path) -> dict[str, Any]:
     version = info.get("codebase_version")
     if version not in VERSIONS:
         cure = (
-            "Convert it to v2.0 with a version of lerobot that reads v1."
-            if str(version).startswith("v1.")
+            f"Convert it to {ONE_FILE_PER_EPISODE} with lerobot 0.3: "
+            "python -m lerobot.datasets.v21.convert_dataset_v20_to_v21 --repo-id=OWNER/NAME."
+            if version == "v2.0"
             else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
         )
         raise ConfigError(
@@ -86,7 +87,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
     if is_ours(root) or not (root / INFO_PATH).is_file():
         return _stored_episodes(root)
     info = read_info(root)
-    if info["codebase_version"] in ONE_FILE_PER_EPISODE:
+    if info["codebase_version"] == ONE_FILE_PER_EPISODE:
         return _episodes_of_lines(root, info)
     rows, template = _without_gaps(_stored_episodes(root)), info.get("video_path") or VIDEO_PATH
     for row in rows:
@@ -127,7 +128,7 @@ def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read the rows of meta/episodes.jsonl (v2.0, v2.1), converted to the columns of v3.0."""
+    """Read the rows of meta/episodes.jsonl (v2.1), converted to the columns of v3.0."""
     cameras = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
     rows: list[dict[str, Any]] = []
     start = 0
@@ -160,7 +161,7 @@ def read_tasks(root: Path) -> dict[int, str]:
     Raises:
         EmbodyError: the file is missing or damaged.
     """
-    if not is_ours(root) and read_info(root)["codebase_version"] in ONE_FILE_PER_EPISODE:
+    if not is_ours(root) and read_info(root)["codebase_version"] == ONE_FILE_PER_EPISODE:
         lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
         return _numbered(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH

@@ -45,6 +45,7 @@ def test_unsupported_lerobot_datasets_are_refused(tmp_path: Path) -> None:
     info = json.loads((tmp_path / "old" / "meta" / "info.json").read_text())
     for change, said in (
         ({"codebase_version": "v1.6"}, "has LeRobot's layout v1.6"),
+        ({"codebase_version": "v2.0"}, "has LeRobot's layout v2.0, .* Convert it to v2.1 .*convert_dataset_v20_to_v21"),
         (
             {"features": {**info["features"], "observation.image": {"dtype": "image", "shape": [8, 8, 3]}}},
             "data.cameras",

@@ -1,4 +1,4 @@
-"""LeRobot datasets v2.0 and v2.1: read like v3.0; damaged sets are refused with the episode and the file."""
+"""LeRobot datasets v2.1: read like v3.0; damaged sets are refused with the episode and the file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ TASKS = ("touch the red block", "open the door")
 LAST = "data/chunk-001/episode_000002.parquet"
 
 
-@pytest.mark.parametrize("version", ["v2.0", "v2.1"])
 @pytest.mark.parametrize("video", [False, True])
-def test_old_layouts_give_the_same_episodes_as_v3(tmp_path: Path, version: str, video: bool) -> None:
+def test_old_layout_gives_the_same_episodes_as_v3(tmp_path: Path, video: bool) -> None:
     options: dict[str, Any] = {"tasks": TASKS, "task_of": lambda episode, step: episode % 2}
-    root = write_v2_set(tmp_path / "old", version=version, video=video, **options)
+    root = write_v2_set(tmp_path / "old", video=video, **options)
     assert check_layout(root) == []
     old = load_demonstrations(root)
     new = load_demonstrations(write_set(tmp_path / "new", video_files=(0, 1, 2) if video else None, **options))
@@ -131,6 +130,6 @@ def test_video_template_of_v3_is_read(tmp_path: Path) -> None:
 
 
 def test_uploaded_dataset_of_an_old_layout_is_tagged_with_its_version(tmp_path: Path) -> None:
-    uploaded = dataset_card(write_v2_set(tmp_path / "set", version="v2.0"), "me/set")
+    uploaded = dataset_card(write_v2_set(tmp_path / "set"), "me/set")
     assert uploaded is not None
-    assert uploaded[1] == "v2.0"
+    assert uploaded[1] == "v2.1"
