@@ -30,7 +30,7 @@ from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.cli.doctor.speed import Limits, measure_limits, seconds_of
 from embodyrl.config.shared import Precision
-from embodyrl.learners.ranks import OneRank
+from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization
 from embodyrl.policies.openvla_oft import FACTORY
@@ -113,7 +113,7 @@ def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]
         for parts in buckets:
             ticket = bucket_arena.allocate()
             publish(
-                PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, OneRank(RankInfo()), bucket_arena
+                PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, Ranks(RankInfo()), bucket_arena
             )
             take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), policy.module, bucket_arena)
             bucket_arena.free([ticket])

@@ -28,7 +28,7 @@ from embodyrl.channels.messages import RankInfo
 from embodyrl.channels.rendezvous import LOOPBACK, forward_to_proxy
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.precision import layers
-from embodyrl.learners.ranks import S
+from embodyrl.learners.ranks import Ranks, S
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.types import ImitationScores, PolicyScores
 
@@ -51,8 +51,8 @@ class _Root(nn.Module):
         return type(scores), {name: value.clone() for name, value in given.items()}
 
 
-class ShardedRanks:
-    """`Ranks` with FSDP: each process has a shard of the fp32 weights, gradients and optimizer state."""
+class ShardedRanks(Ranks):
+    """Training rank with FSDP: each process has a shard of the fp32 weights, gradients and optimizer state."""
 
     shards = True
 
@@ -76,7 +76,7 @@ class ShardedRanks:
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also runs inference for rollouts.
         """
-        self.rank_info = rank_info
+        super().__init__(rank_info)
         self._module = module
         self._cfg = cfg
         self._each = gradient_sync == "micro_batch"

@@ -1,8 +1,8 @@
-"""Process groups for data-parallel training of a policy; `OneRank` is a group of one process."""
+"""Process groups for data-parallel training of a policy."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,28 +12,31 @@ from embodyrl.types import ImitationScores, PolicyScores
 S = TypeVar("S", PolicyScores, ImitationScores)
 
 
-class Ranks(Protocol):
-    """Interface of a training rank: collective operations, and placement of full or sharded weights.
+class Ranks:
+    """A training rank: collective operations, and placement of full or sharded weights.
 
-    All ranks must call collective methods together. Call `train` before an update, `act` before inference, and
-    `reshard` if the kind of the next request is not known.
+    This class is a single process with full weights; `ShardedRanks` is a process of a group. All ranks must call
+    collective methods together. Call `train` before an update, `act` before inference, and `reshard` if the kind of the
+    next request is not known.
     """
 
-    rank_info: RankInfo
-    shards: bool
+    shards = False
     """True if the module contains shards of the weights, except between `act` and `train`."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """Run the forward pass `compute` (collective); `last`: the optimizer step follows this micro-batch."""
-        ...
+        return compute()
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
         """Gather lists of metrics (collective); every rank gets the concatenation of the lists of all ranks."""
-        ...
+        return parts
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum of a host tensor over all ranks (collective)."""
-        ...
+        return own
 
     def train(self) -> None:
         """Shard the weights for an update (collective)."""
@@ -46,62 +49,18 @@ class Ranks(Protocol):
 
     def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
         """Provide full, unsharded parameters inside the block (collective); with `write`, changes are kept."""
-        ...
+        return nullcontext()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
         """Return a tree of lists and dicts with full CPU tensors in place of shards (collective).
 
         Only the first rank returns the tensors, unless `everywhere` is set.
         """
+        return state
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's shard of a full optimizer state."""
-        ...
+        return state
 
     def close(self) -> None:
         """Leave the process group; idempotent."""
-
-
-class OneRank:
-    """A single training process with full weights."""
-
-    shards = False
-
-    def __init__(self, rank_info: RankInfo) -> None:
-        self.rank_info = rank_info
-
-    def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """See `Ranks.score`."""
-        return compute()
-
-    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return the metrics of the only rank unchanged (see `Ranks.exchange`)."""
-        return parts
-
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """See `Ranks.total`."""
-        return own
-
-    def train(self) -> None:
-        """See `Ranks.train`."""
-
-    def act(self) -> None:
-        """See `Ranks.act`."""
-
-    def reshard(self) -> None:
-        """See `Ranks.reshard`."""
-
-    def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
-        """See `Ranks.full_weights`."""
-        return nullcontext()
-
-    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """See `Ranks.gathered`."""
-        return state
-
-    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `Ranks.shard`."""
-        return state
-
-    def close(self) -> None:
-        """Do nothing: a single rank holds no resources (see `Ranks.close`)."""

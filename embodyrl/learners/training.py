@@ -17,7 +17,7 @@ from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_r
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.precision import VALUE_HEAD
-from embodyrl.learners.ranks import OneRank, Ranks, S
+from embodyrl.learners.ranks import Ranks, S
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.policies.inputs import write_inputs
@@ -65,7 +65,7 @@ class Optimization:
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
         self._value_clip = optim.value_clip_grad if value_rate else None
-        self._ranks = ranks or OneRank(RankInfo())
+        self._ranks = ranks or Ranks(RankInfo())
 
     @property
     def lr(self) -> float:

@@ -10,7 +10,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
 from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.ranks import OneRank, Ranks
+from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.training import Trainer
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
 from embodyrl.policies.tensors import best_device
@@ -28,7 +28,7 @@ def build_policy(init: PolicyHostInit) -> Policy:
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     """Join the process group of the actor ranks and shard the policy's weights (collective)."""
     if not init.shards:
-        return OneRank(init.rank_info)
+        return Ranks(init.rank_info)
     sync = init.gradient_sync or init.actor.fsdp.gradient_sync
     from embodyrl.learners.fsdp import ShardedRanks
 

@@ -36,7 +36,7 @@ from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
 from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner
-from embodyrl.learners.ranks import OneRank, Ranks
+from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.training import InParts, Trainer
 from embodyrl.policies.protocol import HasEngine, Policy
 from embodyrl.policies.tensors import seed_everything
@@ -61,7 +61,7 @@ class PolicyHost:
         self._rollout = RolloutWorker(
             self.policy, self._arena, init.request.env.action.gripper, init.rank_info, single_step=init.single_step
         )
-        self._ranks: Ranks = OneRank(init.rank_info)
+        self._ranks = Ranks(init.rank_info)
         self._trainer: Trainer | None = None
         self._learner: Learner | None = None
         self._update: InParts[dict[str, float]] | None = None

@@ -8,7 +8,7 @@ import torch
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
-from embodyrl.learners.ranks import OneRank
+from embodyrl.learners.ranks import Ranks
 from embodyrl.policies.protocol import weights_version
 from embodyrl.workers.weights import describe_weights, publish, take
 
@@ -29,7 +29,7 @@ def test_weights_are_cast_to_the_dtype_of_the_receiver(size, dtype):
     for parts in fill_buckets(wanted, size):
         assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
         ticket = bucket_arena.allocate()
-        publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, OneRank(RankInfo()), bucket_arena)
+        publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
         take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), acting, bucket_arena)
         bucket_arena.free([ticket])
     for (name, a), b in zip(trained.named_parameters(), acting.parameters(), strict=True):
@@ -52,7 +52,7 @@ def test_weight_transfer_updates_the_version():
     before = weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
     request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
-    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, OneRank(RankInfo()), bucket_arena)
+    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, Ranks(RankInfo()), bucket_arena)
     take(request, acting, bucket_arena)
     assert weights_version(acting) > before
     bucket_arena.close()
@@ -72,7 +72,7 @@ def test_running_statistics_are_transferred():
     assert {weight.name: weight.trained for weight in weights} == {"weight": False, "bias": False, "mean": True}
     (parts,) = fill_buckets(weights, 4096)
     request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
-    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), trained, OneRank(RankInfo()), bucket_arena)
+    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
     take(request, acting, bucket_arena)
     assert torch.equal(acting.mean, trained.mean)
     assert not torch.equal(acting.table, trained.table)

@@ -13,7 +13,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.cluster.ray_cluster.rows import Rows, copy_in, copy_out, paste
-from embodyrl.learners.ranks import OneRank
+from embodyrl.learners.ranks import Ranks
 from embodyrl.workers.weights import describe_weights, publish, take
 
 SIZE = 1 << 20
@@ -49,7 +49,7 @@ def test_weight_transfer_sends_exactly_the_weights(trained_only):
     ticket = arenas["b"].allocate()
     write, read = PublishRequest(ticket=ticket, parts=parts), LoadWeightsRequest(ticket=ticket, parts=parts)
     paste(pools["a"], copy_in(pools["b"], write))
-    publish(write, learner, OneRank(RankInfo()), arenas["a"])
+    publish(write, learner, Ranks(RankInfo()), arenas["a"])
     # From the learner's host to the driver's, then to the host of the rollout process.
     rows, first = sent(copy_out(pools["a"], write))
     paste(pools["b"], rows)
