@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from toy_runs import TOY_OFT, resume_toy, rows, train_toy
 
+from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain
 from embodyrl.policies.openvla_oft import FACTORY
-from embodyrl.policies.openvla_oft.continuous import DiffusionChain
-from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, time_embedding
-from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
+from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, ddim_schedule, time_embedding
+from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings, record_of
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import Precision
 from embodyrl.policies.vla.records import Stochastic
@@ -51,7 +51,9 @@ def test_denoising_chain_learns_the_bandit(steps: str) -> None:
     torch.manual_seed(0)
     count, rng = 64, np.random.default_rng(0)
     chosen = {"num_diffusion_steps_inference": 3, "stochastic_steps": Stochastic(steps)}
-    chain = DiffusionChain(OftSettings(model_type="openvla_oft", num_action_chunks=1).updated(chosen))
+    cfg = OftSettings(model_type="openvla_oft", num_action_chunks=1).updated(chosen)
+    noisy, plain = ddim_schedule(3, 1.0), ddim_schedule(3)
+    chain = DenoisingChain(record_of(cfg), noisy, plain, every_step=cfg.every_step, min_std=cfg.diffusion_min_std)
     side = torch.tensor([-1.0, 1.0]).repeat(count // 2)[:, None]
     net = nn.Sequential(nn.Linear(7 + 32 + 1, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 7))
     device = torch.device("cpu")
@@ -73,7 +75,7 @@ def test_denoising_chain_learns_the_bandit(steps: str) -> None:
     for _ in range(300):
         shown, noise = (0.3 * torch.randn(count, 1, 7)).clamp(-1, 1), torch.randn(count, 1, 7)
         level = torch.randint(TRAIN_STEPS, (count,))
-        share = cumulative_alphas()[level][:, None, None]
+        share = plain.shares[level][:, None, None]
         update((predict(share.sqrt() * shown + (1 - share).sqrt() * noise, level)[0] - noise).square().mean())
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-4)
     losses = []

@@ -1,18 +1,20 @@
 """Action distributions of the continuous heads: a Gaussian around the L1 head's output, and a denoising chain."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
-from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, ddim_step, ddim_steps
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, denoise, noisy_hidden, predict_noise
+from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, ddim_schedule
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, noisy_hidden, predict_noise
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
 from embodyrl.policies.tensors import on_device, standard_normal
-from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.vla.chains import Transition, Velocity
 from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of, uniforms
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
@@ -67,30 +69,16 @@ class L1Gaussian:
         return Transition(mean=mean, std=std.expand_as(mean)), value
 
 
-class DiffusionChain(GaussianChain):
-    """Denoising steps as a policy (DPPO, arXiv 2409.00588): DDIM steps with a minimum noise."""
-
-    def __init__(self, cfg: OftSettings) -> None:
-        steps = cfg.num_diffusion_steps_inference
-        super().__init__(record_of(cfg), num_steps=steps, every_step=cfg.every_step, sampled_steps=steps)
-        self._cfg, self._levels, self._alphas = cfg, torch.tensor(ddim_steps(steps)), cumulative_alphas()
-
-    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the step for sampled actions (stochastic) and the step for greedy actions (deterministic)."""
-        steps, alphas = self._cfg.num_diffusion_steps_inference, on_device(self._alphas, x.device)
-        level = on_device(self._levels, x.device)[index]
-        noise, _ = velocity(x, level)  # here the network predicts the noise
-        mean, sigma = ddim_step(x, noise, level, steps, alphas, self._cfg.diffusion_eta)
-        certain, _ = ddim_step(x, noise, level, steps, alphas, 0.0)
-        std = sigma.clamp(min=self._cfg.diffusion_min_std)
-        return Transition(mean=mean, std=std), Transition(mean=certain, std=torch.zeros_like(std))
-
-
 class Diffusion:
     """Diffusion head, with the likelihood of one or all stochastic steps of the chain (see `DiscreteTokens`)."""
 
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
-        self._model, self._cfg, self._tokenizer, self._chain = model, cfg, tokenizer, DiffusionChain(cfg)
+        self._model, self._cfg, self._tokenizer = model, cfg, tokenizer
+        steps = cfg.num_diffusion_steps_inference
+        noisy, self._plain = ddim_schedule(steps, cfg.diffusion_eta), ddim_schedule(steps)
+        self._chain = DenoisingChain(
+            record_of(cfg), noisy, self._plain, every_step=cfg.every_step, min_std=cfg.diffusion_min_std
+        )
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
         """Denoise sampled noise; greedy actions start from one constant noise for all observations."""
@@ -104,13 +92,12 @@ class Diffusion:
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the first denoising step, and the greedy actions."""
         prefix = self._model.prefix(inputs)
-        level = torch.full((len(prefix),), ddim_steps(self._cfg.num_diffusion_steps_inference)[0], device=prefix.device)
+        level = torch.full((len(prefix),), int(self._plain.levels[0]), device=prefix.device)
         hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), level)
         return hidden, self._denoised(inputs, prefix)
 
     def _denoised(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        steps = self._cfg.num_diffusion_steps_inference
-        return denoise(self._model, inputs, self._start(inputs), steps, prefix)
+        return self._plain.denoise(partial(predict_noise, self._model, inputs, prefix), self._start(inputs))
 
     def _start(self, inputs: ModelInputs) -> Tensor:
         """Return the initial noise [B, K, A]."""
@@ -140,8 +127,7 @@ class Diffusion:
         device = inputs.prompt_ids.device
         noise = normals(rows, START, target.shape[1:], device)
         level = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
-        share = cumulative_alphas().to(device)[level][:, None, None]
-        noisy = share.sqrt() * on_device(target, device).float() + (1 - share).sqrt() * noise
+        noisy = self._plain.add_noise(on_device(target, device).float(), noise, level)
         prefix = self._model.prefix(inputs)
         error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, level), noise, reduction="none")
         found = torch.full_like(noise, torch.nan) if trains else self._denoised(inputs, prefix)

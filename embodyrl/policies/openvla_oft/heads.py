@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
+from embodyrl.policies.lerobot.diffusion.schedule import Schedule
+
 TRAIN_STEPS = 50
 """Number of diffusion steps in the published training recipe."""
 RESIDUAL_BLOCKS = 2
@@ -88,40 +91,9 @@ def time_embedding(step: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
-def cumulative_alphas() -> Tensor:
-    """Return the fraction of signal left at each diffusion timestep [50]: squared cosine schedule, betas <= 0.999."""
+def ddim_schedule(steps: int, eta: float = 0.0) -> Schedule:
+    """Return `steps` DDIM steps of the published recipe: cosine noise schedule, clean estimates clipped to -1..1.
 
-    def share(t: float) -> float:
-        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
-
-    betas = [min(1 - share((i + 1) / TRAIN_STEPS) / share(i / TRAIN_STEPS), 0.999) for i in range(TRAIN_STEPS)]
-    return torch.cumprod(1.0 - torch.tensor(betas, dtype=torch.float32), dim=0)
-
-
-def ddim_steps(count: int) -> list[int]:
-    """Return the training steps of `count` denoising steps, noisiest first ("leading" spacing)."""
-    return [i * (TRAIN_STEPS // count) for i in reversed(range(count))]
-
-
-def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """Apply a DDIM step (arXiv 2010.02502, eq. 12 and 16): clip the clean estimate to -1..1, then reduce the noise.
-
-    The noise is not recomputed from the clipped estimate, and the last level is noise-free, as in the published code.
-
-    Args:
-        x: [B, K, A] noisy chunks.
-        noise: [B, K, A] predicted noise.
-        step: [B] training steps of the chunks.
-        count: number of steps from noise to actions.
-        alphas: [50] fraction of signal after each training step.
-        eta: 0: deterministic; 1: as much noise as the forward process has (DDPM).
-
-    Returns:
-        Mean [B, K, A] and standard deviation [B, 1, 1].
+    `eta`: 0: deterministic; 1: as much noise as the forward process has (DDPM).
     """
-    previous = step - TRAIN_STEPS // count
-    then = torch.where(previous >= 0, alphas[previous.clamp(min=0)], alphas.new_ones(()))
-    now, then = alphas[step][:, None, None], then[:, None, None]
-    clean = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1.0, 1.0)
-    variance = eta**2 * (1 - then) / (1 - now) * (1 - now / then)
-    return then.sqrt() * clean + (1 - then - variance).sqrt() * noise, variance.sqrt()
+    return Schedule(DiffusionConfig(num_train_timesteps=TRAIN_STEPS), steps, "DDIM", eta)

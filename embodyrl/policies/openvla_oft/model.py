@@ -18,16 +18,12 @@ from embodyrl.policies.openvla_oft.heads import (
     ActionScale,
     DiffusionHead,
     L1Head,
-    cumulative_alphas,
-    ddim_step,
-    ddim_steps,
     time_embedding,
 )
 from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, Repeated, RmsNorm
 from embodyrl.policies.openvla_oft.settings import ActionHead, correction_of
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
-from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
 """Names of all submodules except those that RL adds (value head, action scale, residual actor)."""
@@ -333,15 +329,6 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
         all_logits.append(logits)
         bins.append(choose(index, logits))
     return torch.cat(all_logits, dim=1), torch.cat(bins, dim=1), value
-
-
-def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int, prefix: Tensor) -> Tensor:
-    """Return normalised actions [B, K, A] of the diffusion head after `steps` deterministic DDIM steps from noise."""
-    alphas, x = on_device(cumulative_alphas(), noise.device), noise
-    for step in ddim_steps(steps):
-        level = torch.full((len(x),), step, device=x.device)
-        x, _ = ddim_step(x, predict_noise(model, inputs, prefix, x, level), level, steps, alphas, 0.0)
-    return x
 
 
 def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:

@@ -251,7 +251,8 @@ def test_history_chunks_match_the_lerobot_action_queue(cases, case):
         if t % every == 0:
             history = [max(0, t - back) for back in reversed(range(config.n_obs_steps))]
             condition = policy._read(observation(config, data, "", history)).model
-            rows = policy._executed(policy.denoise(condition, data["sample.noise"]))
+            unet = functools.partial(policy.module.network.unet, condition=condition)
+            rows = policy._executed(policy._schedule.denoise(unet, data["sample.noise"]))
         close(rows[:, t % every], data[f"episode.{t}.selected"], t)
 
 

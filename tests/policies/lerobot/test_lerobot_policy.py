@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -165,7 +166,8 @@ def test_dsrl_noise_is_the_initial_denoising_sample(repeated, tmp_path):
     assert chosen.shape == (3, 2 if repeated else 16)
     rows = 1.5 * (chosen[:, None].expand(-1, 8, -1) if repeated else chosen.view(3, 8, 2))
     with torch.no_grad():
-        chunk = policy.denoise(policy._read(obs).model, rows)
+        unet = partial(policy.module.network.unet, condition=policy._read(obs).model)
+        chunk = policy._schedule.denoise(unet, rows)
     assert np.abs(policy._to_actions(policy._executed(chunk)) - out.actions).max() < 1e-5
     with pytest.raises(ConfigError, match="outputs noise"):
         policy.imitate(obs, out.actions)

@@ -165,9 +165,10 @@ def official_l1_2img_proprio(policies, golden):
 def official_diffusion_2img_proprio(policies, golden):
     policy = policies("diffusion", action_head="diffusion", trainable=False, **TWO_IMAGES)
     want, batch, module = golden("official_diffusion_2img_proprio"), two_images(golden), policy.module
-    steps = heads.ddim_steps(10)
+    schedule = heads.ddim_schedule(10)
+    steps = schedule.levels.tolist()
     assert steps == want["timesteps"].tolist()
-    golden.close(heads.cumulative_alphas(), want["alphas_cumprod"])
+    golden.close(schedule.shares, want["alphas_cumprod"])
     golden.close(heads.time_embedding(torch.tensor(steps), 16), want["time_embeddings"])
     prefix = module.prefix(batch)
     time = heads.time_embedding(torch.tensor(steps[:1]), 16)[None]
@@ -176,7 +177,8 @@ def official_diffusion_2img_proprio(policies, golden):
     golden.close(embeddings, want["first_step_llm_inputs_embeds"])
     first = oft_model.predict_noise(module, batch, prefix, want["noise"], torch.full((len(prefix),), steps[0]))
     golden.close(first, want["first_step_noise_pred"])
-    x = oft_model.denoise(module, batch, want["noise"], 10, prefix)[0].double().numpy()
+    predict = functools.partial(oft_model.predict_noise, module, batch, prefix)
+    x = schedule.denoise(predict, want["noise"])[0].double().numpy()
     # Ten steps of this random model turn 1e-8 into 1, so the last bit of the first prediction decides. A processor that
     # repeats it repeats the actions; of another one can be asked that they are actions: what is clipped lies in -1..1.
     assert np.abs(x).max() <= 1

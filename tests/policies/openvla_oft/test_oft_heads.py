@@ -6,12 +6,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_oft_golden import close
-from test_oft_golden import two_images as golden_inputs
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft import heads
-from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.types import Observation
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -78,39 +74,6 @@ def observe_twice():
         state=np.zeros((2, 8), np.float32),
         instructions=("put the", "pick up the black bowl"),
     )
-
-
-def test_ddim_timesteps_follow_the_schedule(official, golden):
-    module = official("diffusion", action_head="diffusion", trainable=False).module
-    batch, x = golden_inputs(golden), golden("official_diffusion_2img_proprio")["noise"]
-    with torch.no_grad():
-        prefix, alphas = module.prefix(batch), heads.cumulative_alphas()
-        want = oft_model.denoise(module, batch, x, 2, prefix)
-        for step in heads.ddim_steps(2):
-            level = torch.full((len(x),), step)
-            x, _ = heads.ddim_step(x, oft_model.predict_noise(module, batch, prefix, x, level), level, 2, alphas, 0.0)
-    assert torch.equal(want, x)
-
-
-def test_ddim_recovers_clean_actions_from_exact_noise():
-    alphas, steps = heads.cumulative_alphas().double(), heads.ddim_steps(10)
-    clean, noise = torch.linspace(-1, 1, 9).double(), torch.linspace(2, -2, 9).double()
-    levels = [alphas[step] for step in steps] + [torch.ones(())]
-    x = levels[0].sqrt() * clean + (1 - levels[0]).sqrt() * noise
-    for step, after in zip(steps, levels[1:], strict=True):
-        x = heads.ddim_step(x, noise, torch.tensor([step]), 10, alphas, 0.0)[0].flatten()
-        close(x, after.sqrt() * clean + (1 - after).sqrt() * noise, 1e-12)
-    close(x, clean, 1e-12)
-
-
-def test_ddim_clips_the_clean_estimate_and_keeps_the_predicted_noise():
-    alphas = torch.tensor([0.81, 0.64, 0.25] * 10)
-    count = heads.TRAIN_STEPS
-    # From level 0.64 to level 0.81: (2 - 0.6) / 0.8 = 1.75 becomes 1.
-    x, noise = torch.tensor([2.0, 0.2]), torch.tensor([1.0, -1.0])
-    got, std = heads.ddim_step(x, noise, torch.tensor([1]), count, alphas, 0.0)
-    assert std == 0
-    close(got.flatten(), torch.tensor([0.9 + 0.19**0.5, 0.9 - 0.19**0.5]), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
 from embodyrl.policies.lerobot.diffusion.network import Diffusion
-from embodyrl.policies.lerobot.diffusion.schedule import Schedule
+from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain, Schedule
 from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, record_of
 from embodyrl.policies.lerobot.policy import (
     Corrected,
@@ -18,35 +18,8 @@ from embodyrl.policies.lerobot.policy import (
     Started,
 )
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
-from embodyrl.policies.vla.sampling import START, STEP, TIMES, Chosen, normals, seeds_of_observations, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of_observations, uniforms
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
-
-
-class DenoisingChain(GaussianChain):
-    """Denoising chain as a policy (DPPO, arXiv 2409.00588), with a lower bound on the standard deviations.
-
-    If one step is stochastic, the other steps are DDIM steps without noise.
-    """
-
-    def __init__(self, cfg: DiffusionSettings, config: DiffusionConfig) -> None:
-        steps = config.steps
-        super().__init__(record_of(cfg, config), num_steps=steps, every_step=cfg.every_step, sampled_steps=steps)
-        self._least, self._first = cfg.diffusion_min_std, config.first_executed
-        self._noisy = Schedule(config, steps, config.noise_scheduler_type, cfg.diffusion_eta)
-        self._plain = Schedule(config, steps, Sampler.DDIM)
-
-    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the stochastic and the deterministic denoising step."""
-        level = self._noisy.levels.to(x.device)[index]
-        predicted, _ = velocity(x, level)
-        step = self._noisy.step(x, predicted, level)
-        certain = self._plain.step(x, predicted, level).certain
-        return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), certain
-
-    def _part(self, x: Tensor) -> Tensor:
-        """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
-        return x[:, self._first : self._first + self._shape.executed]
 
 
 class DiffusionPolicy(LeRobotPolicy):
@@ -59,8 +32,17 @@ class DiffusionPolicy(LeRobotPolicy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._schedule = Schedule(self._config, self._config.steps, self._config.noise_scheduler_type)
-        self._chain = DenoisingChain(self._cfg, self._config)
+        config, cfg = self._config, self._cfg
+        self._schedule = Schedule(config, config.steps, config.noise_scheduler_type)
+        self._plain = Schedule(config, config.steps, Sampler.DDIM)
+        self._chain = DenoisingChain(
+            record_of(cfg, config),
+            Schedule(config, config.steps, config.noise_scheduler_type, cfg.diffusion_eta),
+            self._plain,
+            every_step=cfg.every_step,
+            min_std=cfg.diffusion_min_std,
+            first_executed=config.first_executed,
+        )
 
     def _read(self, obs: Observation) -> Read:
         """Return the condition [B, D] of the U-Net."""
@@ -74,23 +56,11 @@ class DiffusionPolicy(LeRobotPolicy):
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
         """Denoise zeros, or noise seeded by the observation; return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
-            return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
-        seeds = seeds_of_observations(obs)
-        start = normals(seeds, START, self._size, self._device)
-        return self._executed(self.denoise(read.model, start, seeds))
-
-    def denoise(
-        self, condition: Tensor, x: Tensor, seeds: IntArray | None = None, schedule: Schedule | None = None
-    ) -> Tensor:
-        """Denoise the initial noise x [B, H, A] to chunks [B, H, A]. If `seeds` is None, no step adds noise."""
-        schedule = schedule or self._schedule
-        for index, number in enumerate(schedule.levels.tolist()):
-            level = torch.full((len(x),), number, device=x.device)
-            step = schedule.step(x, self._network.unet(x, level, condition), level)
-            x = step.mean
-            if seeds is not None and step.std.any():
-                x = x + step.std * normals(seeds, STEP + index, self._size, self._device)
-        return x
+            start, seeds = torch.zeros(len(obs), *self._size, device=self._device), None
+        else:
+            seeds = seeds_of_observations(obs)
+            start = normals(seeds, START, self._size, self._device)
+        return self._executed(self._schedule.denoise(partial(self._network.unet, condition=read.model), start, seeds))
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -141,11 +111,10 @@ class SteeredDiffusion(Started, DiffusionPolicy):
     """DSRL policy: an actor chooses the initial noise of a frozen diffusion policy with deterministic DDIM steps."""
 
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
-        plain = Schedule(self._config, self._config.steps, Sampler.DDIM)
         with torch.no_grad():
             # With `noise_repeated`, all rows have the same noise.
             start = choice.unflatten(1, (-1, self._shape.width)).expand(-1, self._shape.horizon, -1)
-            return self._executed(self.denoise(read.model, start, schedule=plain))
+            return self._executed(self._plain.denoise(partial(self._network.unet, condition=read.model), start))
 
 
 class CorrectedDiffusion(Corrected, DiffusionPolicy):

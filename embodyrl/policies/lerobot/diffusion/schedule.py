@@ -1,13 +1,17 @@
 """Noise schedule and denoising steps: DDPM (arXiv 2006.11239) and DDIM (arXiv 2010.02502), as in diffusers."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
-from embodyrl.policies.vla.chains import Transition
+from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.vla.records import ChunkRecord
+from embodyrl.policies.vla.sampling import STEP, normals
+from embodyrl.types import IntArray
 
 LARGEST_BETA = 0.999
 LEAST_VARIANCE = 1e-20
@@ -31,23 +35,6 @@ def _cosine(t: float) -> float:
     return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Result of a denoising step."""
-
-    clean: Tensor
-    """[B, H, A] clipped estimate of the clean chunk."""
-    mean: Tensor
-    """[B, H, A] mean of the next state."""
-    std: Tensor
-    """[B, 1, 1] standard deviation; 0 in the last step."""
-
-    @property
-    def certain(self) -> Transition:
-        """Deterministic transition to the mean of the next state."""
-        return Transition(mean=self.mean, std=torch.zeros_like(self.std))
-
-
 class Schedule:
     """Denoising steps from noise to a chunk; `levels`: training step of each denoising step, noisiest first."""
 
@@ -61,18 +48,18 @@ class Schedule:
 
     def add_noise(self, chunk: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """Add `noise` to chunks [B, H, A] with the scale of the diffusion steps `level` [B]."""
-        share = self.shares.to(chunk.device)[level][:, None, None]
+        share = on_device(self.shares, chunk.device)[level][:, None, None]
         return share.sqrt() * chunk + (1 - share).sqrt() * noise
 
-    def step(self, x: Tensor, predicted: Tensor, level: Tensor) -> Step:
-        """Compute the next state of the denoising process.
+    def step(self, x: Tensor, predicted: Tensor, level: Tensor) -> Transition:
+        """Return the distribution of the next state; its standard deviation is [B, 1, 1], and 0 in the last step.
 
         Args:
             x: [B, H, A] states.
             predicted: [B, H, A] network output: the noise, or the chunk (`prediction_type`).
             level: [B] training steps of the states.
         """
-        shares = self.shares.to(x.device)
+        shares = on_device(self.shares, x.device)
         before = level - self._stride
         now = shares[level][:, None, None]
         then = torch.where(before >= 0, shares[before.clamp(min=0)], shares.new_ones(()))[:, None, None]
@@ -90,7 +77,53 @@ class Schedule:
             ratio = now / then
             mean = then.sqrt() * (1 - ratio) / (1 - now) * clean + ratio.sqrt() * (1 - then) / (1 - now) * x
             std = variance.clamp(min=LEAST_VARIANCE).sqrt().masked_fill(last, 0.0)
-            return Step(clean=clean, mean=mean, std=std)
+            return Transition(mean=mean, std=std)
         std = self._eta * variance.clamp(min=0.0).sqrt()
         mean = then.sqrt() * clean + (1 - then - std.square()).clamp(min=0.0).sqrt() * noise
-        return Step(clean=clean, mean=mean, std=std)
+        return Transition(mean=mean, std=std)
+
+    def denoise(self, predict: Callable[[Tensor, Tensor], Tensor], x: Tensor, seeds: IntArray | None = None) -> Tensor:
+        """Denoise the initial noise x [B, H, A] to chunks [B, H, A]. If `seeds` is None, no step adds noise.
+
+        `predict` is the network: a function of states and training steps [B].
+        """
+        for index, number in enumerate(self.levels.tolist()):
+            level = torch.full((len(x),), number, device=x.device)
+            step = self.step(x, predict(x, level), level)
+            x = step.mean
+            if seeds is not None and step.std.any():
+                x = x + step.std * normals(seeds, STEP + index, x.shape[1:], x.device)
+        return x
+
+
+class DenoisingChain(GaussianChain):
+    """Denoising chain as a policy (DPPO, arXiv 2409.00588), with a lower bound on the standard deviations.
+
+    If one step is stochastic, the other steps are DDIM steps without noise.
+    """
+
+    def __init__(
+        self,
+        record: ChunkRecord,
+        noisy: Schedule,
+        plain: Schedule,
+        *,
+        every_step: bool,
+        min_std: float,
+        first_executed: int = 0,
+    ) -> None:
+        """Set up a chain of the steps of `noisy`; deterministic steps are those of `plain`."""
+        steps = len(noisy.levels)
+        super().__init__(record, num_steps=steps, every_step=every_step, sampled_steps=steps)
+        self._noisy, self._plain, self._least, self._first = noisy, plain, min_std, first_executed
+
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
+        """Return the stochastic and the deterministic denoising step."""
+        level = on_device(self._noisy.levels, x.device)[index]
+        predicted, _ = velocity(x, level)
+        step = self._noisy.step(x, predicted, level)
+        return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), self._plain.step(x, predicted, level)
+
+    def _part(self, x: Tensor) -> Tensor:
+        """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
+        return x[:, self._first : self._first + self._shape.executed]
