@@ -34,7 +34,6 @@ OFT: dict[str, dict[str, Any]] = {
     "diffusion": {
         "action_head": "diffusion",
         "num_diffusion_steps_inference": 2,
-        "use_film": True,
         "num_images_in_input": 2,
         "trainable": False,
     },

@@ -57,7 +57,7 @@ class OpenVlaOftFactory:
                 f"model.num_action_chunks is {cfg.num_action_chunks}; OpenVLA predicts one action per inference, set "
                 f"it to 1."
             )
-        return problems + _training_problems(cfg) + _folder_problems(cfg)
+        return problems + adapter_problems(cfg) + _folder_problems(cfg)
 
     def spec(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec, read from the checkpoint's JSON files.
@@ -163,14 +163,6 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
     return problems
 
 
-def _training_problems(cfg: OftSettings) -> list[str]:
-    """Return errors of adapter keys: keys without effect, and missing adapters."""
-    problems = adapter_problems(cfg)
-    if cfg.is_lora and cfg.use_film:
-        problems.append("model.use_film=true supports evaluation only; set model.is_lora=false (see model.lora.path).")
-    return problems
-
-
 def _folder(cfg: OftSettings) -> Path:
     if cfg.path is None:
         raise ConfigError(NO_PATH)
@@ -190,6 +182,10 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
     except CheckpointError as error:
         return [f"model.path: {error}"]
     problems = [*lacking(folder, tokenizer="; download the whole repository again.", adapted=cfg.uses_adapters)]
+    if any(folder.glob("vision_backbone--*checkpoint.pt")):
+        problems.append(
+            f"model.path: {folder} has FiLM layers (OFT+), which are not supported; use another checkpoint."
+        )
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} contains a continuous action head (L1 or diffusion), so its language model was not "

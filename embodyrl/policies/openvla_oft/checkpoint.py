@@ -23,7 +23,7 @@ OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 """Components added by RL, optional in both the model and the checkpoint."""
 FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
 """Components that SFT may initialise randomly."""
-COMPONENTS = (*OF_RL, *FRESH, "vision_backbone")
+COMPONENTS = (*OF_RL, *FRESH)
 """Components that may have separate files. Each name is a model attribute, a key prefix and a file stem."""
 
 
@@ -49,13 +49,9 @@ def component_of(key: str) -> str:
 
 
 def side_components(keys: Iterable[str]) -> list[str]:
-    """Return the components of a model that are stored in separate files, given its state-dict keys.
-
-    The vision backbone is in the shards, unless FiLM has changed the names of its weights.
-    """
+    """Return the components of a model that are stored in separate files, given its state-dict keys."""
     present = {component_of(key) for key in keys}
-    film = any(key.startswith("vision_backbone.") and ".scale." in key for key in keys)
-    return [name for name in COMPONENTS if name in present and (film or name != "vision_backbone")]
+    return [name for name in COMPONENTS if name in present]
 
 
 def find_component(folder: Path, name: str) -> Path | None:
@@ -252,8 +248,8 @@ def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str
         elif name not in optional:
             raise CheckpointError(
                 f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
-                f"The checkpoint is incomplete, or was trained without {name}. Check model.use_proprio, "
-                "model.action_head and model.use_film."
+                f"The checkpoint is incomplete, or was trained without {name}. Check model.use_proprio "
+                "and model.action_head."
             )
     return files
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.openvla_oft.checkpoint import COMPONENTS, OF_RL, VALUE_HEAD
+from embodyrl.policies.openvla_oft.checkpoint import FRESH, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.heads import (
     ActionScale,
@@ -25,7 +25,7 @@ from embodyrl.policies.openvla_oft.settings import ActionHead, correction_of
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
 
-BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
+BODY = ("vision_backbone", "projector", "language_model", *FRESH)
 """Names of all submodules except those that RL adds (value head, action scale, residual actor)."""
 
 
@@ -88,7 +88,7 @@ class OpenVlaOft(nn.Module):
         self.pad_token_id = config.pad_token_id
         self.action_columns = slice(config.action_vocab_start, config.action_vocab_end)
         width = config.llama.hidden_size
-        self.vision_backbone = VisionBackbone(config.towers, width if options.cfg.use_film else 0)
+        self.vision_backbone = VisionBackbone(config.towers)
         self.projector = Projector(sum(t.width for t in config.towers), width)
         self.language_model = LanguageModel(config.llama, rope_bf16_table=options.cfg.rope_bf16_table)
         self.proprio_projector = Mlp(options.state_dim, width, width) if options.state_dim else None
@@ -144,8 +144,7 @@ class OpenVlaOft(nn.Module):
 
     def prefix(self, inputs: ModelInputs) -> Tensor:
         """Embed the tokens after BOS, [B, P, D]: image patches, then proprioception."""
-        language = self._language_vector(inputs) if self.options.cfg.use_film else None
-        parts = [self.projector(self.vision_backbone(inputs.pixels, language))]
+        parts = [self.projector(self.vision_backbone(inputs.pixels))]
         if self.proprio_projector is not None:
             assert inputs.state is not None, "this model needs proprioception"
             parts.append(self.proprio_projector(inputs.state)[:, None])
@@ -232,11 +231,6 @@ class OpenVlaOft(nn.Module):
         ids = ids.masked_fill(is_stop, self.stop_token_id)
         tokens = self.language_model.model.embed_tokens(ids)
         return tokens * (in_prompt | is_stop)[..., None].to(tokens.dtype)
-
-    def _language_vector(self, inputs: ModelInputs) -> Tensor:
-        """Return the mean [B, D] of the embeddings of the prompt and STOP."""
-        count = inputs.prompt_lengths[:, None] + int(self.append_stop)
-        return self._embed_text(inputs, 0).sum(dim=1) / count
 
     def add_residual_actor(self, seed: int) -> None:
         """Add the actor that corrects the model's actions; initial corrections are zero."""

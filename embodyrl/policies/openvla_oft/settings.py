@@ -79,8 +79,6 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     """diffusion: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (the forward process)."""
     diffusion_min_std: Positive = 0.1
     """diffusion: minimum standard deviation of a stochastic step."""
-    use_film: bool = False
-    """Condition the vision towers on the instruction with FiLM, as in OFT+ (evaluation only)."""
 
     @property
     def every_step(self) -> bool:

@@ -39,10 +39,6 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(spec.width, 3 * spec.width)
         self.proj = nn.Linear(spec.width, spec.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [B, T, width] to the same shape."""
-        return self.proj(self.mix(x))
-
     def mix(self, x: Tensor) -> Tensor:
         """Return the attention output [B, T, width] before the output projection."""
         batch, tokens, width = x.shape
@@ -102,16 +98,9 @@ class Block(nn.Module):
         self.mlp = Mlp(spec.width, spec.mlp_hidden, spec.width)
         self.ls2 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
 
-    def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
-        """Map [B, T, width] to the same shape; a plain block ignores the language vector."""
-        return self.feed_forward(self.attend(x))
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Return attention plus the residual connection."""
-        return _onto(x, self.attn.proj, self.attn.mix(self.norm1(x)), self.ls1)
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """Return the MLP plus the residual connection."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
+        x = _onto(x, self.attn.proj, self.attn.mix(self.norm1(x)), self.ls1)
         return _onto(x, self.mlp.fc2, F.gelu(self.mlp.fc1(self.norm2(x))), self.ls2)
 
 
@@ -121,23 +110,6 @@ def _onto(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tens
         return linears([layer], inputs, x)[0]
     out = layer(inputs)
     return torch.addcmul(x, out, scale.scale_factor) if x.is_cuda and x.dtype == out.dtype else x + scale(out)
-
-
-class FilmBlock(nn.Module):
-    """Transformer block in which the instruction scales and shifts the tokens between attention and MLP (FiLM)."""
-
-    def __init__(self, spec: VitSpec, language_width: int) -> None:
-        super().__init__()
-        self.block = Block(spec)
-        self.scale = nn.Linear(language_width, spec.width)
-        self.shift = nn.Linear(language_width, spec.width)
-
-    def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
-        """Apply the block to tokens [B, T, width], modulated by a language vector [B, D]."""
-        assert language is not None
-        x = self.block.attend(x)
-        x = x * (1.0 + self.scale(language)[:, None]) + self.shift(language)[:, None]
-        return self.block.feed_forward(x)
 
 
 class AttentionPool(nn.Module):
@@ -156,7 +128,7 @@ class AttentionPool(nn.Module):
 class Vit(nn.Module):
     """Vision tower. Its features are the patch tokens of the second-to-last block, without the final norm."""
 
-    def __init__(self, spec: VitSpec, film_width: int = 0) -> None:
+    def __init__(self, spec: VitSpec) -> None:
         super().__init__()
         self.num_prefix = spec.num_prefix
         self.gradient_checkpointing = False
@@ -166,9 +138,7 @@ class Vit(nn.Module):
             self.reg_token = nn.Parameter(torch.empty(1, spec.reg_tokens, spec.width))
         self.pos_embed = nn.Parameter(torch.empty(1, spec.num_patches, spec.width))
         self.patch_embed = PatchEmbed(spec)
-        self.blocks = nn.ModuleList(
-            FilmBlock(spec, film_width) if film_width else Block(spec) for _ in range(spec.depth)
-        )
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
         self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
         if spec.attn_pool:
             self.attn_pool = AttentionPool(spec)
@@ -177,8 +147,8 @@ class Vit(nn.Module):
             unused = name.startswith((f"blocks.{spec.depth - 1}.", "norm.", "attn_pool."))
             parameter.requires_grad_(not unused)
 
-    def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
-        """Map normalised pixels [B, 3, S, S] (and a language vector [B, D] for FiLM) to [B, patches, width]."""
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map normalised pixels [B, 3, S, S] to [B, patches, width]."""
         x = self.patch_embed(pixels) + self.pos_embed
         # After the positions: prefix tokens have none (timm's `no_embed_class`).
         prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
@@ -186,29 +156,26 @@ class Vit(nn.Module):
             x = torch.cat([*(p.expand(len(x), -1, -1) for p in prefix), x.to(prefix[0].dtype)], dim=1)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.blocks[:-1]:
-            x = checkpoint(block, x, language, use_reentrant=False) if recompute else block(x, language)
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return x[:, self.num_prefix :]
 
 
 class VisionBackbone(nn.Module):
-    """DINOv2 and SigLIP with concatenated features; `film_width`: width of the language vector, 0 without FiLM."""
+    """DINOv2 and SigLIP with concatenated features."""
 
-    def __init__(self, towers: tuple[VitSpec, VitSpec], film_width: int = 0) -> None:
+    def __init__(self, towers: tuple[VitSpec, VitSpec]) -> None:
         super().__init__()
-        self.featurizer = Vit(towers[0], film_width)
-        self.fused_featurizer = Vit(towers[1], film_width)
+        self.featurizer = Vit(towers[0])
+        self.fused_featurizer = Vit(towers[1])
 
-    def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
+    def forward(self, pixels: Tensor) -> Tensor:
         """Map pixels [B, 6*images, S, S] to features of both towers [B, images*patches, summed width].
 
         The six channels of an image are three for DINOv2, then three for SigLIP.
         """
         batch, channels, height, width = pixels.shape
-        if language is not None and channels > 6:
-            # Image by image, as in the published code: the L1 head's tolerance is tight.
-            return torch.cat([self(pixels[:, i : i + 6], language) for i in range(0, channels, 6)], dim=1)
         single = pixels.reshape(batch * channels // 6, 6, height, width)
-        dino, siglip = self.featurizer(single[:, :3], language), self.fused_featurizer(single[:, 3:], language)
+        dino, siglip = self.featurizer(single[:, :3]), self.fused_featurizer(single[:, 3:])
         return torch.cat([dino, siglip], dim=-1).reshape(batch, -1, dino.shape[-1] + siglip.shape[-1])
 
 

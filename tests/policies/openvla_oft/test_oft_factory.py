@@ -68,7 +68,6 @@ def test_valid_folder_and_preset_have_no_problems(checkpoint):
     [
         ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
         ({"lora": LoraSettings(path="nowhere")}, "nowhere contains no adapter_config.json"),
-        ({"is_lora": True, "use_film": True}, "supports evaluation only"),
     ],
 )
 def test_each_invalid_openvla_setting_gives_one_error_line(checkpoint, config, part):

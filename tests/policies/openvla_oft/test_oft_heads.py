@@ -1,4 +1,4 @@
-"""Proprioception, continuous heads and FiLM against the original implementations."""
+"""Proprioception and continuous heads against the original implementations."""
 
 import dataclasses
 import shutil
@@ -81,7 +81,6 @@ def observe_twice():
     [
         (("heads",), {"action_head": "l1"}),
         (("diffusion",), {"action_head": "diffusion", "num_diffusion_steps_inference": 5}),
-        (("heads", "film"), {"action_head": "l1", "use_film": True}),
     ],
 )
 def test_continuous_policies_act_and_save(official, make_policy, two_images, tmp_path, folders, config):
