@@ -104,7 +104,7 @@ _RETIRED = frozenset(
         *("custom", "rollout.enable_offload", "actor.enable_offload", "env.train.enable_offload"),
         *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
         *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
-        "model.use_film",
+        *("model.use_film", "model.fpo_ratio"),
     }
 )
 """Keys of earlier versions that have no effect any more, but occur in config.yaml files of old runs."""

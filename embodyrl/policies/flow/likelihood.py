@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.flow.settings import FlowSettings, FpoRatio, JointLogprob, Likelihood, record_of
+from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood, record_of
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.vla.records import ChunkShape
@@ -107,48 +107,36 @@ class ChainLikelihood(GaussianChain):
         return step, ode(x, v, t, end)
 
 
-MAX_LOSS_CHANGE = 3.0
-"""Bound on the change in the loss of a noise-time pair since sampling, applied before exp, as in the published code."""
-
-
 class FpoLikelihood:
     """Samples of the ODE, with FPO's estimate of importance ratios; implements `ChunkLikelihood`.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its dimensions) at N pairs
-    of noise and time in (0, 1). It is the mean over the pairs, or one value per pair, clipped to +-3 around the value
-    at sampling time. Tokens contain the chunk, the seed of the pairs, and for one value per pair the losses at
-    sampling time. A difference of two values estimates a log-ratio. Single values are not densities; the entropy is 0.
+    of noise and time in (0, 1), averaged over the pairs. Tokens contain the chunk and the seed of the pairs. A
+    difference of two values estimates a log-ratio. Single values are not densities; the entropy is 0.
     """
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape) -> None:
         self._cfg, self._shape = cfg, shape
-        self._each = cfg.fpo_ratio is FpoRatio.sample
         self.record = record_of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         """Integrate the ODE from sampled noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
-        logprob = self._minus_loss(velocity, x, seeds)
-        floats = torch.cat([x.flatten(1), *([logprob.flatten(1)] if self._each else [])], 1)
-        return Chosen(state=x, tokens=self.record.layout.pack(seeds[:, None], floats.cpu().numpy()), logprob=logprob)
+        tokens = self.record.layout.pack(seeds[:, None], x.flatten(1).cpu().numpy())
+        return Chosen(state=x, tokens=tokens, logprob=self._minus_loss(velocity, x, seeds))
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Return negative flow-matching losses as log-probabilities (see `ChunkLikelihood`); entropies are 0."""
         whole, floats = self.record.layout.unpack(tokens)
-        values, shape = on_device(floats, device), self._shape
-        split = shape.horizon * shape.width
-        x = values[:, :split].unflatten(1, (shape.horizon, shape.width))
+        x = on_device(floats, device).unflatten(1, (self._shape.horizon, self._shape.width))
         logprob = self._minus_loss(velocity, x, whole[:, 0])
-        if self._each:
-            old = values[:, split:].unflatten(1, (shape.executed, self.record.per_action))
-            logprob = old + (logprob - old).clamp(-MAX_LOSS_CHANGE, MAX_LOSS_CHANGE)
         return logprob, torch.zeros_like(logprob)
 
     def _minus_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
-        """Return negative flow-matching losses [B, K, P] of chunks [B, H, D]; P: number of pairs, or 1 (mean)."""
+        """Return negative flow-matching losses [B, K, 1] of chunks [B, H, D], averaged over the pairs."""
         shape, count = self._shape, self._cfg.fpo_pairs
         noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
         t = on_device(uniforms(seeds, TIMES, count).astype(np.float32), x.device)
@@ -156,8 +144,7 @@ class FpoLikelihood:
             flow_matching_error(velocity, x, noise[:, i], t[:, i])[:, : shape.executed, : shape.action_dim].mean(2)
             for i in range(count)
         ]
-        stacked = torch.stack(losses, 2)
-        return -stacked if self._each else -stacked.mean(2, keepdim=True)
+        return -torch.stack(losses, 2).mean(2, keepdim=True)
 
 
 def flow_matching_error(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from embodyrl.types import EnvSpec, GripperConvention, PolicyCosts, PolicySpec
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
-FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
 ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
 Rtc = StrEnum("Rtc", ["off", "guided", "identity", "trained"])
@@ -38,7 +37,7 @@ class FlowSettings(ResidualSettings):
         "likelihood!=dsrl": "greedy_start",
         "rtc=guided|identity": "rtc_guidance rtc_mask",
         "rtc=trained": "rtc_delay",
-        "likelihood=fpo": "fpo_pairs fpo_ratio",
+        "likelihood=fpo": "fpo_pairs",
         "/command=sft|dagger or /algorithm.imitates: reinforcement learning does not imitate actions": "imitated_pairs "
         "imitated_time",
         "/algorithm.value_coef: no value head is trained": "value_from",
@@ -81,9 +80,6 @@ class FlowSettings(ResidualSettings):
     undertrained flow and is not part of log-probabilities."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
-    fpo_ratio: FpoRatio = FpoRatio.mean
-    """fpo: importance ratio. mean: one ratio from the mean loss of all (noise, time) pairs; sample: one ratio per pair,
-    which needs logprob_type=token_level."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
     """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""
@@ -218,15 +214,11 @@ def record_of(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
 
     * One stochastic step: index of the step, state before the step, executed part of the state after the step.
     * All steps stochastic: seed of the first state, all intermediate states, executed part of the last state.
-    * FPO: seed of the (noise, time) pairs, chunk, and for fpo_ratio=sample the loss of each pair.
+    * FPO: seed of the (noise, time) pairs, and chunk.
     * Frozen flow: seed, and the sampled noise or correction.
     """
-    state = shape.horizon * shape.width
     if cfg.likelihood is Likelihood.fpo:
-        each = cfg.fpo_ratio is FpoRatio.sample
-        kept = shape.executed * cfg.fpo_pairs if each else 0
-        layout = TokenLayout(whole=1, floats=state + kept)
-        return ChunkRecord(shape=shape, layout=layout, per_action=cfg.fpo_pairs if each else 1)
+        return ChunkRecord(shape=shape, layout=TokenLayout(whole=1, floats=shape.horizon * shape.width), per_action=1)
     if cfg.steers:
         return ChunkRecord(shape=shape, layout=steering_shape(cfg, shape, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)

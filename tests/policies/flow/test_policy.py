@@ -29,7 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise": {"likelihood": "flow_noise"},
     "noise mean": {"likelihood": "flow_noise", "joint_logprob": "mean"},
     "fpo": {"likelihood": "fpo"},
-    "fpo sample": {"likelihood": "fpo", "fpo_ratio": "sample", "fpo_pairs": 3},
     "dsrl": {"likelihood": "dsrl"},
     "dsrl repeated": {"likelihood": "dsrl", "noise_repeated": True},
     "dsrl noisy": {"likelihood": "dsrl", "steered_noise": 0.5},
