@@ -17,19 +17,19 @@ from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError, reason_of
-from embodyrl.files import read_json
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
 from embodyrl.policies.lerobot.settings import LeRobotSettings
-from embodyrl.policies.lerobot.units import CLIP, STATISTICS, Statistics
+from embodyrl.policies.lerobot.units import CLIP, Statistics
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     RANDOM_INIT_KEY,
+    STATISTICS,
     STATISTICS_FILE,
     WEIGHTS_FILE,
-    check_statistics,
     data_range,
     find_data_set,
+    own_statistics,
     read_side_file,
 )
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR, Processing, read_processors
@@ -212,18 +212,7 @@ def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str,
 
     With an observation history, the statistics of the last step are returned.
     """
-    try:
-        (entry,) = read_json(path).values()
-        rows = {
-            part: {name: entry[part][name] for name in STATISTICS if name in entry[part]}
-            for part in ("action", "proprio")
-            if part in entry
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again.") from error
-    for part, numbers in rows.items():
-        check_statistics(numbers, f"{path}: {part}", varies=part == "action")
-        rows[part] = numbers | dict(zip(CLIP, data_range(numbers), strict=True))
+    rows = {part: n | dict(zip(CLIP, data_range(n), strict=True)) for part, n in own_statistics(path).items()}
     found: dict[str, Mapping[str, Tensor]] = {ACTION: _tensors(rows["action"], slice(-config.action_dim, None))}
     if "proprio" in rows:
         state, both = config.state_dim, config.state_dim + config.environment_dim

@@ -16,7 +16,6 @@ PAIRS = {
     Normalization.QUANTILE10: ("q10", "q90"),
 }
 """Names of the two statistics that each kind of normalization uses."""
-STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
 CLIP = ("low", "high")
 """Range to which values are clipped before normalization, which only statistics of `embodyrl sft` have."""
 

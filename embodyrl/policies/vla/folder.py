@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json, read_small
 from embodyrl.policies.inputs import missing_weights
 from embodyrl.registry import closest
@@ -121,6 +121,28 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
             raise CheckpointError(f"{where}: dimension {place} has a negative range or deviation ({name}). {cure}")
         if varies and len(spread) and not spread.any():
             raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {cure}")
+
+
+STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
+
+
+def own_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
+    """Read the statistics that `embodyrl sft` wrote, by part (action, proprio) and name (see `STATISTICS`).
+
+    Raises:
+        CheckpointError: the file is malformed, or see `check_statistics`.
+    """
+    try:
+        (entry,) = read_json(path).values()
+        parts = ["action", *(["proprio"] if "proprio" in entry else [])]
+        found = {part: {name: entry[part][name] for name in STATISTICS if name in entry[part]} for part in parts}
+        for part, numbers in found.items():
+            check_statistics(numbers, f"{path}: {part}", varies=part == "action")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
+        ) from error
+    return found
 
 
 Clip = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, check_statistics
+from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, own_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
 
@@ -96,19 +96,11 @@ def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | Non
 
 
 def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
-    path = folder / STATISTICS_FILE
-    try:
-        (entry,) = read_json(path).values()
-        low, high = (np.array(entry[part][name], np.float32) for name in ("q01", "q99"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: {part} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
-        ) from error
-    ends = {name: entry[part][name] for name in ("min", "max") if name in entry[part]}
-    check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
+    numbers = own_statistics(folder / STATISTICS_FILE).get(part, {})
+    low, high = (np.array(numbers.get(name, ()), np.float32) for name in ("q01", "q99"))
     if low.shape != (size,):
         raise CheckpointError(
-            f"{path}: the statistics of '{part}' have {len(low)} dimensions, but the environment has {size}. "
-            "Use the environment in which the checkpoint was trained."
+            f"{folder / STATISTICS_FILE}: the statistics of '{part}' have {len(low)} dimensions, but the environment "
+            f"has {size}. Use the environment in which the checkpoint was trained."
         )
     return low, high

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from embodyrl.config.settings import spell
-from embodyrl.errors import CheckpointError, ConfigError, reason_of
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
@@ -35,6 +35,7 @@ from embodyrl.policies.vla.folder import (
     STATISTICS_FILE,
     TOKENIZER_FILE,
     find_data_set,
+    own_statistics,
     read_side_file,
     saved_config,
     starts_random,
@@ -66,7 +67,6 @@ def _shift(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float)
     return out
 
 
-_OWN_PARTS = {"proprio": "state", "action": "actions"}
 _TOLD = ("mean", "std", "min", "max", "q01", "q99")
 _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
@@ -230,7 +230,11 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
     key = cfg.unnorm_key
     processors = check_processors(folder, cfg, action_dim)
     if (folder / STATISTICS_FILE).exists():
-        return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
+        own = own_statistics(folder / STATISTICS_FILE)
+        parts = {"proprio": "state", "action": "actions"}
+        return {
+            name: to_statistics(own[part], f"{folder}: {name}") for part, name in parts.items() if part in own
+        }, OPENPI_EPS
     if (openpi := _openpi_file(folder, key)) is not None:
         return read_openpi(openpi), OPENPI_EPS
     if processors.statistics:
@@ -266,17 +270,6 @@ def _vectors(path: Path) -> dict[str, np.ndarray]:
             return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from error
-
-
-def _read_own(path: Path) -> dict[str, FlowStatistics]:
-    try:
-        (entry,) = read_json(path).values()
-        parts = {part: {name: entry[part][name] for name in _TOLD} for part in _OWN_PARTS if part in entry}
-        return {_OWN_PARTS[part]: to_statistics(row, f"{path}: {_OWN_PARTS[part]}") for part, row in parts.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
-        ) from error
 
 
 def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
