@@ -33,32 +33,25 @@ class Rendezvous:
 
     rank_info: RankInfo
     """Connection data for all ranks."""
-
-    def close(self) -> None:
-        """Close the rendezvous; idempotent."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreRendezvous(Rendezvous):
-    """Torch store in the driver process, with a proxy if ranks run on other hosts."""
-
-    store: TCPStore
+    store: TCPStore | None = None
+    """Torch store in the driver process; None: a single rank."""
     proxy: socket.socket | None = None
+    """Proxy of the store, if ranks run on other hosts."""
 
     def close(self) -> None:
-        """Close the proxy (see `Rendezvous.close`)."""
+        """Close the proxy; idempotent."""
         if self.proxy is not None and self.proxy.fileno() != -1:
             self.proxy.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
             self.proxy.close()
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Open a rendezvous store for `ranks` processes at an address of this host that all ranks can reach."""
-    return Rendezvous(RankInfo()) if ranks == 1 else open_store(host, timeout_s)
+    """Open a rendezvous for `ranks` processes at `host`, an address of this host that all ranks can reach.
 
-
-def open_store(host: str, timeout_s: float) -> StoreRendezvous:
-    """Open a store on the loopback interface; unless `host` is loopback, also open an authenticated proxy at `host`."""
+    The store is on the loopback interface; unless `host` is loopback, an authenticated proxy at `host` is opened, too.
+    """
+    if ranks == 1:
+        return Rendezvous(RankInfo())
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     listener = socket.create_server((LOOPBACK, 0))  # a store's own socket would listen on all interfaces
@@ -67,10 +60,10 @@ def open_store(host: str, timeout_s: float) -> StoreRendezvous:
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     rank_info = RankInfo(host=host, port=port, timeout_s=timeout_s)
     if host == LOOPBACK:
-        return StoreRendezvous(rank_info, store)
+        return Rendezvous(rank_info, store)
     secret = secrets.token_bytes(32)
     proxy = open_proxy(host, port, secret)
-    return StoreRendezvous(replace(rank_info, port=proxy.getsockname()[1], secret=secret), store, proxy)
+    return Rendezvous(replace(rank_info, port=proxy.getsockname()[1], secret=secret), store, proxy)
 
 
 _HANDSHAKE_S = 30.0

@@ -94,19 +94,15 @@ class FlowPrompts:
             )
         return ids
 
-    def batch(
-        self, tasks: Sequence[str], states: FloatArray | None = None, *, full: bool = False
-    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    def batch(self, tasks: Sequence[str], states: FloatArray | None = None) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return token ids [B, W], padded on the right with zeros, and a mask that is False for padding.
 
-        W is the width of the known tasks; a longer row widens the batch to a multiple of 16. `full`: W is the limit
-        (for values that average over all text tokens including padding).
+        W is the width of the known tasks; a longer row widens the batch to a multiple of 16.
         """
         given = [None] * len(tasks) if states is None else list(states)
         assert not (self.form.reads_state and states is None), "these prompts need the state"
         rows = [self.encode(task, state) for task, state in zip(tasks, given, strict=True)]
-        width = padded_width(self.width, max(map(len, rows)))
-        width = self.form.limit if full else min(width, self.form.limit)
+        width = min(padded_width(self.width, max(map(len, rows))), self.form.limit)
         return pad_right(rows, width), np.arange(width) < np.array([[len(row)] for row in rows])
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
