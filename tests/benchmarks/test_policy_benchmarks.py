@@ -21,7 +21,7 @@ def run(tmp_path, script, *words):
     return [row["what"] for row in content["rows"]]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_gpu_benchmark_runs_on_a_cpu(tmp_path):
     small = ("--batches", "1", "--micro-batch", "1", "--global-batch", "2", "--seconds", "0", "--dtype", "fp32")
     names = run(tmp_path, "gpu.py", "--size", "tiny", "--device", "cpu", *small)
@@ -48,7 +48,7 @@ def test_flow_benchmark_compares_with_reference_implementations(tmp_path, capfd)
     assert max(differences) < 1e-3
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_text_benchmark_runs(tmp_path):
     text = runpy.run_path(str(ROOT / "benchmarks" / "text.py"))
     model, data = text["prepare"](tmp_path, "short")

@@ -44,7 +44,7 @@ def test_results_are_independent_of_pipeline_stages(golden, tmp_path, stages):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("workers", "stages"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("workers", "stages"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_results_are_independent_of_process_count(golden, tmp_path, workers, stages):
     spread = ("launcher=local", f"launcher.env_workers={workers}", f"rollout.pipeline_stage_num={stages}")
     run = train_toy(tmp_path, *WORDS, *spread)
@@ -53,7 +53,7 @@ def test_results_are_independent_of_process_count(golden, tmp_path, workers, sta
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("kind", "at"), [("kill", 9), ("hang", 14)])
+@pytest.mark.parametrize(("kind", "at"), [("kill", 9), pytest.param("hang", 14, marks=pytest.mark.slow)])
 def test_results_are_independent_of_worker_crashes(golden, tmp_path, kind, at):
     fault = (f"env.kwargs.fault={kind}", f"env.kwargs.at={at}", f"env.kwargs.once={tmp_path}/marker")
     spread = ("launcher=local", "launcher.env_workers=2", "faults.step_timeout_s=1")

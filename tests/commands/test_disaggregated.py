@@ -25,7 +25,7 @@ def same(one, other, *, steps=3):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("model", [(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", [(), pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_disaggregated_run_matches_one_process(tmp_path, model):
     words = (*WORDS, *model, "algorithm=ppo", "runner.max_steps=2")
     together, apart = (train_toy(tmp_path, *words, *more, name=f"r{len(more)}") for more in ((), APART))
@@ -40,7 +40,7 @@ def test_disaggregated_adapters_match_one_process(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("offload", ["false", "true"], ids=["whole", "sharded"])
+@pytest.mark.parametrize("offload", [pytest.param("false", marks=pytest.mark.slow), "true"], ids=["whole", "sharded"])
 def test_disaggregated_bfloat16_text_matches_one_process(tmp_path, offload):
     words = ("model.precision=bf16", f"actor.fsdp.cpu_offload={offload}", "actor.optim.lr=0.001")
     together, apart = (

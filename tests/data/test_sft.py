@@ -372,7 +372,7 @@ def test_killed_sft_resumes_from_its_checkpoint(straight: Path, demos: Path, tmp
     assert weights(tmp_path / "sft", 6) == weights(straight, 6)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sft_on_two_ranks_matches_one_rank_and_resumes_on_one_rank(demos: Path, tmp_path: Path) -> None:
     words = (*LENGTH, "actor.optim.schedule=constant", "actor.micro_batch_size=3")

@@ -48,13 +48,13 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, moments: list[tuple[type[Request], 
     monkeypatch.setattr(Supervisor, "send", watched)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "moments",
     [
         [(InferRequest, 2), (ValueRequest, 1), (LoadWeightsRequest, 4)],
-        pytest.param([(LoadWeightsRequest, 1), (LoadWeightsRequest, 2)], marks=pytest.mark.slow),
+        [(LoadWeightsRequest, 1), (LoadWeightsRequest, 2)],
     ],
     ids=["act_values_weights", "weights_twice"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections import Counter
@@ -16,9 +17,9 @@ PACKAGE = ROOT / "embodyrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in FILES:
-        yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))) for path in FILES]
 
 
 def test_no_class_is_called_manager_helper_or_utils():

@@ -81,7 +81,7 @@ def weights(folder: Path) -> bytes:
     return (CheckpointStore(folder / "checkpoints").path(11) / "policy" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_interrupted_rounds_resume_with_equal_labels_and_weights(start: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "interrupting.py").write_text(INTERRUPTING)
     monkeypatch.syspath_prepend(tmp_path)

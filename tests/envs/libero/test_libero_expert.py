@@ -59,6 +59,14 @@ def object_rig():
     harness.env.close()
 
 
+@pytest.fixture(scope="module")
+def goals():
+    """Return a long task whose reward is the fraction of reached goals."""
+    harness = Harness("libero_10", nearest=True, reward="embodyrl.envs.libero.reward:goals")
+    yield harness
+    harness.env.close()
+
+
 def test_suites_declare_tasks_with_experts():
     tasks = {
         name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert.tasks
@@ -112,16 +120,14 @@ def test_experts_succeed_on_a_shared_model(goal_harness):
 
 
 @pytest.mark.parametrize(("limit", "earned", "solved"), [(200, 0.5, False), (400, 1.0, True)])
-def test_goal_reward_is_the_fraction_of_goals_reached_at_the_end(limit, earned, solved):
-    harness = Harness("libero_10", nearest=True, reward="embodyrl.envs.libero.reward:goals")
-    reset_id = harness.spec.reset_ids_of(7)[20]
-    harness.env.reset([0], [EpisodeStart(reset_id=reset_id, seed=5, max_episode_steps=limit)])
+def test_goal_reward_is_the_fraction_of_goals_reached_at_the_end(goals, limit, earned, solved):
+    reset_id = goals.spec.reset_ids_of(7)[20]
+    goals.env.reset([0], [EpisodeStart(reset_id=reset_id, seed=5, max_episode_steps=limit)])
     rewards, done = [], False
     while not done:
-        _, result = harness.env.expert_chunk([0], 8, noise=0.0)
+        _, result = goals.env.expert_chunk([0], 8, noise=0.0)
         rewards += result.reward[0][result.valid[0]].tolist()
         done = bool(result.done[0])
-    harness.env.close()
     assert bool(result.success.any()) is solved
     assert rewards == [0.0] * (len(rewards) - 1) + [earned]
 

@@ -97,8 +97,17 @@ def test_sft_trains_with_flow_matching(form, demos, tmp_path):
     assert success(tmp_path / "two", *model_words(form, path), f"ckpt={result.run}") >= 0.75
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("form", "algorithm"),
+    [
+        ("pi05", "ppo"),
+        ("smolvla", "grpo"),
+        pytest.param("pi0", "ppo", marks=pytest.mark.slow),
+        pytest.param("pi0", "grpo", marks=pytest.mark.slow),
+        pytest.param("pi05", "grpo", marks=pytest.mark.slow),
+        pytest.param("smolvla", "ppo", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_rl_run_is_identical(form, algorithm, tmp_path):
     path = checkpoint(tmp_path, form)
     chosen = ("algorithm=ppo",) if algorithm == "ppo" else ()

@@ -81,11 +81,11 @@ def test_gradient_checkpointing_saves_memory(checkpoint, make_policy):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("aot_eager", marks=[pytest.mark.integration, pytest.mark.timeout(300)]),
-        # Compiles C++: minutes.
-        pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param("aot_eager", marks=pytest.mark.timeout(300)),
+        pytest.param("inductor", marks=pytest.mark.timeout(1800)),  # compiles C++: minutes
     ],
 )
+@pytest.mark.slow
 def test_compiled_model_matches_the_plain_model(checkpoint, make_policy, monkeypatch, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor wants a C++ compiler")
