@@ -122,10 +122,10 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     temporary folder, for at most 64 files of at most 1 MiB. The program has no environment variables, input,
     network, child processes or threads.
     """
-    ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
+    ((code, said),) = _carry_out(source, [{"input": ""}], seconds=seconds, each=seconds)
     if code is None:
         return False, f"stopped after {seconds:g} s"
-    return code == 0, said
+    return code == 0, said[-2000:]
 
 
 def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
@@ -135,12 +135,18 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
     `output` of the program. Trailing blanks of the output are ignored. Each test that fails because it needs an
     operation that the sandbox refuses gives a `RefusedTest` warning.
     """
-    each = max(1.0, seconds / len(tests))
-    outcomes = _carry_out(program, tests, seconds=seconds, each=each)
-    for test, (passed, _, why) in zip(tests, outcomes, strict=True):
-        if why and not passed and isinstance(test, str):
-            warnings.warn(f"the test {test[:80]!r} {why}", RefusedTest, stacklevel=2)
-    return [passed for passed, _, _ in outcomes]
+    outcomes = _carry_out(program, tests, seconds=seconds, each=max(1.0, seconds / len(tests)))
+    passed = []
+    for test, (code, said) in zip(tests, outcomes, strict=True):
+        passed.append(code == 0 and (isinstance(test, str) or _lines(said) == _lines(test["output"])))
+        if code and said and isinstance(test, str):
+            warnings.warn(f"the test {test[:80]!r} {said}", RefusedTest, stacklevel=2)
+    return passed
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text without trailing blanks, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 class RefusedTest(UserWarning):
@@ -149,15 +155,18 @@ class RefusedTest(UserWarning):
 
 def _carry_out(
     program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float, each: float
-) -> list[tuple[bool, int | None, str]]:
+) -> list[tuple[int | None, str]]:
+    """Return the exit code (None: timeout) and the output, or the reason for a failure, of each test."""
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
     modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
     request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
     request |= {"seconds": each, "readable": [str(path) for path in _readable() if path.exists()]}
+    # Programs inherit the memory of the process that reads the request, and no tests or expected outputs with it.
+    request["inputs"] = [None if isinstance(test, str) else test["input"] for test in tests]
     lifeline, ours = os.pipe()  # its other end closes with this process, however that ends
     with tempfile.TemporaryFile("w+", encoding="utf-8") as held:
-        json.dump([test if isinstance(test, str) else dict(test) for test in tests], held)
-        held.seek(0)
+        json.dump([test if isinstance(test, str) else None for test in tests], held)
+        held.flush()
         command = [*(_bubblewrap() or (sys.executable, "-I", "-c")), _RUNNER.read_text(encoding="utf-8")]
         try:
             done = subprocess.run(
@@ -172,9 +181,9 @@ def _carry_out(
             )
             return json.loads(done.stdout)
         except subprocess.TimeoutExpired:
-            return [(False, None, "")] * len(tests)
+            return [(None, "")] * len(tests)
         except ValueError:  # it was killed, by a program of the same user or for memory
-            return [(False, 1, "crashed the sandbox: " + done.stderr[-200:].strip())] * len(tests)
+            return [(1, "crashed the sandbox: " + done.stderr[-200:].strip())] * len(tests)
         finally:
             os.close(ours)
             os.close(lifeline)
