@@ -7,18 +7,12 @@ takes a name also takes `package.module:attribute`. Everything else in embodyrl 
 ENVIRONMENTS = {
     "functional": "embodyrl.envs.functional.factory:FACTORY",
     "gym": "embodyrl.envs.gym.factory:FACTORY",
-    "gym_history": "embodyrl.envs.history:GYM",
     "libero": "embodyrl.envs.libero.factory:FACTORY",
-    "libero_history": "embodyrl.envs.history:LIBERO",
     "maniskill": "embodyrl.envs.maniskill.factory:FACTORY",
-    "maniskill_history": "embodyrl.envs.history:MANISKILL",
     "metaworld": "embodyrl.envs.metaworld.factory:FACTORY",
-    "metaworld_history": "embodyrl.envs.history:METAWORLD",
     "openenv": "embodyrl.envs.openenv.factory:FACTORY",
     "robots": "embodyrl.envs.robots.factory:FACTORY",
-    "robots_history": "embodyrl.envs.history:ROBOTS",
     "tabletop": "embodyrl.envs.tabletop.factory:FACTORY",
-    "tabletop_history": "embodyrl.envs.history:TABLETOP",
     "text": "embodyrl.envs.text.factory:FACTORY",
     "text_game": "embodyrl.envs.text.game:FACTORY",
 }

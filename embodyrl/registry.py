@@ -138,6 +138,10 @@ MOVED = {
 """Modules and packages by their name in configs of earlier versions."""
 
 
+_FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill", "metaworld", "robots", "tabletop")}
+"""Parts by their name in configs of earlier versions."""
+
+
 def current_path(target: str) -> str:
     """Return an import path of an earlier version with the present name of its module."""
     module, colon, attribute = target.partition(":")
@@ -224,7 +228,7 @@ class Registry(Generic[T]):
         targets = {f"embodyrl ({self._parts[name]})": self._parts[name]} if name in self._parts else {}
         for entry in installed(group=self.group, name=name) if ":" not in name else ():
             targets[f"{entry.dist.name if entry.dist else 'a package'} ({entry.value})"] = entry.value
-        return targets
+        return targets if targets or name not in _FORMER_NAMES else self._targets(_FORMER_NAMES[name])
 
 
 REWARDS: Registry[Callable[..., Any]] = Registry(

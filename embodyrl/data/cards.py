@@ -25,7 +25,7 @@ from embodyrl.data.layout import (
 )
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_info, read_tasks
-from embodyrl.envs.history.observed import with_history
+from embodyrl.envs.history import with_history
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.files import read_small
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention

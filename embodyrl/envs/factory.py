@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.history import HistorySims, with_chunks, with_history
 from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.reward import StepReward, StepRewardSettings
 from embodyrl.envs.simulators import Simulators
@@ -67,22 +68,23 @@ class SimFactory(ABC, Generic[S]):
         """Return config errors, one line each."""
         return list(self.problems(cfg))
 
-    def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """Return the environment's spec, including the components of the user's reward function and the delay."""
+    def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:
+        """Return the environment's spec, including history, the user's reward components and the delay."""
         own = context.reward
-        spec = self.describe(cfg, context)
-        spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))
+        spec = with_chunks(with_history(self.describe(cfg, context), cfg.history), cfg.ensemble_chunk)
+        spec = replace(spec, reward=replace(spec.reward, factor=cfg.reward_coef))
         spec = StepReward(own).declare(spec) if own is not None and own.path is not None else spec
         delay = _delay_of(cfg, context)
         return spec if delay is None else delay.declare(spec, context.chunk)
 
     def make(self, cfg: Any, context: EnvContext) -> Env:
-        """Build the environment, including the inference delay if the config sets a delay."""
+        """Build the environment, including the history, temporal ensembling and inference delay of the config."""
         delay = _delay_of(cfg, context)
         if delay is not None and context.described is not None:
             context = replace(context, described=delay.original(context.described))
+        sims = self.simulators(cfg, context)
         env = ChunkedEnv(
-            self.simulators(cfg, context),
+            HistorySims(sims, cfg) if cfg.history > 1 or cfg.ensemble_chunk is not None else sims,
             context.num_slots,
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,

@@ -1,6 +1,6 @@
 """Config keys that environments share; the keys of a single environment are declared in its folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
@@ -74,6 +74,12 @@ class ControlSettings(Settings):
     observe_committed: bool = False
     """If true, the state also contains the delay and the remaining actions of the previous chunk; set by model.rtc."""
 
+    @property
+    def delay(self) -> tuple[int, int]:
+        """Smallest and largest `latency_steps`."""
+        steps = self.latency_steps
+        return (steps, steps) if isinstance(steps, int) else (steps[0], steps[1])
+
 
 class EnvSettings(Settings):
     """Config keys of every environment: its name, and its training and evaluation episodes."""
@@ -110,10 +116,12 @@ class EnvSettings(Settings):
 
     @property
     def delay(self) -> tuple[int, int]:
-        """Smallest and largest number of env steps between an observation and the first action of its chunk."""
+        """Smallest and largest number of env steps between an observation and the first action of its chunk.
+
+        Temporal ensembling delays chunks itself: (0, 0).
+        """
         control: ControlSettings | None = getattr(self, "control", None)
-        steps = 0 if control is None else control.latency_steps
-        return (steps, steps) if isinstance(steps, int) else (steps[0], steps[1])
+        return (0, 0) if control is None or getattr(self, "ensemble_chunk", None) is not None else control.delay
 
     @property
     def longest_episode(self) -> int:
@@ -122,7 +130,9 @@ class EnvSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """Config keys for the reward and the action delay of simulators."""
+    """Config keys of simulators: reward, action delay, observation history and temporal ensembling."""
+
+    needs = {"ensemble_chunk": "ensemble_coeff"}
 
     control: ControlSettings = ControlSettings()
 
@@ -131,6 +141,24 @@ class RewardSettings(Settings):
     reward."""
     reward_coef: RewardFactor = 1.0
     """Factor that multiplies all rewards."""
+    history: Annotated[int, Field(ge=1, le=100)] = 1
+    """Number of env steps in an observation, oldest first; the first observation of an episode fills missing steps.
+    Images are rendered at every env step."""
+    ensemble_chunk: Count | None = None
+    """Number of actions per chunk for temporal ensembling: the environment executes the weighted average of all actions
+    that were predicted for a step. null: no ensembling."""
+    ensemble_coeff: Annotated[float, Field(ge=-100, le=100)] = 0.01
+    """Coefficient m of the ensembling weights exp(-m i); i = 0 is the oldest chunk."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error if temporal ensembling does not support the delay."""
+        yield from super().problems()
+        low, high = self.control.delay
+        if self.ensemble_chunk is not None and (low != high or high >= self.ensemble_chunk):
+            yield (
+                f"env.control.latency_steps={[low, high] if low != high else high}: temporal ensembling needs one "
+                f"number below env.ensemble_chunk={self.ensemble_chunk}."
+            )
 
 
 class InitParams(Settings):

@@ -180,8 +180,8 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     if policy.observed_steps not in (0, env.history):
         problems.append(
             f"env '{env.name}' shows {env.history} observation steps, but model '{policy.name}' reads "
-            f"{policy.observed_steps}; set env.env_type=NAME_history env.history={policy.observed_steps}, or for "
-            f"`embodyrl sft` data.history={policy.observed_steps}."
+            f"{policy.observed_steps}; set env.history={policy.observed_steps}, or for `embodyrl sft` "
+            f"data.history={policy.observed_steps}."
         )
     if policy.scripted and not env.expert.tasks:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")

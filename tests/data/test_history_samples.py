@@ -17,7 +17,7 @@ from embodyrl.data.augment import augment, draw_samples
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import Card
 from embodyrl.data.writer import DatasetWriter
-from embodyrl.envs.history.observed import with_history
+from embodyrl.envs.history import with_history
 from embodyrl.plan.build import mismatches
 from embodyrl.types import PolicySpec
 
@@ -92,7 +92,7 @@ def test_diffusion_policy_on_states_needs_its_own_history(
 def test_environments_with_a_history_fit_policies_that_read_it() -> None:
     policy = PolicySpec(name="x", num_action_chunks=1, action_dim=7, tokens_per_chunk=7, gripper=ENV.action.gripper)
     (problem,) = mismatches(with_history(ENV, 2), policy)
-    assert "shows 2 observation steps, but model 'x' reads 1; set env.env_type=NAME_history env.history=1" in problem
+    assert "shows 2 observation steps, but model 'x' reads 1; set env.history=1" in problem
     assert mismatches(ENV, policy) == []
 
 

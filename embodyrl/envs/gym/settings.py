@@ -47,6 +47,7 @@ class GymSettings(EnvSettings, RewardSettings):
 
     def problems(self) -> Iterator[str]:
         """Yield errors for conflicting instruction keys and for invalid controls."""
+        yield from super().problems()
         if self.instruction is not None and self.instruction_key is not None:
             yield "env.instruction and env.instruction_key are both set; remove one."
         for number, each in enumerate(self.controls):

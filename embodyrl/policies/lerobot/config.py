@@ -175,7 +175,7 @@ class LeRobotConfig(BaseModel):
 def _cure(steps: int, env: EnvSpec) -> str:
     if steps == env.history:
         return ". Choose another environment or checkpoint."
-    return f". Set env.env_type=NAME_history env.history={steps}, or for `embodyrl sft` data.history={steps}."
+    return f". Set env.history={steps}, or for `embodyrl sft` data.history={steps}."
 
 
 C = TypeVar("C", bound=LeRobotConfig)

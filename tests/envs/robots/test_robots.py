@@ -68,7 +68,7 @@ def test_keys_override_the_arguments_of_a_preset():
 
 
 def test_preset_supports_an_observation_history():
-    env = load_config("check-env", ["env=pusht", "env.env_type=robots_history", "env.history=2"]).env
+    env = load_config("check-env", ["env=pusht", "env.history=2"]).env
     assert (env.history, env.gym.id, env.title) == (2, PRESETS["pusht"].id, "pusht")
 
 

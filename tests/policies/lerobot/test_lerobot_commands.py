@@ -74,14 +74,14 @@ def test_sft_writes_the_statistics_of_its_demonstrations(runs):
 
 def test_history_policy_acts_in_a_history_environment(runs):
     words = (*trained(runs, "diffusion"), *ENV, *CAMERA, *PLAYED, "eval.episodes_per_task=2")
-    history = ("env.env_type=tabletop_history", "env.history=2")
+    history = ("env.history=2",)
     result = evaluate(configure("eval", runs, "evaluated", *words, *history))
     assert result.overall.episodes == 2
 
 
 def test_act_is_evaluated_with_temporal_ensembling(runs):
     words = (*trained(runs, "act"), *ENV, *CAMERA, *PLAYED, "eval.episodes_per_task=2")
-    chunks = ("env.env_type=tabletop_history", "env.ensemble_chunk=6")
+    chunks = ("env.ensemble_chunk=6",)
     model = ("model.temporal_ensemble=true", "model.num_action_chunks=1")
     assert evaluate(configure("eval", runs, "averaged", *words, *chunks, *model)).overall.episodes == 2
 

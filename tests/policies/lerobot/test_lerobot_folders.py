@@ -24,7 +24,7 @@ from golden_lerobot import (
 from safetensors.torch import load_file, save_file
 from settings import model_of
 
-from embodyrl.envs.history.observed import flattened, with_history
+from embodyrl.envs.history import with_chunks, with_history
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.lerobot.act.config import ActConfig
 from embodyrl.policies.lerobot.config import read_config
@@ -205,7 +205,7 @@ def test_cameras_are_not_mistaken_for_history_frames(tmp_path):
 def test_temporal_ensemble_policy_returns_whole_chunks(tmp_path):
     folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")
     config, _ = read_config(folder, "act", ActConfig)
-    env = flattened(env_of_config(config), config.chunk_size)
+    env = with_chunks(env_of_config(config), config.chunk_size)
     policy = policy_of(folder, env=env, temporal_ensemble=True)
     out = policy.act(observation(config, data, "raw."), noise=None)
     expected = data["eval.chunk_unnormalised"].numpy()

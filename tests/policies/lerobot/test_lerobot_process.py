@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from settings import model_of
 
-from embodyrl.envs.history.observed import with_history
+from embodyrl.envs.history import with_history
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, MissingDependencyError
 from embodyrl.policies.lerobot.process import FACTORY, views
 from embodyrl.policies.lerobot.process.checkpoint import read_checkpoint

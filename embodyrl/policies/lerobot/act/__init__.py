@@ -46,8 +46,8 @@ class ActFactory(LeRobotFactory):
         rows = read_config(self.folder(cfg), KIND, ActConfig)[0].chunk_size
         if env.action.dim % rows or cfg.num_action_chunks != 1:
             raise ConfigError(
-                "model.temporal_ensemble=true needs an environment that averages whole chunks. Set env.env_type="
-                f"NAME_history env.ensemble_chunk={rows} model.num_action_chunks=1."
+                "model.temporal_ensemble=true needs an environment that averages whole chunks. Set "
+                f"env.ensemble_chunk={rows} model.num_action_chunks=1."
             )
         return super().plan(cfg, replace(env, action=replace(env.action, dim=env.action.dim // rows)))
 
@@ -61,7 +61,7 @@ class ActFactory(LeRobotFactory):
             return spec
         doubt = (
             f"the checkpoint averages its chunks: set model.temporal_ensemble=true model.num_action_chunks=1 "
-            f"env.env_type=NAME_history env.ensemble_chunk={config.chunk_size} env.ensemble_coeff={coeff}"
+            f"env.ensemble_chunk={config.chunk_size} env.ensemble_coeff={coeff}"
         )
         return replace(spec, doubts=(*spec.doubts, doubt))
 

@@ -102,10 +102,7 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
             f"per query. Set model.num_action_chunks={saved.n_action_steps}."
         )
     if steps > 1 and env.history != steps:
-        problems.append(
-            f"the checkpoint observes {steps} steps. Set env.env_type to the environment with a history, for example "
-            f"tabletop_history, and env.history={steps}."
-        )
+        problems.append(f"the checkpoint observes {steps} steps. Set env.history={steps}.")
         return problems
     names = env.cameras.names[-(len(env.cameras.names) // steps) :] if env.cameras.names else ()
     if unknown := [name for name in cfg.cameras or () if name not in names]:

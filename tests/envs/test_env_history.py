@@ -1,4 +1,4 @@
-"""The history wrapper: stacked observations and temporal ensembling of action chunks."""
+"""History of environments: stacked observations and temporal ensembling of action chunks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from safetensors.numpy import load_file
 from settings import env_of
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.history.observed import flattened, with_history
-from embodyrl.envs.history.sims import TemporalEnsemble
+from embodyrl.envs.history import HistorySims, TemporalEnsemble, with_chunks, with_history
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import UnknownNameError
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.environment import env_spec
+from embodyrl.plan.saved import save_config
 from embodyrl.types import EpisodeStart, GoalSpec
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot" / "act" / "state" / "tensors.safetensors"
+GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot" / "act" / "state" / "tensors.safetensors"
 SIZE = {"camera_heights": 16, "camera_widths": 16, "camera_names": ["front"]}
 
 
 def make(slots=1, **keys):
-    cfg = env_of("tabletop_history", init_params=SIZE, **keys)
-    return ENVS.get("tabletop_history").make(cfg, EnvContext(num_slots=slots))
+    cfg = env_of("tabletop", init_params=SIZE, **keys)
+    return ENVS.get("tabletop").make(cfg, EnvContext(num_slots=slots))
 
 
 def plain():
@@ -81,7 +84,7 @@ def test_latency_delays_the_average_instead_of_the_chunk():
 
 def test_delays_must_be_constant_and_below_the_ensemble_chunk():
     def problems(steps):
-        cfg = env_of("tabletop_history", init_params=SIZE, ensemble_chunk=4, control={"latency_steps": steps})
+        cfg = env_of("tabletop", init_params=SIZE, ensemble_chunk=4, control={"latency_steps": steps})
         return list(cfg.problems())
 
     assert "below env.ensemble_chunk=4" in problems(4)[0]
@@ -128,25 +131,25 @@ def test_ensembled_actions_are_reset_with_each_episode():
             assert np.array_equal(look(env)[1], look(alone)[1])
 
 
-def test_environment_without_history_keys_is_unchanged():
-    env, alone = make(), plain()
-    assert env.spec == alone.spec
-    for one in (env, alone):
-        one.reset([0], [START])
-    assert all(np.array_equal(a, b) for a, b in zip(look(env), look(alone), strict=True))
+def test_former_names_of_environments_with_history_load(tmp_path):
+    words = ["env=tabletop", "env.env_type=tabletop_history", "env.history=2", "model=random"]
+    save_config(load_config("eval", words), tmp_path / "config.yaml")
+    cfg = load_saved_config(tmp_path, [])
+    assert env_spec(cfg) == with_history(env_spec(load_config("eval", ["env=tabletop", "model=random"])), 2)
+    with pytest.raises(UnknownNameError, match="Unknown env 'text_history'"):
+        ENVS.get("text_history")
 
 
-def test_goals_of_a_history_are_in_its_newest_step():
+def test_goals_in_a_history_are_not_relabelled():
     spec = replace(plain().spec, state_dim=6, goal=GoalSpec(achieved=(0, 2), desired=(3, 5)))
-    goal = with_history(spec, 3).goal
-    assert (goal.achieved, goal.desired) == ((12, 14), (15, 17))
+    assert with_history(spec, 3).goal is None
 
 
 def test_gripper_of_a_flattened_chunk_is_not_binary():
     """The environment itself snaps the gripper of the executed action."""
     spec = plain().spec
     assert spec.action.gripper.binary
-    assert not flattened(spec, 4).action.gripper.binary
+    assert not with_chunks(spec, 4).action.gripper.binary
 
 
 def test_new_episode_starts_a_new_average():
@@ -162,8 +165,8 @@ def test_new_episode_starts_a_new_average():
 
 
 def test_saved_average_can_be_loaded_twice():
-    cfg = env_of("tabletop_history", init_params=SIZE, ensemble_chunk=4, ensemble_coeff=0.0)
-    sims = ENVS.get("tabletop_history").simulators(cfg, EnvContext(num_slots=1))
+    cfg = env_of("tabletop", init_params=SIZE, ensemble_chunk=4, ensemble_coeff=0.0)
+    sims = HistorySims(ENVS.get("tabletop").simulators(cfg, EnvContext(num_slots=1)), cfg)
     slot, chunks = np.array([0]), np.random.default_rng(0).uniform(-1, 1, (4, 1, 28)).astype(np.float32)
     sims.reset(slot, np.array([3]), np.array([1]))
     sims.step(slot, chunks[0])

@@ -1,13 +1,42 @@
-"""Simulators with an observation history and temporal ensembling in each slot."""
+"""Wrapper for simulators: observation history, and temporal ensembling of overlapping action chunks."""
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from embodyrl.envs.settings import RewardSettings
 from embodyrl.envs.simulators import SimSteps, Simulators
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray
+from embodyrl.types import ByteArray, EnvSpec, ExpertSpec, FloatArray, IntArray
+
+
+def with_history(env: EnvSpec, steps: int) -> EnvSpec:
+    """Return the spec with states and cameras of several steps, oldest first; `front_1` is `front` one step earlier.
+
+    Goals in a history of several steps cannot be relabelled.
+    """
+    if steps == 1:
+        return env
+    shown = env.cameras.names
+    earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in shown)
+    cameras = replace(env.cameras, names=(*earlier, *shown))
+    return replace(env, cameras=cameras, state_dim=steps * env.state_dim, goal=None, history=steps * env.history)
+
+
+def with_chunks(env: EnvSpec, chunk: int | None) -> EnvSpec:
+    """Return the spec with a flattened chunk as one action, and without a scripted expert; None: return `env`."""
+    if chunk is None:
+        return env
+    action, gripper = env.action, env.action.gripper
+    # The environment itself snaps the gripper of executed actions.
+    gripper = None if gripper is None else replace(gripper, binary=False)
+    # A person chooses single actions, not chunks.
+    chunked = replace(
+        action, dim=chunk * action.dim, low=action.low * chunk, high=action.high * chunk, gripper=gripper, controls=()
+    )
+    return replace(env, action=chunked, expert=ExpertSpec())
 
 
 class TemporalEnsemble:
@@ -47,13 +76,12 @@ class TemporalEnsemble:
 
 
 class HistorySims(Simulators):
-    """Wrapper that adds an observation history and temporal ensembling to simulators."""
+    """Simulators with an observation history and temporal ensembling in each slot."""
 
-    def __init__(
-        self, inner: Simulators, spec: EnvSpec, history: int, chunk: int | None, coeff: float, delay: int = 0
-    ) -> None:
-        super().__init__(spec)
-        self._inner, self._history, self._chunk, self._coeff, self._delay = inner, history, chunk, coeff, delay
+    def __init__(self, inner: Simulators, cfg: RewardSettings) -> None:
+        super().__init__(with_chunks(with_history(inner.spec, cfg.history), cfg.ensemble_chunk))
+        self._inner, self._history, self._chunk = inner, cfg.history, cfg.ensemble_chunk
+        self._coeff, self._delay = cfg.ensemble_coeff, cfg.control.delay[1]
         self.task_limit, self.sequential, self.solved = inner.task_limit, inner.sequential, inner.solved
         self._seen: dict[int, list[tuple[ByteArray, FloatArray]]] = {}
         self._ensembles: dict[int, TemporalEnsemble] = {}
