@@ -16,6 +16,7 @@ def keys(adv_type: str, loss_type: str) -> set[str]:
     return {key for kind in algorithm_settings(adv_type, loss_type) for key in keys_of(kind)}
 
 
+@pytest.mark.integration
 def test_imports_and_settings_do_not_require_torch():
     code = (
         "import sys; from embodyrl.algorithms import policy_gradient as a; from embodyrl.plan import schema as p;"

@@ -22,6 +22,7 @@ from embodyrl.plan.config import load_config
 RED = "embodyrl/Tabletop-0-v0"
 
 
+@pytest.mark.integration
 def test_gymnasium_id_with_module_needs_no_import() -> None:
     program = (
         "import sys, gymnasium\n"

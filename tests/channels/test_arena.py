@@ -109,12 +109,14 @@ def _run(target, *args) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.integration
 def test_attached_process_writes_to_shared_memory(arena):
     ticket = arena.allocate()
     assert _run(_fill, arena.handle, ticket) == 0
     assert arena["image"][arena.read([ticket])[0]].min() == 42
 
 
+@pytest.mark.integration
 def test_record_of_a_killed_writer_can_be_reused(arena):
     ticket = arena.allocate()
     assert _run(_die_while_writing, arena.handle, ticket) == -signal.SIGKILL

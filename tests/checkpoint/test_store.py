@@ -118,6 +118,7 @@ def test_failed_write_leaves_no_files(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("moment", KILL_AT)
 def test_killed_writer_keeps_the_previous_checkpoint(moment: str, tmp_path: Path):
     store = CheckpointStore(tmp_path)
@@ -135,6 +136,7 @@ def test_killed_writer_keeps_the_previous_checkpoint(moment: str, tmp_path: Path
     store.verify(write_to(store, 200, fill, {}))
 
 
+@pytest.mark.integration
 def test_writer_killed_after_rename_leaves_a_complete_checkpoint(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     write_to(store, 100, fill, {})
@@ -145,6 +147,7 @@ def test_writer_killed_after_rename_leaves_a_complete_checkpoint(tmp_path: Path)
     assert store.clean_stale() == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("kill", "left", "scratch"),
     [

@@ -30,6 +30,7 @@ def embodyrl(*arguments: str, cwd: Path, path: str = "") -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
@@ -54,6 +55,7 @@ def test_wrong_config_prints_one_line_and_exits_2(tmp_path: Path, typed: str, fi
 HEAVY = ("torch", "gymnasium", "mujoco", "transformers", "rich")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("code", "also_absent"),
     [
@@ -191,6 +193,7 @@ def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.C
     assert "remove 'env'" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
     from embodyrl.reports.history import is_running
 
@@ -285,6 +288,7 @@ def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.Cap
     assert "runner.experiment_name=NAME" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
@@ -309,6 +313,7 @@ def test_each_error_class_has_its_exit_code_and_no_traceback(tmp_path: Path, rai
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.integration
 def test_closed_output_pipe_is_not_reported(tmp_path: Path) -> None:
     command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
@@ -358,6 +363,7 @@ def test_missing_checkpoint_is_reported_before_other_errors(command, capsys, tmp
     assert "no such run, checkpoint or model folder. Did you mean 'runs/nonsuch'" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_installed_package_adds_a_command(tmp_path: Path) -> None:
     (tmp_path / "greeting_of_mine.py").write_text("def greet(args):\n    print('hello', *args.words)\n    return 3\n")
     info = tmp_path / "greeting_of_mine-1.dist-info"

@@ -218,6 +218,7 @@ def test_templates_contain_no_placeholders_after_rendering(kind):
         assert any("class TwoWordsFactory" in text for text in files.values())
 
 
+@pytest.mark.integration
 def test_generated_code_passes_ruff(tmp_path, monkeypatch):
     pytest.importorskip("ruff")
     monkeypatch.chdir(tmp_path)

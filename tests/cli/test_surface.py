@@ -159,6 +159,7 @@ def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     assert shlex.split(line) == ["embodyrl", "train", "--resume", str(folder / "run")]
 
 
+@pytest.mark.integration
 def test_python_api_validates_like_the_commands() -> None:
     cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2")
     assert cfg.runner.max_steps == 2
@@ -182,6 +183,7 @@ def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.
     assert "all tasks" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "polcy"]) == 2
     assert "Did you mean 'policy'?" in capfd.readouterr().err

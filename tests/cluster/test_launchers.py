@@ -149,6 +149,7 @@ def test_failed_worker_construction_is_reported_as_a_worker_death(launcher):
     assert "no simulator here" in died.reason
 
 
+@pytest.mark.integration
 def test_worker_death_report_contains_the_signal(local):
     local.start(spec("first"), timeout_s=60)
     next_event(local)
@@ -164,6 +165,7 @@ def test_worker_death_report_contains_the_signal(local):
     assert isinstance(next_event(local).message, WorkerReady)
 
 
+@pytest.mark.integration
 def test_killed_worker_is_reported_before_the_error_of_another_worker(local):
     """The error may be a consequence, for example of a lost connection between ranks."""
     for name in ("first", "second"):
@@ -177,6 +179,7 @@ def test_killed_worker_is_reported_before_the_error_of_another_worker(local):
     assert [event.worker for event in local.wait(1.0)] == ["second", "first"]
 
 
+@pytest.mark.integration
 def test_worker_death_report_contains_the_exit_code(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
@@ -196,6 +199,7 @@ def test_hung_worker_is_killed_with_a_stack_dump(local):
     assert not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.integration
 def test_sending_to_a_hung_worker_times_out(local):
     """Fails if a long request is written to a full pipe without a deadline."""
     local.start(spec(), timeout_s=60)
@@ -205,6 +209,7 @@ def test_sending_to_a_hung_worker_times_out(local):
     assert "not respond for 1 s" in next_event(local).message.reason
 
 
+@pytest.mark.integration
 def test_partial_reply_of_a_stopped_worker_times_out(local):
     """Fails if the rest of a partial message is read without a deadline."""
     local.start(spec(), timeout_s=60)
@@ -232,6 +237,7 @@ def test_hung_inline_worker_is_interrupted_and_restarts(tmp_path):
     launcher.stop()
 
 
+@pytest.mark.integration
 def test_stop_ends_all_processes(local):
     for name in ("a", "b"):
         local.start(spec(name), timeout_s=60)
@@ -243,6 +249,7 @@ def test_stop_ends_all_processes(local):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.integration
 def test_stop_leaves_no_semaphore_folder_or_process_of_a_library(local):
     local.start(replace(spec(), component="env"), timeout_s=60)  # SIGTERM ends the children of such a worker
     next_event(local)

@@ -64,6 +64,7 @@ def test_run_folder_contains_its_command_line(tmp_path):
     assert f"python {sys.version.split()[0]}" in (folder.root / "env.txt").read_text()
 
 
+@pytest.mark.integration
 def test_run_in_use_is_refused_without_changes(tmp_path):
     """The lock holder is a real child process that waits for its input to close."""
     cfg = toy_config(tmp_path, "runner.on_existing=resume")

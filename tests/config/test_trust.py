@@ -99,6 +99,7 @@ def test_installed_and_missing_modules_have_no_own_source_files(value: str, own:
     assert own_sources(load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})) == {}
 
 
+@pytest.mark.integration
 def test_command_sets_pythonpath_only_for_folders_that_need_it(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_config("train", ["env=tabletop"])
     cfg = plain.updated({"algorithm.loss_type": "pkg.part:LOSS"})

@@ -117,6 +117,7 @@ def test_copies_keep_dimension_names(tmp_path: Path) -> None:
     assert (load_demonstrations(incomplete).action == np.tile(load_demonstrations(root).action, (2, 1))).all()
 
 
+@pytest.mark.integration
 def test_variable_frame_rate_is_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     slow = tmp_path / "slow.mp4"

@@ -380,6 +380,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.integration
 def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None:
     pages = {name: (site / "reference" / name / "index.html").read_text() for name in GENERATED}
     assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []

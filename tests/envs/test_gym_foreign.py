@@ -150,6 +150,7 @@ def test_lerobot_style_id_imports_its_package(tmp_path, monkeypatch):
     assert described_id("gym_little/Plain-v0").max_episode_steps == 7
 
 
+@pytest.mark.integration
 def test_constructor_that_renders_gets_a_rendering_backend():
     """A new process without a display; MuJoCo chooses its backend when it is imported."""
     pytest.importorskip("mujoco")

@@ -85,6 +85,7 @@ def test_egl_devices_are_queried_once_for_child_processes(monkeypatch):
     assert renderer.egl_device("1") == "1", "a host without EGL"
 
 
+@pytest.mark.integration
 def test_egl_devices_can_be_queried(monkeypatch):
     """Uses the EGL of this host, if installed; software devices have no CUDA number."""
     monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
@@ -100,6 +101,7 @@ def test_missing_vendor_file_is_reported(tmp_path, monkeypatch):
     assert "10_nvidia" not in check_egl(Frame(problem="no display")).fix
 
 
+@pytest.mark.integration
 def test_robosuite_imports_with_egl_device_set(monkeypatch):
     """Its import rejects a number that is not in CUDA_VISIBLE_DEVICES."""
     pytest.importorskip("robosuite")

@@ -68,6 +68,7 @@ def test_other_optimizers_are_not_patched() -> None:
     assert before == {name: vars(torch.optim.Optimizer)[name] for name in before}
 
 
+@pytest.mark.integration
 def test_building_adam_does_not_import_the_compiler():
     """Importing the compiler takes longer than the rest of a small run's startup."""
     code = (

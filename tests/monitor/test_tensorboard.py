@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodyrl.monitor.protocol import RunInfo
@@ -44,6 +45,7 @@ def test_non_finite_values_do_not_raise(tmp_path: Path):
     assert math.isnan(logged(tmp_path, "actor/loss")[0][1])
 
 
+@pytest.mark.integration
 def test_tensorboard_logger_does_not_import_torch(tmp_path: Path):
     code = (
         "import pathlib, sys, embodyrl.monitor.fanout as m; from embodyrl.monitor.tensorboard import *;"

@@ -45,6 +45,7 @@ def test_every_folder_has_mutants():
     assert wanted | {"checkpoint", "scheduler", "config"} <= rooms
 
 
+@pytest.mark.integration
 def test_runner_imports_the_package_with_the_mutant(tmp_path):
     """Not the package that the runner itself has imported."""
     out = tmp_path / "verdicts.jsonl"

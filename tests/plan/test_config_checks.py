@@ -176,6 +176,7 @@ def test_key_conditions_name_existing_keys() -> None:
         list(inert(cfg, keys_of(type(cfg)), get_reads(command).needs))
 
 
+@pytest.mark.integration
 def test_sweep_over_algorithms_accepts_keys_of_each_algorithm() -> None:
     words = [
         "algorithm=grpo,ppo",

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,7 @@ def test_weight_sizes_match_the_module():
     assert torch.get_default_device().type == "cpu"
 
 
+@pytest.mark.integration
 def test_weight_sizes_are_measured_once_and_cached(tmp_path):
     command = [sys.executable, "-c", DRIVER, CONFIG.model_dump_json()]
     told = []
@@ -53,6 +55,7 @@ def test_weight_sizes_are_measured_once_and_cached(tmp_path):
     assert told == [expected + "\n", expected.replace("unet.", "read.") + "\n"]
 
 
+@pytest.mark.integration
 def test_weight_sizes_are_measured_again_if_a_module_changes(tmp_path):
     package = tmp_path / "somewhere"
     (package / "nets").mkdir(parents=True)

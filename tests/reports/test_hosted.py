@@ -48,6 +48,7 @@ def test_unknown_logger_error_suggests_a_name() -> None:
     assert "Did you mean 'wandb'?" in problem
 
 
+@pytest.mark.integration
 def test_configuring_a_logger_does_not_import_its_package() -> None:
     code = "import sys; from embodyrl.monitor.fanout import MONITORS, missing_loggers as m; m(MONITORS.names()); "
     code += f"print([n for n in {list(HOSTED)} if n in sys.modules])"

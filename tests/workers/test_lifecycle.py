@@ -26,6 +26,7 @@ print("alive")
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("early", [True, False], ids=["while forking", "later"])
 def test_sigterm_ends_forked_children_but_not_the_worker(early):
     done = subprocess.run([sys.executable, "-c", FORK.format(early=early)], capture_output=True, text=True, timeout=60)

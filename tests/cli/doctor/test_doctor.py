@@ -59,6 +59,7 @@ def test_report_and_json_flags_are_exclusive(capsys: pytest.CaptureFixture[str])
     assert "--report prints Markdown and cannot be combined with --json" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_wrong_override_is_a_usage_error(tmp_path: Path) -> None:
     done = subprocess.run([*DOCTOR, "env=libero_11"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2

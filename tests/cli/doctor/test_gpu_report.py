@@ -94,6 +94,7 @@ def test_checks_without_a_gpu_are_skipped(folder: Path, capsys: pytest.CaptureFi
     assert found["host"]["values"]["control groups"]
 
 
+@pytest.mark.integration
 def test_parent_process_does_not_import_torch(folder: Path) -> None:
     code = (
         "import sys; from embodyrl.cli.main import main; main(['doctor', '--gpu', 'host']); "

@@ -130,6 +130,7 @@ def test_success_is_unknown_where_the_source_has_none(tmp_path: Path, dense: boo
     assert {row.get("embodyrl/success", "none") for row in read_episodes(out)} == {None if dense else "none"}
 
 
+@pytest.mark.integration
 def test_conversion_continues_after_sigkill(tmp_path: Path) -> None:
     source = write_libero(tmp_path / "many", demos=36)
     assert convert(source, tmp_path / "whole") == 0

@@ -122,6 +122,7 @@ def test_libero_protocols_evaluate_perturbed_suites():
     assert env_context(load_config("train", every)).suites == ALL_AXES
 
 
+@pytest.mark.integration
 def test_checks_import_no_simulator():
     code = (
         "import sys; from embodyrl.envs.libero.factory import FACTORY\n"
@@ -163,6 +164,7 @@ def test_error_names_missing_libero_files(tmp_path, monkeypatch):
         install.check_installation()
 
 
+@pytest.mark.integration
 def test_missing_libero_error_contains_the_install_command():
     code = (
         "import sys\n"

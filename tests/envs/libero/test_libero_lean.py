@@ -126,6 +126,7 @@ def test_cached_copies_are_updated_when_the_source_changes(model, tmp_path):
     assert lean_xml(model) != first
 
 
+@pytest.mark.integration
 def test_cache_can_be_built_concurrently(model, tmp_path):
     code = "import sys; from embodyrl.envs.libero.lean import lean_xml; sys.stdout.write(lean_xml(sys.stdin.read()))"
     runs = [

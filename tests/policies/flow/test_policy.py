@@ -242,6 +242,7 @@ def test_random_greedy_noise_depends_on_the_whole_observation(folder):
     assert not build(folder, greedy_start="zero")._greedy_start(obs).any()
 
 
+@pytest.mark.integration
 def test_sft_fits_the_demonstrations(folder):
     """One action per instruction: greedy and sampled chunks are close to it."""
     policy = build(folder, num_steps=4)

@@ -24,6 +24,7 @@ def test_openvla_oft_is_registered():
     assert POLICIES.get("openvla_oft") is FACTORY
 
 
+@pytest.mark.integration
 def test_checks_and_description_do_not_import_torch(env_spec):
     code = (
         "import sys\n"

@@ -15,6 +15,7 @@ from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import PolicyCosts
 
 
+@pytest.mark.integration
 def test_policy_check_measures_inference_and_training() -> None:
     result = measure_policy(GpuParts(), "cpu", "tiny")
     assert result.level == "ok", result

@@ -336,6 +336,7 @@ REACHED = [
 ]
 
 
+@pytest.mark.integration
 def test_program_cannot_access_other_processes():
     victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -155,6 +155,7 @@ def test_sandbox_blocks_every_escape_attempt_of_doctor():
     assert "reaching" not in confinement()[1]
 
 
+@pytest.mark.integration
 def test_escape_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
     """Otherwise they would show nothing; kernels and containers may refuse some of them to everybody."""
     (tmp_path / "work").mkdir()
