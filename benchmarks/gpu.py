@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,17 +29,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
-from embodyrl.cli.doctor.speed import Limits, measure_limits, seconds_of
 from embodyrl.config.shared import Precision
 from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import OftSettings
-from embodyrl.policies.openvla_oft.synthetic import ENV, observe, write_checkpoint
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.workers.weights import describe_weights, publish, take
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gpu_check"))
+from embodyrl_gpu_check.speed import Limits, measure_limits, seconds_of
+from embodyrl_gpu_check.synthetic import ENV, observe, write_checkpoint
 
 GIB = 2**30
 FEW_LAYERS = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,9 @@ from embodyrl.policies.flow.vla.network import Pi0, SmolVla
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import OftSettings
-from embodyrl.policies.openvla_oft.synthetic import LARGE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gpu_check"))
+from embodyrl_gpu_check.synthetic import LARGE
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,6 @@ COMMANDS = {
     "push": "embodyrl.cli.checkpoints:push",
     "recap": "embodyrl.cli.recap:recap",
     "report": "embodyrl.cli.report:report",
-    "results": "embodyrl.cli.results.command:results",
     "serve": "embodyrl.cli.serve:serve",
     "sft": "embodyrl.commands.sft:sft",
     "show": "embodyrl.cli.discover.command:show",

@@ -346,7 +346,7 @@ class EnvCosts:
     gpu_s: float = 0.0
     """Seconds per chunk in which rendering occupies the GPU; processes that share the GPU render in turn."""
     chunk_name: str = ""
-    """Name under which `embodyrl doctor --gpu` stores the measured chunk time; empty: the time is not measured."""
+    """Name under which `tools/gpu_check` stores the measured chunk time; empty: the time is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

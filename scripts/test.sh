@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 say "style, types, import directions"
 ruff check .
 ruff format --check .
-pyright --warnings  # embodyrl and tools/migrate, see pyproject.toml
+pyright --warnings  # embodyrl and tools, see pyproject.toml
 lint-imports
 [ "${1:-}" != fast ] || { shift; set -- -m "not sim and not integration and not slow and not realmodel" "$@"; }
 say "tests"

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _ERROR = "embodyrl: error: "
 _MOVED = {
-    "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE."
+    "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE.",
+    "results": "`embodyrl results` is a tool of the repository: pip install ./tools/results; embodyrl-results.",
 }
 """Former commands by name, each with a message about its replacement."""
 

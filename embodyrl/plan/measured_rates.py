@@ -1,6 +1,5 @@
-"""Rates that `embodyrl doctor --gpu` measures and stores in the user's cache, for speed predictions."""
+"""Rates that `tools/gpu_check` measures and stores in the user's cache, for speed predictions."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from embodyrl.config.paths import cache_dir
-from embodyrl.files import json_text, write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +33,3 @@ def read_measured() -> dict[str, Measured]:
         return _FILE.validate_json(rates_file().read_bytes())
     except (OSError, ValidationError):
         return {}
-
-
-def keep_measured(found: Mapping[str, Mapping[str, float]], report: Path, day: str) -> None:
-    """Add measurements to the cache file; replace older measurements with the same name.
-
-    Raises:
-        OSError: the cache cannot be written.
-    """
-    new = {name: Measured(rates=dict(rates), report=str(report), day=day) for name, rates in found.items()}
-    path = rates_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json_text(json.loads(_FILE.dump_json(read_measured() | new))))

@@ -103,9 +103,9 @@ class Rates:
         if self.speed.source:
             return ", ".join([f"rates from {self.speed.source}", *([chunks] if chunks else [])])
         return (
-            f"this GPU was not measured (embodyrl doctor --gpu), {chunks}"
+            f"this GPU was not measured (tools/gpu_check), {chunks}"
             if chunks
-            else "this GPU was not measured (embodyrl doctor --gpu)"
+            else "this GPU was not measured (tools/gpu_check)"
         )
 
 

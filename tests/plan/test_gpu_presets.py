@@ -28,7 +28,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan import build, memory, rates
 from embodyrl.plan import memory_limits as limits
 from embodyrl.plan.config import load_config
-from embodyrl.plan.measured_rates import keep_measured
+from embodyrl.plan.measured_rates import rates_file
 from embodyrl.plan.schema import Config
 from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA, FlowSpec
 
@@ -210,10 +210,18 @@ def test_measured_rates_replace_assumed_rates(tmp_path, monkeypatch):
     assert "simulators 625 chunks/s" in assumed, "all processes share a GPU that renders"
     report = tmp_path / "report.json"
     half = {"flops": 325e12, "slow_flops": 25e12, "bandwidth": 1.4e12}
-    keep_measured({"NVIDIA L4": half, H100[-1]: {"flops": 1.0}}, report, "2026-01-02")
+    rates_file().parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(measured):
+        entries = {
+            name: {"rates": rates, "report": str(report), "day": "2026-01-02"} for name, rates in measured.items()
+        }
+        rates_file().write_text(json.dumps(entries))
+
+    keep({"NVIDIA L4": half, H100[-1]: {"flops": 1.0}})
     assert dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words) == assumed
     chunk = chunk_name(RenderProfile.full, fast=True, on_gpu=True)
-    keep_measured({H100[-1]: half, chunk: {"chunk_s": 10.0}}, report, "2026-01-02")
+    keep({H100[-1]: half, chunk: {"chunk_s": 10.0}})
     measured = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
     assert f"measured for each GPU ({H100[-1]}): 325 TFLOP/s in bfloat16, 1.4 TB/s" in measured
     assert "rates from FOLDER/report.json (2026-01-02), time of simulators from FOLDER/report.json" in measured

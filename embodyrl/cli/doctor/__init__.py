@@ -1,1 +1,1 @@
-"""The command `doctor`, which checks the installation, this machine and its GPUs."""
+"""The command `doctor`, which checks the installation and this machine."""

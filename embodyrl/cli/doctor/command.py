@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from embodyrl.cli.doctor import probes
-from embodyrl.cli.doctor.gpu import check_gpus
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.plain_yaml import read_plain_yaml
@@ -27,12 +26,6 @@ from embodyrl.version import __version__
 
 def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; the exit code is 3 if a check fails."""
-    if args.gpu:
-        if args.report:
-            raise ConfigError("--gpu writes its own Markdown report; remove --report.")
-        return check_gpus(args)
-    if args.out:
-        raise ConfigError("--out sets the file of the --gpu report; add --gpu, or remove --out.")
     if args.json and args.report:
         raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of these flags.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)

@@ -1,0 +1,1 @@
+"""Table of results: training recipes, result cards, reruns, and drift detection."""
