@@ -86,10 +86,8 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
             seen = spaces.Dict({camera: spaces.Box(0, 255, (*self._size, 3), np.uint8)})
         self.observation_space = spaces.Dict({"agent_pos": joints, "env_state" if camera is None else "pixels": seen})
         self.action_space = self._joint_targets()
-        self._expert = None
-        if expert is not None:
-            self._expert = expert(self._env.physics.model.ptr, self._env.physics.data.ptr)
-            self.expert_action = self._expert.action
+        self._expert = expert(self._env.physics.model.ptr, self._env.physics.data.ptr)
+        self.expert_action = self._expert.action
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode; the seed determines the object poses."""
@@ -97,8 +95,7 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         # gym-aloha's tasks read the poses from this list.
         sim.BOX_POSE[0] = self._sample(seed)
         self._seen = self._env.reset().observation
-        if self._expert is not None:
-            self._expert.reset()
+        self._expert.reset()
         return self._observation(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:

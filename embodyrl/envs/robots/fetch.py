@@ -1,4 +1,4 @@
-"""Scripted experts for FetchPush, FetchSlide and FetchPickAndPlace."""
+"""Scripted experts for FetchPush and FetchPickAndPlace."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ _HEIGHT, _CLEARANCE = 0.42, 0.09
 """Height of the gripper while it pushes, and height above it while it moves around the block, metres."""
 _BEHIND, _NEAR = 0.08, 0.025
 """Distance in metres between the block and the start of a push; a start below 2.5 cm away counts as reached."""
-_SLIDE_HEIGHT = 0.42
-"""Height of the gripper in metres while it strikes the puck."""
-_MOVING, _DECELERATION, _SHORT = 0.004, 0.00157, 0.02
-"""Displacement per step in metres from which the puck counts as moving, its decrease per step by friction, and the
-distance in metres from the goal at which the puck may stop."""
 _FINISHED = 0.01
 """A push ends at 1 cm from the goal."""
 _ALIGNED, _GRASPABLE = 0.02, 0.015
@@ -71,40 +66,6 @@ class FetchPushExpert(_FetchExpert):
         return _action(np.array([*(gripper[:2] if rises else start), _HEIGHT + _CLEARANCE]), gripper, -1.0)
 
 
-class FetchSlideExpert(_FetchExpert):
-    """Wrapper that adds `expert_action` to FetchSlide: moves behind the puck, then strikes it towards the goal.
-
-    It solves half of the initial states, so the preset omits it; use `env.wrappers`.
-    """
-
-    def expert_action(self) -> FloatArray:
-        """Return the change of the gripper's position and the opening of the closed fingers [4]."""
-        seen, puck, goal = self._seen["observation"], self._seen["achieved_goal"], self._seen["desired_goal"]
-        gripper, velocity = seen[:3], (seen[14:17] + seen[20:23])[:2]
-        way = (goal - puck)[:2]
-        distance = float(np.linalg.norm(way))
-        forward = way / max(distance, 1e-9)
-        offset = gripper[:2] - puck[:2]
-        along = float(offset @ forward)
-        aside = offset - along * forward
-        speed = float(velocity @ forward)
-        # Measured: a strike with strength s moves the puck by about 0.08 + 0.7 s^2 metres.
-        strength = float(np.clip(np.sqrt(max(distance - 0.08, 0.0) / 0.7), 0.2, 1.0))
-        if np.linalg.norm(velocity) > _MOVING:
-            if speed**2 / (2 * _DECELERATION) + _SHORT > distance or along < -0.12:
-                return _action(gripper, gripper, -1.0)
-            return _strike(strength, forward, aside, gripper)
-        if distance < _SHORT:
-            return _action(gripper, gripper, -1.0)
-        if gripper[2] < _SLIDE_HEIGHT + 0.02 and -0.14 < along < -0.02 and np.linalg.norm(aside) < 0.01:
-            return _strike(strength, forward, aside, gripper)
-        start = puck[:2] - 0.1 * forward
-        if np.linalg.norm(start - gripper[:2]) < 0.012:
-            return _action(np.array([*start, _SLIDE_HEIGHT]), gripper, -1.0)
-        rises = gripper[2] < _SLIDE_HEIGHT + 0.04 and np.linalg.norm(offset) < 0.09
-        return _action(np.array([*(gripper[:2] if rises else start), _SLIDE_HEIGHT + 0.06]), gripper, -1.0)
-
-
 class FetchPickExpert(_FetchExpert):
     """Wrapper that adds `expert_action` to FetchPickAndPlace: grasps the block from above and moves it to the goal."""
 
@@ -120,12 +81,6 @@ class FetchPickExpert(_FetchExpert):
             return _action(block, gripper, 1.0)
         rises = gripper[2] < block[2] + 0.05
         return _action(np.array([*(gripper if rises else block)[:2], block[2] + 0.08]), gripper, 1.0)
-
-
-def _strike(strength: float, forward: DoubleArray, aside: DoubleArray, gripper: DoubleArray) -> FloatArray:
-    """Return the action [4] that moves the gripper forward with a strength of 0 to 1, and keeps it behind the puck."""
-    correction = _action(np.array([*(gripper[:2] - aside), _SLIDE_HEIGHT]), gripper, -1.0)
-    return np.clip(correction + np.array([*(strength * forward), 0.0, 0.0]), -1.0, 1.0).astype(np.float32)
 
 
 def _action(target: DoubleArray, gripper: DoubleArray, opening: float) -> FloatArray:

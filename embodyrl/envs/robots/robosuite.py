@@ -35,7 +35,7 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         """Start the process and load the task.
 
         Args:
-            task: Lift, Stack, NutAssembly, Door, ...
+            task: Lift, Stack, Door, ...
             python: interpreter that has robosuite 1.5; None: this interpreter.
             camera: camera of the observation; None: the observation contains object poses.
             height: height of the image, pixels.

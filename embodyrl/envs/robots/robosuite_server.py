@@ -24,10 +24,6 @@ _TILT = 1.2
 """Tilt of the gripper towards the door in rad; the hand is too wide to grasp the handle from above."""
 _HANDLE_WIDTH, _HANDLE_NEAR = 0.072, 0.04
 """Width of the closed fingers and distance from the handle, in metres, at which the gripper holds the handle."""
-_MIDDLE = 0.8
-"""Rotation of the gripper in rad in the middle of the range of the last joint; 0 at the start."""
-_ON_PEG, _PEG_TOP = 0.9, 0.95
-"""Height in metres below which a nut is released, and height of the pegs."""
 _UNLOCKED = 1.0
 """Angle of the handle in rad at which the door opens."""
 
@@ -162,49 +158,6 @@ def tilt(quaternion: Any) -> float:
     return float(np.arctan2(2 * (x * w - y * z), 2 * (x * x + y * y) - 1))
 
 
-def nut_assembly(seen: Any) -> Any:
-    """Return the action of the NutAssembly expert: put the square nut on its peg, then the round nut."""
-    for name, peg, handle in (("SquareNut", (0.23, 0.1), 0.054), ("RoundNut", (0.23, -0.1), 0.06)):
-        nut, angle = seen[f"{name}_pos"], heading(seen[f"{name}_quat"], 0)
-        grip = nut + handle * np.array([np.cos(angle), np.sin(angle), 0.0])
-        way = peg - nut[:2]
-        aside = np.linalg.norm(way)
-        if aside < 0.02 and nut[2] < _ON_PEG:
-            gripper = seen["robot0_eef_pos"]
-            if np.linalg.norm(peg - gripper[:2]) < 0.12 and gripper[2] < _PEG_TOP + 0.04:
-                opened = np.abs(seen["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
-                return motion((0.0, 0.0, _ABOVE if opened else 0.0), OPEN)
-            continue
-        hand = wrapped(heading(seen["robot0_eef_quat"], 1) + np.pi / 2 - _MIDDLE, 2 * np.pi) + _MIDDLE
-        if not holds(seen, grip):
-            turned = wrapped(angle - np.pi, 2 * np.pi)
-            turned += np.pi if turned < -1.9 else 0.0
-            return grasp(seen, grip, upright(seen["robot0_eef_quat"], turned - hand))
-        # The handle points to the robot, because the arm cannot reach over the pegs.
-        askew = wrapped(np.pi - angle, 2 * np.pi)
-        askew += 2 * np.pi if hand + askew < -1.0 else 0.0
-        turn = upright(seen["robot0_eef_quat"], askew)
-        if (aside < 0.006 and abs(askew) < 0.06) or (aside < 0.015 and nut[2] < _PEG_TOP):
-            return motion((*way, -0.04), CLOSED, turn)
-        height = _PEG_TOP + 0.03 - nut[2]
-        return motion((*(way if height < 0.02 else (0.0, 0.0)), height), CLOSED, turn)
-    return motion((0.0, 0.0, _ABOVE), OPEN)
-
-
-def heading(quaternion: Any, axis: int) -> float:
-    """Return the direction in rad of axis 0 (x) or 1 (y) of a body in the horizontal plane; quaternion: x, y, z, w."""
-    x, y, z, w = quaternion
-    cosine, sine = ((1 - 2 * (y * y + z * z), 2 * (x * y + z * w)), (2 * (x * y - z * w), 1 - 2 * (x * x + z * z)))[
-        axis
-    ]
-    return float(np.arctan2(sine, cosine))
-
-
-def wrapped(angle: float, period: float) -> float:
-    """Return the angle modulo `period`, in -period/2 .. period/2."""
-    return (angle + period / 2) % period - period / 2
-
-
 def holds(seen: Any, cube: Any) -> bool:
     """Return True if the closed fingers hold the cube."""
     width = np.abs(seen["robot0_gripper_qpos"]).sum()
@@ -212,25 +165,15 @@ def holds(seen: Any, cube: Any) -> bool:
     return bool(np.linalg.norm(seen["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and still)
 
 
-def grasp(seen: Any, cube: Any, turn: Any = (0.0, 0.0, 0.0)) -> Any:
-    """Return an action that approaches the cube from above or, at the cube, closes the fingers.
-
-    `turn`: rotation vector [3] in rad during the approach.
-    """
+def grasp(seen: Any, cube: Any) -> Any:
+    """Return an action that approaches the cube from above or, at the cube, closes the fingers."""
     way = cube - seen["robot0_eef_pos"]
     aside = np.linalg.norm(way[:2])
     if aside < 0.01 and abs(way[2]) < 0.01:
         return motion((0.0, 0.0, 0.0), CLOSED)
-    lower = (aside < 0.015 and abs(turn[2]) < 0.1) or (aside < 0.03 and way[2] > -0.03)
+    lower = aside < 0.015 or (aside < 0.03 and way[2] > -0.03)
     height = way[2] if lower else way[2] + _ABOVE
-    return motion((way[0], way[1], height), OPEN, turn)
-
-
-def upright(quaternion: Any, turn: float) -> Any:
-    """Return the rotation vector [3] that turns the gripper by `turn` rad about the vertical, and levels its tilt."""
-    x, y, z, w = quaternion
-    # The third axis of the gripper, which points down: (2 (xz + yw), 2 (yz - xw), ...).
-    return np.array([2 * (x * w - y * z), 2 * (x * z + y * w), turn])
+    return motion((way[0], way[1], height), OPEN)
 
 
 def motion(way: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
@@ -240,7 +183,7 @@ def motion(way: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
     return np.array([*np.concatenate(moves), gripper], np.float32)
 
 
-_EXPERTS = {"Lift": lift, "Stack": stack, "NutAssembly": nut_assembly, "Door": door}
+_EXPERTS = {"Lift": lift, "Stack": stack, "Door": door}
 
 
 def serve(pipe: Any) -> None:

@@ -47,16 +47,6 @@ def test_goal_expert_reaches_the_goal(name: str, noise: float):
     assert reached == [True] * 5
 
 
-def test_slide_expert_stops_the_puck_near_the_goal():
-    env, reached = built("fetch_slide", "embodyrl.envs.robots.fetch:FetchSlideExpert"), 0
-    for reset_id in range(20):
-        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=STEPS)])
-        _, result = env.expert_chunk([0], STEPS, noise=0.0)
-        reached += bool(result.success[:, -1].all())
-    env.close()
-    assert reached >= 8
-
-
 def test_panda_expert_lifts_the_cube_and_ends_the_episode():
     env = built("hil_pick_cube")
     for reset_id in range(3):

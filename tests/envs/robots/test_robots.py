@@ -261,13 +261,13 @@ def test_python_without_robosuite_is_reported(python: str | None, said: str):
 
 @pytest.mark.sim
 @pytest.mark.skipif(ROBOSUITE is None, reason=WITHOUT_ROBOSUITE)
-@pytest.mark.parametrize(("name", "steps"), [("lift", 150), ("stack", 150), ("door", 150), ("nut_assembly", 500)])
-def test_robosuite_expert_solves_its_task(name: str, steps: int):
+@pytest.mark.parametrize("name", ["lift", "stack", "door"])
+def test_robosuite_expert_solves_its_task(name: str):
     cfg = env_of("robots", robot=f"robosuite_{name}", python=ROBOSUITE, use_rel_reward=False)
     env = FACTORY.make(cfg, EnvContext(pictures=False))
     for reset_id in range(3):
-        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=steps)])
-        _, result = env.expert_chunk([0], steps, noise=0.0)
+        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=150)])
+        _, result = env.expert_chunk([0], 150, noise=0.0)
         assert result.success.any()
         assert result.terminated.any()
     env.close()
