@@ -18,7 +18,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 class MixedLauncher:
     settings = ProcessSettings
-    sections = {}
+    spans_hosts = False
     in_process = False
     host = "127.0.0.1"
     where = lost = ""

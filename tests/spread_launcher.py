@@ -9,7 +9,7 @@ from embodyrl.cluster.ray_cluster.placement import parse_placement
 
 
 class SpreadLauncher(MixedLauncher):
-    sections = {"cluster": ClusterSettings}
+    spans_hosts = True
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:

@@ -73,7 +73,7 @@ class Algorithm:
         self._longest_episode = longest_episode
         self.scored = scored
         self._loss = LOSSES.get(cfg.loss_type)
-        self.loss_settings = self._loss.settings() if cfg.loss is None else cfg.loss
+        self.loss_settings = cfg.loss if isinstance(cfg.loss, self._loss.settings) else self._loss.settings()
         self.needs_finals = self.estimator.needs_values or cfg.transitions
         """True if the final observations of truncated episodes are needed."""
         self.needs_reference = cfg.kl_beta > 0

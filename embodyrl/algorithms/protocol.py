@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl import parts
 from embodyrl.algorithms.settings import AlgorithmSettings, BufferSettings, GroupSettings, ValueSettings
@@ -14,6 +14,9 @@ from embodyrl.types import Episode, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
+
+A = TypeVar("A", bound=AlgorithmSettings)
+S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +119,12 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageEstimator:
+class AdvantageEstimator(Generic[A]):
     """Advantage estimator that `adv_type` selects: its function, settings class and requirements."""
 
-    compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
+    compute: Callable[[Sequence[Episode], Scores, A], list[Credit]]
     """Function that returns the credits of the episodes of one training step, in the same order."""
-    settings: type[AlgorithmSettings] = AlgorithmSettings
+    settings: type[A] = AlgorithmSettings  # pyright: ignore[reportAssignmentType]  # for estimators without own keys
     """Settings class of the estimator's keys under `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
     """True if rollouts collect a fixed number of chunk steps per slot, which may cut episodes."""
@@ -184,26 +187,26 @@ class LossTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(Generic[S]):
     """Policy loss that `loss_type` selects: its function, settings class and requirements."""
 
-    compute: Callable[[Units, Any], LossTerms]
+    compute: Callable[[Units, S], LossTerms]
     """Function that returns the loss of each unit; sequence-level methods treat each sample as one sequence."""
-    settings: type[Settings] = Settings
+    settings: type[S] = Settings  # pyright: ignore[reportAssignmentType]  # for losses without own keys
     """Settings class of the loss's own keys, which are set under `algorithm`; `compute` receives an instance."""
     needs_all_samples: bool = False
     """True if samples with advantage 0 must be kept, for losses with batch statistics or with a term that does not
     depend on the advantage."""
 
 
-ADVANTAGES: Registry[AdvantageEstimator] = Registry(
+ADVANTAGES: Registry[AdvantageEstimator[Any]] = Registry(
     "adv_type",
     group="embodyrl.advantages",
     parts=parts.ADVANTAGES,
     wants="an AdvantageEstimator",
     fits=lambda found: isinstance(found, AdvantageEstimator),
 )
-LOSSES: Registry[PolicyLoss] = Registry(
+LOSSES: Registry[PolicyLoss[Any]] = Registry(
     "loss_type",
     group="embodyrl.losses",
     parts=parts.LOSSES,

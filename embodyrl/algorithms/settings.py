@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
@@ -49,7 +49,6 @@ class AlgorithmSettings(ActingAlgorithm):
         "behave_weight_threshold": "behave_weight_mode behave_weight_level",
     }
 
-    flattened = "loss"
     imitates: ClassVar[bool] = False
     """True if the loss is the SFT loss."""
     transitions: ClassVar[bool] = False
@@ -58,8 +57,8 @@ class AlgorithmSettings(ActingAlgorithm):
     """Name of the advantage estimator."""
     loss_type: str = "ppo_clip"
     """Name of the policy loss."""
-    loss: SkipJsonSchema[Settings | None] = None
-    """Settings of the loss; None: the defaults."""
+    loss: SkipJsonSchema[Settings] = Settings()
+    """Settings of the loss, whose keys are written next to the keys of the estimator."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
     """Number of episodes per group; all episodes of a group share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
@@ -132,6 +131,17 @@ class AlgorithmSettings(ActingAlgorithm):
     """Stop the update once the mean ratio of an optimizer step exceeds this value; null: never."""
     early_stop_kl: Positive | None = None
     """Stop the update once KL(old || new) of an optimizer step exceeds this value; null: never."""
+
+    def nested(self) -> Iterator[tuple[str, Settings]]:
+        """Yield nested settings; the keys of `loss` have no prefix."""
+        for name, below in super().nested():
+            yield ("" if below is self.loss else name), below
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with the given values of keys of the estimator and of the loss."""
+        own = {name: value for name, value in values.items() if name.partition(".")[0] in type(self).model_fields}
+        loss = {name: value for name, value in values.items() if name not in own}
+        return super().updated(own | {"loss": self.loss.updated(loss)} if loss else own)
 
     @property
     def method(self) -> str:

@@ -92,7 +92,7 @@ class InlineLauncher:
     """Launcher whose workers are objects in this process; requests run when the driver waits."""
 
     settings = LauncherSettings
-    sections = {}
+    spans_hosts = False
     in_process = True
     host = LOOPBACK
     where = lost = ""

@@ -124,8 +124,8 @@ class Launcher(Protocol):
 
     settings: ClassVar[type[LauncherSettings]]
     """Settings class of the launcher's keys under `launcher`."""
-    sections: ClassVar[Mapping[str, type[Settings]]]
-    """Settings classes of the config sections that the launcher adds, by name."""
+    spans_hosts: ClassVar[bool]
+    """True if the launcher uses the config section `cluster`, for runs on several hosts."""
     in_process: ClassVar[bool]
     """True if workers are objects in the driver's process."""
 
@@ -170,7 +170,7 @@ class Launcher(Protocol):
         ...
 
 
-_NEEDED = ("settings", "sections", "in_process", "where", "lost", "preview", "nodes", "start", "send", "wait", "stop")
+_NEEDED = ("settings", "spans_hosts", "in_process", "lost", "preview", "nodes", "start", "send", "wait", "stop")
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",

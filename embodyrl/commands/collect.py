@@ -124,8 +124,8 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
         EmbodyError: a data set is missing or damaged, or differs from the other data or from the environment.
     """
     first = cfg.data.path
-    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
-    cards = [read_card(resolve_asset(folder), cfg.data).env for folder in folders]
+    folders = [str(path) for path in (first, *cfg.demonstrations.more, cfg.data.val_path) if path is not None]
+    cards = [read_card(resolve_asset(folder), cfg.demonstrations).env for folder in folders]
     problems = [
         f"The demonstrations in {folder} differ from those of data.path in {differs}."
         for folder, card in zip(folders, cards, strict=True)
@@ -136,7 +136,7 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
             f"The demonstrations in {first} and env '{played.name}' differ in {differs}. Choose the environment and "
             "the cameras of the demonstrations, or other data."
         )
-    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), cfg.data)]
+    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), cfg.demonstrations)]
     if problems:
         raise ConfigError(problems)
 
@@ -162,7 +162,7 @@ def card_of(run_plan: RunPlan) -> Card:
             "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
             **({"labels": cfg.collect.labels.value} if run_plan.labelled else {}),
-            **changed_reward(cfg),
+            **changed_reward(cfg.reward),
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
             "max_episode_steps": cfg.env.train.max_episode_steps,

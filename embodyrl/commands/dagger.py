@@ -97,8 +97,8 @@ def _run_round(
 def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path]) -> Config:
     """Return the SFT config of a round; the initial weights are those of the previous round."""
     # A round in which no episode was corrected has no data.
-    more = [*cfg.data.more, *(str(folder) for folder in data if read_episodes(folder))]
-    actors = cfg.data.actors or list(find_expert(cfg.dagger.expert).authors)
+    more = [*cfg.demonstrations.more, *(str(folder) for folder in data if read_episodes(folder))]
+    actors = cfg.demonstrations.actors or list(find_expert(cfg.dagger.expert).authors)
     learned = {"data.more": more, "data.actors": actors, "runner.experiment_name": run.name}
     return overridden(cfg, _continued(cfg, before) | learned)
 

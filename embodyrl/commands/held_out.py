@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from embodyrl.config.compose import flat
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import leaves, plain, spell
+from embodyrl.config.settings import plain, spell
 from embodyrl.data.cards import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
@@ -30,7 +30,7 @@ def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     states = {e.reset_id for e in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
         training = run_plan.cfg
-        shown = _shown(dict(leaves(training)), env) or {}
+        shown = _shown(dict(training.leaves()), env) or {}
         used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
         return [("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
     return [("held out", line) for line in _history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
@@ -44,7 +44,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     cfg = run_plan.cfg
     if run_plan.algorithm is not None or cfg.ckpt is None or (file := record_of(resolve_run(cfg.ckpt))) is None:
         return []
-    made, here = flat(read_plain_yaml(file)), dict(leaves(cfg))
+    made, here = flat(read_plain_yaml(file)), dict(cfg.leaves())
     keys = [f"env.{key}" for key in _RENDERING] if made.get("env.env_type") == here["env.env_type"] else []
     changed = [f"{key}={spell(made[key])}" for key in keys if key in made and key in here and made[key] != here[key]]
     fix = f"{' '.join(changed)} renders the images of {cfg.ckpt}'s training"
@@ -98,7 +98,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec
     share = made.get("data.val_share")
     if other_worlds(made, plain(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}):
         return None
-    if cfg.data.val_path or cfg.data.val_split or not isinstance(share, float):
+    if cfg.rows.val_path or cfg.rows.val_split or not isinstance(share, float):
         return env
     return replace(env, benchmark=replace(env.benchmark, held_out=round(share * env.states_per_task[0])))
 

@@ -33,19 +33,18 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
         EmbodyError: a folder is damaged, empty, or too large for the memory.
         ConfigError: data.more or data.val_path belongs to another environment.
     """
-    assert cfg.data.path is not None
-    assert isinstance(cfg.data, DemonstrationSettings)
-    data = cfg.data
+    data = cfg.demonstrations
+    assert data.path is not None
     ranked = cfg.objective.name is Objective.dpo
     # Checked before frames are decoded, which takes minutes.
     more, val_path = further_folders(cfg)
-    first = load_demonstrations(resolve_asset(cfg.data.path), data)
+    first = load_demonstrations(resolve_asset(data.path), data)
     demos = join_demonstrations([first, *(load_demonstrations(path, data) for path in more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # pairs: hold out whole initial states
     # Hold out episodes of `data.path` only: DAgger adds folders, and no round may train on later validation data.
     known, count = np.unique(kinds[: first.num_episodes]), 0
-    if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
-        count = max(1, round(cfg.data.val_share * len(known)))
+    if data.val_path is None and data.val_share and len(known) > 1:
+        count = max(1, round(data.val_share * len(known)))
     order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
     aside = np.isin(kinds, known[order[:count]])
     if cfg.objective.labels is not None:
@@ -64,10 +63,10 @@ def _checked(cfg: Config, training: Samples) -> Samples:
     Raises:
         ConfigError: no action chunk is only by the authors in `data.actors`.
     """
-    if cfg.data.actors and not len(training):
+    if cfg.demonstrations.actors and not len(training):
         raise ConfigError(
-            f"data.actors={list(cfg.data.actors)}: no action chunk of data.path comes only from these actors. "
-            "Add actors, or remove data.actors."
+            f"data.actors={list(cfg.demonstrations.actors)}: no action chunk of data.path comes only from these "
+            "actors. Add actors, or remove data.actors."
         )
     return training
 
@@ -109,8 +108,7 @@ def require_history(cfg: Config, root: Path, describe: Callable[[EnvSpec], Polic
     Raises:
         ConfigError: the policy reads another number of steps.
     """
-    assert isinstance(cfg.data, DemonstrationSettings)
-    env, steps = stored_card(root, cfg.data).env, cfg.data.history
+    env, steps = stored_card(root, cfg.demonstrations).env, cfg.demonstrations.history
     try:
         # Without data.history, because the shapes of most policies do not fit a history.
         spec = describe(env)
@@ -130,7 +128,7 @@ def _labelled(
 ) -> tuple[Samples, Samples | None]:
     """Return training and validation samples with the instruction suffixes of `objective.labels`."""
     require_instructions(policy)
-    if cfg.data.val_path is not None or cfg.data.history > 1:
+    if cfg.data.val_path is not None or cfg.demonstrations.history > 1:
         raise ConfigError(
             "objective.labels cannot be combined with data.val_path or data.history. Remove objective.labels, or "
             "remove data.val_path and data.history."
@@ -149,8 +147,7 @@ def further_folders(cfg: Config) -> tuple[list[Path], Path | None]:
         EmbodyError: a folder contains no data set, or its description is damaged.
         ConfigError: a data set belongs to another environment.
     """
-    assert isinstance(cfg.data, DemonstrationSettings)
-    data = cfg.data
+    data = cfg.demonstrations
     # Equal reset ids of two environments are different initial states.
     alike = ("name", "states_per_task") if cfg.objective.name is Objective.dpo else ()
     more = [_same_kind(folder, data, *alike) for folder in data.more]
@@ -173,8 +170,7 @@ def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
 
 
 def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
-    assert isinstance(cfg.data, DemonstrationSettings)
-    ranked, history, actors = cfg.objective.name is Objective.dpo, cfg.data.history, cfg.data.actors
+    ranked, history, actors = cfg.objective.name is Objective.dpo, cfg.demonstrations.history, cfg.demonstrations.actors
     length = policy.imitated or policy.num_action_chunks
     steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
     found, valid = demos.window(steps, length + history - 1, before=history - 1)

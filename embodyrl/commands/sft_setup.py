@@ -121,8 +121,7 @@ def load_material(cfg: Config, folder: Path) -> Material:
 
 
 def _demonstrations(cfg: Config, folder: Path) -> Material:
-    assert isinstance(cfg.data, DemonstrationSettings)
-    env, model = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, cfg.model
+    env, model = read_card(resolve_asset(str(cfg.demonstrations.path)), cfg.demonstrations).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
     measured = model.weights is not None and not ranked
     spec, scaled = _spec(cfg, env, folder), ""
@@ -130,7 +129,7 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):
         raise ConfigError(
-            f"objective.name=dpo: data.path={cfg.data.path} has no pair of a better and a worse episode from "
+            f"objective.name=dpo: data.path={cfg.demonstrations.path} has no pair of a better and a worse episode from "
             f"the same initial state. "
             "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
             "collect.episodes=200 collect.filter=all`."
@@ -142,7 +141,7 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
         model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
         scaled = scaling_text(actions, states)
     # An environment of this package may have a gripper that a task does not need.
-    foreign = not is_ours(resolve_asset(str(cfg.data.path)))
+    foreign = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
     doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
     if train.executed is not None:
         committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
@@ -262,14 +261,13 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
             *(("warning", doubt) for doubt in (*rows.doubts, *policy.doubts)),
             training,
         ]
-    assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
     with TemporaryDirectory() as scratch:
         require_history(cfg, root, lambda env: _spec(cfg, env, Path(scratch)))
-    card = read_card(root, cfg.data)
+    card = read_card(root, cfg.demonstrations)
     more, val_path = further_folders(cfg)
     folders = (root, *more, *(() if val_path is None else (val_path,)))
-    if problems := [line for folder in folders for line in check_layout(folder, cfg.data)]:
+    if problems := [line for folder in folders for line in check_layout(folder, cfg.demonstrations)]:
         raise ConfigError(problems)
     with TemporaryDirectory() as scratch:
         spec = _spec(cfg, card.env, Path(scratch))
@@ -279,7 +277,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
     cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unread}"
     return [
-        *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (root, *more)), strict=True),
+        *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_counted, (root, *more)), strict=True),
         ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
@@ -293,8 +291,7 @@ def _prefix_doubts(cfg: Config, folders: Sequence[Path]) -> list[str]:
     """Return warnings about data without the executed actions, which are inputs for simulated delays."""
     if not simulated_delay(cfg):
         return []
-    assert isinstance(cfg.data, DemonstrationSettings)
-    cards = [(folder, read_card(folder, cfg.data).collected) for folder in folders]
+    cards = [(folder, read_card(folder, cfg.demonstrations).collected) for folder in folders]
     return [
         f"{folder} contains labels of the expert, not the executed actions, which are inputs of model.rtc=trained: "
         "SFT uses the labels instead. Collect with collect.labels=executed."
@@ -322,14 +319,13 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     Raises:
         ConfigError: a source or a row is malformed, or the model is not a language model.
     """
-    assert isinstance(cfg.data, RowSettings)
     factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
     if ActionKind.text not in factory.spec(cfg.model, ANY_TEXT, values).action_kinds:
         raise ConfigError(
-            f"data.path={cfg.data.path} contains text, but model '{cfg.model.model_type}' outputs actions. "
+            f"data.path={cfg.rows.path} contains text, but model '{cfg.model.model_type}' outputs actions. "
             "Use model=causal_lm, or a folder that `embodyrl collect` wrote."
         )
-    rows = checked_rows(cfg, cfg.data)
+    rows = checked_rows(cfg, cfg.rows)
     env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
     if rows.pictures:
         env = replace(env, cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=True))

@@ -14,7 +14,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Self
@@ -86,12 +86,6 @@ class Settings(BaseModel):
     condition is `key` (the key is set), `key=a|b` or `key!=a|b`. Conditions are joined with " or "; an explanation is
     appended as ": reason". Keys that start with / are relative to the whole config. "never: reason" is always false."""
 
-    flattened: ClassVar[str] = ""
-    """Name of a field of type Settings whose keys are written without the field's name, next to the keys of this
-    class."""
-    inlined: ClassVar[Mapping[str, type[Settings]]] = {}
-    """Settings class of each flattened field (see `flattened`), by the name of the field's section."""
-
     def __eq__(self, other: object) -> bool:
         """Return True for equal classes and values, regardless of the sources of the values."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -99,6 +93,30 @@ class Settings(BaseModel):
     def problems(self) -> Iterator[str]:
         """Yield one message per conflict between values, with the fix."""
         yield from ()
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Yield (dotted name, value) of every key of these settings and of all nested settings."""
+        for name in self.used_fields():
+            if not isinstance(value := getattr(self, name), Settings):
+                yield prefix + name, value
+        for name, below in self.nested():
+            yield from below.leaves(prefix + name)
+
+    def used_fields(self) -> Iterable[str]:
+        """Return the names of the fields in use."""
+        return type(self).model_fields
+
+    def nested(self) -> Iterator[tuple[str, Settings]]:
+        """Yield (prefix of the keys, settings) of each field of type Settings."""
+        for name in self.used_fields():
+            if isinstance(value := getattr(self, name), Settings):
+                yield f"{name}.", value
+
+    def nodes(self, prefix: str = "") -> Iterator[tuple[str, Settings]]:
+        """Yield (prefix of the keys, settings) of these settings and of all nested settings."""
+        yield prefix, self
+        for name, below in self.nested():
+            yield from below.nodes(prefix + name)
 
     def get(self, name: str) -> Any:
         """Return the value of a key by dotted name; None: the settings have no such key."""
@@ -114,11 +132,11 @@ class Settings(BaseModel):
         for name, value in values.items():
             head, _, rest = name.partition(".")
             if head not in type(self).model_fields:
-                head, rest = self.flattened, name
-            below = changes.get(head, getattr(self, head, None)) if head else None
+                raise ConfigError(f"{type(self).__name__} has no key '{name}'.")
+            below = changes.get(head, getattr(self, head))
             if rest and not isinstance(below, Settings):
-                where = f" because its {head} is {below!r}. Set `{head}` to settings first." if head else "."
-                raise ConfigError(f"{type(self).__name__} has no key '{rest}'{where}")
+                reason = f"because its {head} is {below!r}. Set `{head}` to settings first."
+                raise ConfigError(f"{type(self).__name__} has no key '{rest}' {reason}")
             changes[head] = below.updated({rest: value}) if isinstance(below, Settings) and rest else value
         return self.model_copy(update=changes)
 
@@ -253,17 +271,9 @@ def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
         below = info.annotation
         if isinstance(below, type) and issubclass(below, Settings):
             found |= keys_of(below, f"{prefix}{name}.")
-            found |= keys_of(kind.inlined[name], f"{prefix}{name}.") if name in kind.inlined else {}
-        elif name != kind.flattened:
+        else:
             found[prefix + name] = Key(name=prefix + name, owner=kind, field=info)
     return found
-
-
-@functools.cache
-def branches_of(kind: type[Settings]) -> frozenset[str]:
-    """Return the dotted names of all sections of a settings class, for example `env` and `env.train`."""
-    names = (name for key in keys_of(kind) for name in parents_of(key))
-    return frozenset(names)
 
 
 def parents_of(name: str) -> Iterator[str]:
@@ -273,9 +283,8 @@ def parents_of(name: str) -> Iterator[str]:
         yield name
 
 
-def find_key(kind: type[Settings], name: str) -> Key | None:
+def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
     """Return the key with this name, or the key of the free mapping that contains the name; None: unknown."""
-    keys = keys_of(kind)
     if name in keys:
         return keys[name]
     return next((keys[parent] for parent in parents_of(name) if parent in keys and keys[parent].free), None)
@@ -287,14 +296,16 @@ def doc_of(kind: type[Settings], field: str) -> str:
     return next((found[field] for part in parts if field in (found := field_docs(part))), "")
 
 
-def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every key of settings and nested settings."""
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, Settings):
-            yield from leaves(value, prefix if name == settings.flattened else f"{prefix}{name}.")
-        elif name != settings.flattened:
-            yield prefix + name, value
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Build nested mappings from values by dotted name; the inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for name, value in leaves.items():
+        *parents, last = name.split(".")
+        at = tree
+        for part in parents:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return tree
 
 
 def plain(value: object) -> Any:
@@ -302,8 +313,7 @@ def plain(value: object) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Settings):
-        found = {name: plain(getattr(value, name)) for name in type(value).model_fields}
-        return found | (found.pop(value.flattened, None) or {})
+        return nested({name: plain(leaf) for name, leaf in value.leaves()})
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from embodyrl.config.compose import conf_dir, write_word
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.settings import Settings, leaves
+from embodyrl.config.settings import Settings
 from embodyrl.registry import current_path, installed
 
 TRUST = "trust=true"
@@ -73,7 +73,7 @@ def trust_words(cfg: Settings, further: Mapping[str, Any] | None = None) -> list
 
     The argument is needed if the config, or the values in `further`, name code to import.
     """
-    return [TRUST] if distrusted({**dict(leaves(cfg)), **(further or {})}, {}, Path()) else []
+    return [TRUST] if distrusted({**dict(cfg.leaves()), **(further or {})}, {}, Path()) else []
 
 
 def own_sources(cfg: Settings) -> dict[str, Path]:
@@ -83,7 +83,7 @@ def own_sources(cfg: Settings) -> dict[str, Path]:
     """
     names = {
         found[1]
-        for key, value in leaves(cfg)
+        for key, value in cfg.leaves()
         if not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in _texts(value)
         if (found := _NAMED_CODE.fullmatch(text))

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import Settings, plain
 from embodyrl.envs.reward import StepRewardSettings
 
 
-def changed_reward(cfg: Any) -> dict[str, Any]:
-    """Return the settings of the section `reward` if `reward.path` is set, or an empty mapping."""
-    reward = getattr(cfg, "reward", None)
+def changed_reward(reward: Settings | None) -> dict[str, Any]:
+    """Return {"reward": settings} if `reward.path` replaces a simulator's reward, or an empty mapping."""
     return {"reward": plain(reward)} if isinstance(reward, StepRewardSettings) and reward.path is not None else {}

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from embodyrl.config.sections import of_commands
 from embodyrl.config.settings import Count, Must, Path, Positive, Seconds, Settings, only
 from embodyrl.text.settings import DataSettings
 
@@ -103,8 +102,6 @@ class ObjectiveSettings(Settings):
         return self.name in (Objective.preference, Objective.success)
 
 
-OBJECTIVE = of_commands(ObjectiveSettings, "sft", "dagger")
-
 EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
 FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
 Labels = StrEnum("Labels", ["executed", "expert"])
@@ -141,6 +138,3 @@ class CollectSettings(Settings):
     the expert's actions for the same states."""
     images: FrameFormat = FrameFormat.png
     """Format of the images. png: lossless, inside the parquet files; mp4: lossy, but much smaller."""
-
-
-COLLECT, DAGGER = of_commands(CollectSettings, "collect", "dagger"), of_commands(DaggerSettings, "dagger")

@@ -12,12 +12,12 @@ others. Algorithms therefore need no changes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import AfterStep, Env, EnvContext
+from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import ByteArray, ChunkResult, CommittedSpec, EnvSpec, EpisodeStart, FloatArray, IntArray
 
@@ -70,8 +70,9 @@ class Timing:
         return int(np.random.default_rng([seed, reset_id, chunk]).integers(self.low, self.high + 1))
 
 
-def delay_of(cfg: Any, context: EnvContext) -> Timing:
+def delay_of(cfg: EnvSettings, context: EnvContext) -> Timing:
     """Return the delay and overlap from the settings of an environment and of the run."""
+    assert isinstance(cfg, RewardSettings)
     low, high = cfg.delay
     overlap = high if context.overlap is None else context.overlap
     observed = context.observe_committed or cfg.control.observe_committed

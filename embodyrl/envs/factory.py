@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.history import HistorySims, with_chunks, with_history
 from embodyrl.envs.protocol import Env, EnvContext
-from embodyrl.envs.reward import StepReward, StepRewardSettings
+from embodyrl.envs.reward import StepReward
+from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.files import available_bytes
 from embodyrl.types import EnvSpec
@@ -18,7 +19,7 @@ from embodyrl.types import EnvSpec
 if TYPE_CHECKING:
     from embodyrl.envs.delay import Timing
 
-S = TypeVar("S", contravariant=True)
+S = TypeVar("S", bound=EnvSettings)
 
 
 class SimFactory(ABC, Generic[S]):
@@ -27,9 +28,9 @@ class SimFactory(ABC, Generic[S]):
     Subclasses define the settings class, the config checks, the spec and the simulators.
     """
 
-    settings: Any
+    settings: type[S]
     """Settings class, a subclass of `EnvSettings` and `RewardSettings`."""
-    sections = {"reward": StepRewardSettings}
+    rewards_steps = True
 
     def problems(self, cfg: S) -> Iterator[str]:
         """Yield config errors with fixes, one line each, without importing the simulator."""
@@ -68,8 +69,9 @@ class SimFactory(ABC, Generic[S]):
         """Return config errors, one line each."""
         return list(self.problems(cfg))
 
-    def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:
+    def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
         """Return the environment's spec, including history, the user's reward components and the delay."""
+        assert isinstance(cfg, RewardSettings)
         own = context.reward
         spec = with_chunks(with_history(self.describe(cfg, context), cfg.history), cfg.ensemble_chunk)
         spec = replace(spec, reward=replace(spec.reward, factor=cfg.reward_coef))
@@ -77,8 +79,9 @@ class SimFactory(ABC, Generic[S]):
         delay = _delay_of(cfg, context)
         return spec if delay is None else delay.declare(spec, context.chunk)
 
-    def make(self, cfg: Any, context: EnvContext) -> Env:
+    def make(self, cfg: S, context: EnvContext) -> Env:
         """Build the environment, including the history, temporal ensembling and inference delay of the config."""
+        assert isinstance(cfg, RewardSettings)
         delay = _delay_of(cfg, context)
         if delay is not None and context.described is not None:
             context = replace(context, described=delay.original(context.described))
@@ -93,7 +96,7 @@ class SimFactory(ABC, Generic[S]):
         return env if delay is None else delay.wrap(env, context.num_slots)
 
 
-def _delay_of(cfg: Any, context: EnvContext) -> Timing | None:
+def _delay_of(cfg: EnvSettings, context: EnvContext) -> Timing | None:
     """Return the configured delay, or None if the config has neither a delay nor overlapping chunks."""
     if not cfg.delay[1] and not context.overlap:
         return None

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from embodyrl import parts
-from embodyrl.config.settings import Settings
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
@@ -139,22 +138,25 @@ class EnvContext:
     """Additional suites to evaluate, a subset of the factory's `suites`."""
 
 
-class EnvFactory(Protocol):
+S = TypeVar("S", bound=EnvSettings)
+
+
+class EnvFactory(Protocol[S]):
     """Interface of environment factories: config checks, the spec, and construction of the environment."""
 
-    settings: type[EnvSettings]
+    settings: type[S]
     """Settings class of the keys under `env`; methods receive an instance with the splits of the command."""
     reads_rows: bool
     """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by
     default."""
-    sections: Mapping[str, type[Settings]]
-    """Additional config sections of runs with this environment, by name. Optional."""
+    rewards_steps: bool
+    """True if the config section `reward` may replace the rewards of the simulator. Optional, False by default."""
 
-    def validate(self, cfg: Any) -> list[str]:
+    def validate(self, cfg: S) -> list[str]:
         """Return config errors with fixes, one line each, without importing the simulator."""
         ...
 
-    def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:
+    def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
         """Return the environment's spec without building a simulator.
 
         Raises:
@@ -162,11 +164,11 @@ class EnvFactory(Protocol):
         """
         ...
 
-    def make(self, cfg: Any, context: EnvContext) -> Env:
+    def make(self, cfg: S, context: EnvContext) -> Env:
         """Build the environment with `context.num_slots` slots in this process."""
         ...
 
-    def costs(self, cfg: Any, spec: EnvSpec) -> EnvCosts:
+    def costs(self, cfg: S, spec: EnvSpec) -> EnvCosts:
         """Estimate memory and time of the environment without slow imports. Optional."""
         ...
 
@@ -189,15 +191,15 @@ class GoalJudge(Protocol):
         ...
 
 
-class GoalFactory(EnvFactory, Protocol):
+class GoalFactory(EnvFactory[S], Protocol[S]):
     """Interface of factories of environments whose `EnvSpec` has a `goal`."""
 
-    def judge(self, cfg: Any) -> GoalJudge:
+    def judge(self, cfg: S) -> GoalJudge:
         """Build the reward function for relabelled goals in this process."""
         ...
 
 
-ENVS: Registry[EnvFactory] = Registry(
+ENVS: Registry[EnvFactory[Any]] = Registry(
     "env",
     group="embodyrl.envs",
     parts=parts.ENVIRONMENTS,

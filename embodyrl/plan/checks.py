@@ -5,23 +5,26 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError, create_model
+from pydantic import TypeAdapter, ValidationError
 
+from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
 from embodyrl.config.compose import Setting
-from embodyrl.config.settings import Key, Settings, find_key, parents_of, plain, spell
+from embodyrl.config.settings import Key, Settings, find_key, keys_of, nested, parents_of, plain, spell
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError, short
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.fanout import missing_loggers
+from embodyrl.plan.data import data_problems
 from embodyrl.plan.experts import find_expert
+from embodyrl.plan.generation import generation_problems
 from embodyrl.plan.reads import get_reads
-from embodyrl.plan.schema import Config
+from embodyrl.plan.schema import Config, Schema, TopSettings
 from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.text import text_problems
 from embodyrl.plan.weights import resolve_weights
@@ -31,6 +34,7 @@ from embodyrl.types import ActionKind, PolicySpec
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=Settings)
+_NO_SETTINGS: Mapping[str, Setting] = MappingProxyType({})
 _SAMPLING = (
     *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
     *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),
@@ -44,14 +48,14 @@ _INERT = (
 
 
 def checked(
-    root: type[Config], read: Mapping[str, Any], last: Mapping[str, Setting], unread: list[str], problems: list[str]
+    schema: Schema, read: Mapping[str, Any], last: Mapping[str, Setting], unread: list[str], problems: list[str]
 ) -> Config:
-    """Return the config of the class `root` with the values `read`, its warnings and the sources of its values.
+    """Return the config with the values `read`, its warnings and the sources of its values.
 
     Raises:
         ConfigError: `problems` and invalid values, or, if there are none, contradictions.
     """
-    cfg = validated(root, read, problems, last)
+    cfg = validated_config(schema, read, problems, last)
     if cfg is None or problems:
         raise ConfigError(problems)
     cfg.note({name: last[name].source for name in read})
@@ -63,78 +67,83 @@ def checked(
     return cfg
 
 
-def validated(
-    root: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = MappingProxyType({})
-) -> S | None:
-    """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None.
-
-    Types are strict: a string is not converted to a number, nor a number to a boolean. `last` contains the source of
-    each value, for messages.
-    """
-    tree, below, wrong = nested(values), {}, []
-    for name, kind in root.inlined.items():
-        section, info = tree.get(name, {}), root.model_fields[name]
-        own = {key: value for key, value in section.items() if key in kind.model_fields}
-        others = getattr(info.annotation, "model_fields", {})
-        tree[name] = {key: value for key, value in section.items() if key not in own or key in others}
-        below[name] = _valid(kind, own, f"{name}.", root, last, wrong)
-    whole = _valid(root, tree, "", root, last, wrong)
+def validated_config(
+    schema: Schema, values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
+) -> Config | None:
+    """Build a config from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
+    tree, keys, wrong = nested(values), schema.keys, list[str]()
+    top = {name: tree.pop(name) for name in TopSettings.model_fields if name in tree}
+    found: dict[str, Any] = {"": _valid(TopSettings, top, "", keys, last, wrong)}
+    for name, kind in schema.sections.items():
+        section, prefix = tree.get(name, {}), f"{name}."
+        if name == "algorithm":  # keys of the loss and of the estimator are written next to each other
+            own = {key: value for key, value in section.items() if key in schema.loss.model_fields}
+            section = {key: value for key, value in section.items() if key not in own or key in kind.model_fields}
+            found["loss"] = _valid(schema.loss, own, prefix, keys, last, wrong)
+        found[name] = _valid(kind, section, prefix, keys, last, wrong)
     problems += dict.fromkeys(wrong)
-    if whole is None or wrong:
+    if wrong:
         return None
-    sections = {name: getattr(whole, name) for name in below}
-    complete = {name: s.model_copy(update={s.flattened: below[name]}) for name, s in sections.items()}
-    return whole.model_copy(update=complete)
+    top, loss = found.pop(""), found.pop("loss", None)
+    if isinstance(own := found.get("algorithm"), AlgorithmSettings):
+        found["algorithm"] = own.model_copy(update={"loss": loss})
+    return Config.build(schema, {name: getattr(top, name) for name in TopSettings.model_fields} | found)
 
 
-def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Build nested mappings from values by dotted name; the inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for name, value in leaves_by_name.items():
-        *parents, last = name.split(".")
-        at = tree
-        for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return tree
+def validated(
+    kind: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
+) -> S | None:
+    """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
+    return _valid(kind, nested(values), "", keys_of(kind), last, problems)
 
 
 def _valid(
-    kind: type[S], tree: Any, prefix: str, root: type[Settings], last: Mapping[str, Setting], problems: list[str]
+    kind: type[S],
+    tree: Any,
+    prefix: str,
+    keys: Mapping[str, Key],
+    last: Mapping[str, Setting],
+    problems: list[str],
 ) -> S | None:
+    """Build settings. Types are strict: a string is not converted to a number, nor a number to a boolean."""
     try:
         return kind.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        problems += _wrong_values(root, prefix, last, error)
+        problems += _wrong_values(keys, prefix, last, error)
     return None
 
 
 def _wrong_values(
-    root: type[Settings], prefix: str, last: Mapping[str, Setting], error: ValidationError
+    keys: Mapping[str, Key], prefix: str, last: Mapping[str, Setting], error: ValidationError
 ) -> Iterator[str]:
     for one in error.errors(include_url=False):
         parts = [*prefix.split(".")[:-1], *(str(part) for part in one["loc"])]
         names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-        name = next((n for n in names if find_key(root, n) is not None), names[0])
-        key, setting = find_key(root, name), last.get(name)
+        name = next((n for n in names if find_key(keys, n) is not None), names[0])
+        key, setting = find_key(keys, name), last.get(name)
         if key is None or one["type"] == "missing":
             yield f"{name} is not set."
             continue
         value = plain(setting.value if setting else one["input"])
-        said = f"{setting.where if setting else ''}{name}={short(spell(value))} "
+        source = f"{setting.where if setting else ''}{name}={short(spell(value))} "
         if setting and setting.typed:
-            said = setting.where
-        default = "" if key.required else f" Default: {spell(key.default)}."
-        yield f"{said}must be {key.expectation}.{closest(str(value), key.choices)}{default}"
+            source = setting.where
+        yield f"{source}{_rule(key, value)}"
+
+
+def _rule(key: Key, value: Any) -> str:
+    default = "" if key.required else f" Default: {spell(key.default)}."
+    return f"must be {key.expectation}.{closest(str(value), key.choices)}{default}"
 
 
 def wrong_value(key: Key, value: Any) -> list[str]:
-    """Return errors if a value has a wrong type or range for a key that this command does not use."""
-    fields: dict[str, Any] = {"value": (key.field.annotation, key.field)}
-    kind = create_model(key.owner.__name__, __base__=Settings, **fields)
-    lines: list[str] = []
-    validated(kind, {"value": value}, lines)
-    return [line.replace("value=", f"{key.name}=", 1) for line in lines]
+    """Return an error if a value has a wrong type or range for a key that this command does not use."""
+    kind: Any = Annotated[key.field.annotation, *key.field.metadata]
+    try:
+        TypeAdapter(kind, config=Settings.model_config).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError:
+        return [f"{key.name}={short(spell(value))} {_rule(key, value)}"]
+    return []
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
@@ -144,7 +153,7 @@ def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Ite
     """
     conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
-        for prefix, node in _sections(root)
+        for prefix, node in root.nodes()
         for kind in reversed(type(node).__mro__)
         for condition, keys in kind.__dict__.get("needs", {}).items()
         for key in keys.split()
@@ -166,20 +175,11 @@ def _holds(root: Settings, condition: str) -> bool:
     return (spell(value) in choices.split("|")) is (operator == "=")
 
 
-def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]]:
-    """Yield (dotted prefix, settings) of a section and all nested sections."""
-    yield prefix, node
-    for name in type(node).model_fields:
-        if isinstance(value := getattr(node, name), Settings):
-            yield from _sections(value, prefix if name == node.flattened else f"{prefix}{name}.")
-
-
 def contradictions(cfg: Config) -> Iterator[str]:
     """Yield one line per contradiction between values of a config, with the fix."""
-    for _, node in _sections(cfg):
+    for _, node in cfg.nodes():
         yield from node.problems()
-    for section in cfg.added.values():
-        yield from section.problems(cfg)
+    yield from data_problems(cfg)
     for key, value in cfg.programs.items():
         if not cfg.trust:
             yield (
@@ -279,7 +279,7 @@ def check_components(cfg: Config) -> None:
         CheckpointError: `algorithm.reference_path` has no weights.
         ConfigError: problems reported by a component, and missing keys of the command; one line each.
     """
-    problems = [*get_reads(cfg.command).problems(cfg)]
+    problems = [*_missing_keys(cfg)]
     if cfg.has("dagger"):
         problems += name_problems("dagger.expert", [cfg.dagger.expert], find_expert)
     if cfg.has("runner"):
@@ -289,7 +289,7 @@ def check_components(cfg: Config) -> None:
     if cfg.has("model"):
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
     if cfg.has("env"):
-        if isinstance(getattr(cfg, "reward", None), StepRewardSettings):
+        if isinstance(cfg.reward, StepRewardSettings):
             problems += reward_problems(cfg.reward)
         factory = ENVS.get(cfg.env.env_type)
         if cfg.reads_rows and cfg.acts:
@@ -299,13 +299,33 @@ def check_components(cfg: Config) -> None:
         raise ConfigError(problems)
 
 
+def _missing_keys(cfg: Config) -> Iterator[str]:
+    """Yield an error, with its fix, for each required key of the command that is not set.
+
+    Raises:
+        ConfigError: the command does not support the environment.
+    """
+    if cfg.has("collect") and cfg.collect.out is None:
+        yield "collect.out is not set. Set a folder for the demonstrations, for example collect.out=demos/a."
+    if cfg.has("objective") and cfg.data.path is None:
+        yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
+    if cfg.command == "check-env" and cfg.reads_rows:
+        raise ConfigError(
+            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` checks only simulators, and this environment "
+            "evaluates text replies. To check its rows and rewards, run `embodyrl train env=... --dry-run`."
+        )
+    if cfg.command == "check-env" and cfg.env.delay[1]:
+        raise ConfigError(
+            "env.control.latency_steps must be 0: `embodyrl check-env` checks environments without inference delay."
+        )
+
+
 def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return an error for each key that the policy does not support."""
-    factory = POLICIES.get(cfg.model.model_type)
-    if hasattr(factory, "run_problems"):
-        return factory.run_problems(cfg, policy)
     if ActionKind.text in policy.action_kinds:
-        return []
+        factory = POLICIES.get(cfg.model.model_type)
+        unfit = factory.backend_problems(cfg.model, cfg.rollout.backend) if hasattr(factory, "backend_problems") else []
+        return unfit or generation_problems(cfg, policy)
     for name in cfg.changed:
         if name in _INERT:
             log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)

@@ -12,10 +12,11 @@ from typing import Any
 
 from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_word, split_words
 from embodyrl.config.paths import is_on_hub, resolve_run
-from embodyrl.config.settings import find_key, keys_of, leaves, parents_of, plain
+from embodyrl.config.settings import find_key, nested, parents_of, plain
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
-from embodyrl.plan.checks import checked, contradictions, nested, validated
+from embodyrl.plan.checks import checked, contradictions, validated_config
+from embodyrl.plan.data import derived_from_data
 from embodyrl.plan.keys import unused_keys
 from embodyrl.plan.saved import check_trust, command_of, config_of_ckpt, on_base, read_saved, settings_of_weights
 from embodyrl.plan.schema import SELECTORS, THIS_HOST, Config, choose, selectors
@@ -65,7 +66,7 @@ def load_config(
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
 
 
-def load_with_ckpt(command: str, words: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Any:
+def load_with_ckpt(command: str, words: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
     """Compose the config of a command on top of the config of the run in `ckpt=` (see `load_config`)."""
     require_ckpt(words)
     return load_config(command, words, config_dirs=config_dirs, base=config_of_ckpt(list(words)))
@@ -90,7 +91,7 @@ def require_ckpt(words: Sequence[str]) -> None:
 
 def load_saved_config(
     path: Path, words: Sequence[str], *, command: str | None = None, unread: Sequence[str] = ()
-) -> Any:
+) -> Config:
     """Load the `config.yaml` of a run (a folder or the file) and apply overrides.
 
     Keys under `unread` are exempt from the check for untrusted code, because the caller does not use their values.
@@ -143,7 +144,7 @@ def _finish(
     *,
     fetch: bool = True,
     warnings: Sequence[str] = (),
-) -> Any:
+) -> Config:
     # The kind of data decides which keys exist; weights are downloaded once nothing else is wrong.
     if fetch:
         latest = {setting.key: setting for setting in settings}
@@ -154,13 +155,13 @@ def _finish(
     last = _last(settings)
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolved(last, command, problems)
-    root, unclear = choose(command, values, problems)
+    schema, unclear = choose(command, values, problems)
     # A typed empty mapping removes the values that files set under the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     read: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in values.items():
-        key = find_key(root, name)
+        key = find_key(schema.keys, name)
         if key is None:
             unknown.append(name)
         elif key.name not in emptied or last[name].typed:
@@ -168,8 +169,8 @@ def _finish(
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
             said = last[name].text if value is last[name].value else None
             read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
-    unread = unused_keys(command, unknown, root, unclear, values, last, problems) if unknown else []
-    cfg = checked(root, read, last, [*unread, *warnings], problems)
+    unread = unused_keys(schema, unknown, unclear, values, last, problems) if unknown else []
+    cfg = checked(schema, read, last, [*unread, *warnings], problems)
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
     cfg = cfg.updated(_derived(cfg))
@@ -205,11 +206,11 @@ def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) ->
 
     # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-    root, _ = choose(command, {name: value for name, value in values.items() if name not in marked}, [])
+    schema, _ = choose(command, {name: value for name, value in values.items() if name not in marked}, [])
     said = {at for name in values for at in (name, *parents_of(name))}
     unset = {
         name: plain(key.default)
-        for name, key in keys_of(root).items()
+        for name, key in schema.keys.items()
         if name not in said and values.keys().isdisjoint(parents_of(name)) and not key.required
     }
     whole = OmegaConf.create(nested({**unset, **values}))
@@ -234,7 +235,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 def _derived(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
-    found = {key: value for section in cfg.added.values() for key, value in section.derive(cfg).items()}
+    found = dict(derived_from_data(cfg))
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         found |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
@@ -300,6 +301,6 @@ def check_values(cfg: Config) -> None:
         ConfigError: one line per problem.
     """
     problems: list[str] = []
-    validated(type(cfg), dict(leaves(cfg)), problems)
+    validated_config(cfg.schema, dict(cfg.leaves()), problems)
     if found := problems or [*contradictions(cfg)]:
         raise ConfigError(found)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
+from embodyrl.plan.schema import Config
 from embodyrl.registry import load
 
 
@@ -14,9 +15,9 @@ class Expert(Protocol):
     authors: ClassVar[tuple[str, ...]]
     """Authors whose actions are imitated (`data.actors`); empty: all authors."""
 
-    def __init__(self, cfg: Any) -> None: ...
+    def __init__(self, cfg: Config) -> None: ...
 
-    def collect(self, cfg: Any) -> None:
+    def collect(self, cfg: Config) -> None:
         """Record the episodes of one round in `collect.out`; resume an incomplete round."""
         ...
 

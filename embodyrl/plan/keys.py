@@ -12,25 +12,21 @@ from typing import Any
 
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ClusterSettings
 from embodyrl.config.compose import Setting, default_options
-from embodyrl.config.sections import Chosen
-from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, find_key, keys_of, parents_of, plain
+from embodyrl.config.settings import Key, NumbersStates, Settings, find_key, keys_of, parents_of, plain
 from embodyrl.config.trust import TRUST
 from embodyrl.envs import ENVS
-from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError, short
 from embodyrl.plan.checks import wrong_value
 from embodyrl.plan.reads import reads
-from embodyrl.plan.schema import Config, choose, sections, selectors
+from embodyrl.plan.schema import Config, Schema, TopSettings, choose, classes, selectors
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
 
 def unused_keys(
-    command: str,
+    schema: Schema,
     names: Iterable[str],
-    root: type[Config],
     unclear: frozenset[str],
     values: Mapping[str, Any],
     last: Mapping[str, Setting],
@@ -39,24 +35,24 @@ def unused_keys(
     """Return warnings about command-line keys without effect for the command or the chosen components.
 
     Args:
-        command: the command, which determines the keys together with the group choices.
-        names: keys with a value that `root`, the config class, does not have.
-        root: the config class of the command with the chosen components.
+        schema: keys of the command with the chosen components.
+        names: names with a value that are not keys of `schema`.
         unclear: groups with an invalid component (see `choose`).
         values: resolved values by dotted name.
         last: the setting of each value, with its source.
         problems: an error is appended for each unknown key.
     """
     unread: dict[str, list[str]] = {}
+    command = schema.command
     for name in names:
-        if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], root, unclear):
+        if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
             continue
         if _is_for_others(command, last[name]):
             unread.setdefault(f"`embodyrl {command}`", []).append(name)
         elif not last[name].typed and not is_known(name) and _trains_with(name, values, problems):
             continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
-        elif not is_known(name) or name in branches_of(root):
-            problems += _refuse_key(root, last[name])
+        elif not is_known(name) or name in schema.branches:
+            problems += _refuse_key(schema, last[name])
         elif last[name].typed:
             _report_unread(last[name], values[name], reader(command, name, values), problems, unread)
     return _unread_lines(unread)
@@ -65,16 +61,14 @@ def unused_keys(
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
     """Return every key of every command with any registered component, by dotted name."""
-    groups = dict.fromkeys([*Config.model_fields, *_FURTHER, *sections()])
-    return {name: key for group in groups for name, key in keys_below(group).items()}
+    return {name: key for group in Config.model_fields for name, key in keys_below(group).items()}
 
 
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
     """Return the keys of a group, or the single key of that name, for all commands and components."""
-    found = {name: key for name, key in keys_of(Config).items() if name.partition(".")[0] == group}
-    parts = [settings for _, settings in _settings_of(group)]
-    for settings in (*parts, *_FURTHER.get(group, ()), *(sections()[group].kinds if group in sections() else ())):
+    found = {name: key for name, key in keys_of(TopSettings).items() if name == group}
+    for settings in (*classes().get(group, ()), *(settings for _, settings in _settings_of(group))):
         found |= keys_of(settings, f"{group}.")
     return found
 
@@ -86,7 +80,6 @@ def state_keys() -> frozenset[str]:
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
 
-_FURTHER = {"reward": (StepRewardSettings,), "cluster": (ClusterSettings,)}
 _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
 
 
@@ -125,7 +118,7 @@ def _synonyms() -> dict[str, str]:
     return {word: key for key, words in table.items() for word in words.split()}
 
 
-def suggest(name: str, likely: type[Settings] | None = None) -> str:
+def suggest(name: str, likely: Schema | None = None) -> str:
     """Return " Did you mean '...'?" for an unknown key.
 
     Candidates are keys with a similar spelling, keys of other groups with the same last part, and synonyms.
@@ -133,7 +126,7 @@ def suggest(name: str, likely: type[Settings] | None = None) -> str:
     `likely` has the keys of the command with the chosen components, which are searched first, because searching all
     components imports them.
     """
-    if likely is not None and (found := _nearest(name, _with_parents(keys_of(likely)), 0.75)):
+    if likely is not None and (found := _nearest(name, _with_parents(likely.keys), 0.75)):
         return found
     return _nearest(name, _with_parents(all_keys()), 0.65)
 
@@ -162,14 +155,10 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Describe the command or component that does not use this key, as text for warnings."""
     group = name.partition(".")[0]
-    if section := sections().get(group):
-        without, within = (
-            section.choose(Chosen(command=command, values=values, reads_rows=rows)) for rows in (False, True)
-        )
-        if without is not None:
-            return f"`embodyrl {command}` with {group} of this kind"
-        if within is not None and "env" in selectors(command):
-            group = "env"
+    if group == "data" and reads(command, group):
+        return f"`embodyrl {command}` with data of this kind"
+    if group in ("data", "reward") and "env" in selectors(command):
+        group = "env"
     if group not in selectors(command):
         return f"`embodyrl {command}`"
     keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors(command)[group],)
@@ -189,23 +178,23 @@ def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> b
     if any(TRUST in problem for problem in problems):
         return True
     found: list[str] = []
-    root, _ = choose("train", values, found)
+    schema, _ = choose("train", values, found)
     problems += [problem for problem in found if problem not in problems]
-    return bool(found) or find_key(root, name) is not None
+    return bool(found) or find_key(schema.keys, name) is not None
 
 
-def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
+def _is_unclear(group: str, schema: Schema, unclear: frozenset[str]) -> bool:
     """Return True if the keys of a group are unknown because the selected component is invalid."""
-    return group in unclear or (bool(unclear) and group not in root.model_fields)
+    return group in unclear or (bool(unclear) and group not in schema.sections)
 
 
-def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
+def _refuse_key(schema: Schema, setting: Setting) -> list[str]:
     name = setting.key
-    if name in branches_of(root):
+    if name in schema.branches:
         if setting.value == {}:
             return []
         return [f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."]
-    hint = suggest(name, root) or " `embodyrl show train` lists all keys."
+    hint = suggest(name, schema) or " `embodyrl show train` lists all keys."
     return [f"{setting.where}unknown key '{short(name)}'.{hint}"]
 
 

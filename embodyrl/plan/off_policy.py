@@ -110,7 +110,7 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
             f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
             f"env '{env.name}'. Collect data with `embodyrl collect`, or train on this folder with `embodyrl sft`."
         )
-    theirs, own = card.collected.get("reward"), changed_reward(cfg).get("reward")
+    theirs, own = card.collected.get("reward"), changed_reward(cfg.reward).get("reward")
     if theirs != own:
         yield (
             f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, but this "
@@ -146,7 +146,7 @@ def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterat
         )
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
         yield f"{key}: compute_reward returns rewards, not reward differences; set env.use_rel_reward=false."
-    if changed_reward(cfg):
+    if changed_reward(cfg.reward):
         yield f"{key}: reward.path computes the reward for the original goal only; remove one of the two keys."
 
 

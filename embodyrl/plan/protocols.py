@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodyrl.config.compose import parse_word
-from embodyrl.config.settings import leaves, plain, spell
+from embodyrl.config.settings import plain, spell
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 
@@ -23,7 +23,7 @@ def departures(cfg: Config, env: EnvSpec) -> list[str]:
 
     Documented deviations of embodyrl from the protocol come last.
     """
-    values = dict(leaves(cfg))
+    values = dict(cfg.leaves())
     found = [
         f"{key}={spell(values[key])} instead of {spell(value)}"
         for key, value in _asked(cfg, env).items()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from embodyrl.config.sections import no_problems
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
@@ -16,14 +14,11 @@ class Reads:
     """Config sections that a command uses, and the conditions under which their keys have an effect."""
 
     sections: str
-    """Names of the sections in addition to `seed` and to the sections of `sections`."""
+    """Names of the sections and of the keys without a section; every command has `seed`."""
     plays: tuple[str, ...] = ("train", "eval")
     """Splits of the environment in which the command runs episodes."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.needs`."""
-    problems: Callable[[Any], Iterable[str]] = no_problems
-    """Function that yields one error with the fix per missing key, and raises ConfigError for an unsupported
-    environment."""
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
@@ -65,31 +60,8 @@ _RECORDED = {
 }
 
 
-def _collect_problems(cfg: Any) -> Iterator[str]:
-    if cfg.collect.out is None:
-        yield "collect.out is not set. Set a folder for the demonstrations, for example collect.out=demos/a."
-
-
-def _data_problems(cfg: Any) -> Iterator[str]:
-    if cfg.data.path is None:
-        yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
-
-
-def _check_env_problems(cfg: Any) -> Iterator[str]:
-    if cfg.reads_rows:
-        raise ConfigError(
-            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` checks only simulators, and this environment "
-            "evaluates text replies. To check its rows and rewards, run `embodyrl train env=... --dry-run`."
-        )
-    if cfg.env.delay[1]:
-        raise ConfigError(
-            "env.control.latency_steps must be 0: `embodyrl check-env` checks environments without inference delay."
-        )
-    return no_problems(cfg)
-
-
 _COLLECT = Reads(
-    sections=_ACT,
+    sections=f"{_ACT} collect",
     plays=("train",),
     needs={
         "never: nothing is trained": f"{_LOOP} actor.optim",
@@ -97,20 +69,18 @@ _COLLECT = Reads(
     }
     | _SAMPLED
     | _RECORDED,
-    problems=_collect_problems,
 )
 _SFT = Reads(
-    sections=f"{_RUN} checkpoint",
+    sections=f"{_RUN} checkpoint data objective",
     needs={
         "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
         "faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
         "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
     },
-    problems=_data_problems,
 )
 _DAGGER = Reads(
-    sections=f"{_ACT} checkpoint",
+    sections=f"{_ACT} checkpoint collect dagger data objective",
     plays=("train",),
     needs={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
@@ -119,10 +89,9 @@ _DAGGER = Reads(
     }
     | _SAMPLED
     | _RECORDED,
-    problems=lambda cfg: (*_collect_problems(cfg), *_data_problems(cfg)),
 )
-_CHECK_ENV = Reads(sections="trust env faults", plays=("train",), problems=_check_env_problems)
-_SERVE = Reads(sections="trust model ckpt env")
+_CHECK_ENV = Reads(sections="trust env faults", plays=("train",))
+_SERVE = Reads(sections="trust model ckpt env serve")
 _READS = {
     "check-env": _CHECK_ENV,
     "collect": _COLLECT,

@@ -1,25 +1,28 @@
-"""The config of all commands: its sections, the commands that use each section, and the choice of its class."""
+"""The config of all commands: its sections, and the choice of their settings classes."""
 
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from pydantic import Field, PrivateAttr, create_model
+from pydantic import PrivateAttr
 
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import FaultSettings, LauncherSettings
+from embodyrl.cluster.protocol import ClusterSettings, FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.sections import Chosen, Section
-from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
+from embodyrl.config.settings import Index, Key, Path, Settings, keys_of, parents_of, plain, spell
 from embodyrl.config.shared import Precision
+from embodyrl.data.settings import CollectSettings, DaggerSettings, DemonstrationSettings, ObjectiveSettings
 from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
+from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
@@ -27,54 +30,122 @@ from embodyrl.learners.settings import ActorSettings, CriticSettings
 from embodyrl.plan.reads import get_reads, reads
 from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSettings, RunnerSettings, VideoChoice
 from embodyrl.policies import POLICIES
+from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.text.dataset import holds_text
+from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.settings import PairSettings, RowSettings
 
 THIS_HOST = "this host"
 """Source label of defaults that depend on the host."""
 
 
-class Config(Settings):
-    """Config of a command, with all sections of the core. Sections that the command does not use are None."""
+@dataclass(frozen=True)
+class Schema:
+    """Keys of a command's config: the settings class of each section, chosen by names in the config."""
 
-    command: ClassVar[str] = ""
+    command: str
+    sections: Mapping[str, type[Settings]]
+    """Settings class of each section that the command uses, by name."""
+    loss: type[Settings] = Settings
+    """Settings class of the policy loss, whose keys are part of the section `algorithm`."""
+
+    @functools.cached_property
+    def keys(self) -> dict[str, Key]:
+        """All keys by dotted name."""
+        found = {name: key for name, key in keys_of(TopSettings).items() if reads(self.command, name)}
+        for section, kind in self.sections.items():
+            found |= keys_of(kind, f"{section}.")
+        return found | (keys_of(self.loss, "algorithm.") if "algorithm" in self.sections else {})
+
+    @functools.cached_property
+    def branches(self) -> frozenset[str]:
+        """Dotted names of all sections, for example `env` and `env.train`."""
+        return frozenset(name for key in self.keys for name in parents_of(key))
+
+
+class TopSettings(Settings):
+    """Config keys without a section."""
 
     seed: Index = 0
     """Seed from which all random streams of the run are derived."""
     trust: bool = False
     """Trust the config of the run that is resumed or whose weights are used: allow its code (package.module:attr) and
     servers, and programs of the hub (env.id=owner/name@commit). Valid on the command line only."""
-    model: ModelSettings
-    runner: RunnerSettings = RunnerSettings()
-    launcher: LauncherSettings
-    actor: ActorSettings = ActorSettings()
-    faults: FaultSettings = FaultSettings()
     ckpt: Path | None = None
     """Initial weights: a run, a checkpoint folder, or assets/<name>. The config of a run becomes the base of this
     config; command-line groups and keys override its values."""
-    env: EnvSettings
-    algorithm: AlgorithmSettings = AlgorithmSettings()
-    rollout: RolloutSettings = RolloutSettings()
-    eval: EvalSettings = EvalSettings()
-    video_cfg: VideoSettings = VideoSettings()
     video: VideoChoice = "none"
     """Episodes to record: none, failures, first:N, all, or changed:N (N episodes before and after training, preferably
     episodes whose outcome changed)."""
-    critic: CriticSettings = CriticSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
 
-    if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
-            """Return a section whose class depends on the command or on other values."""
+class Config(TopSettings):
+    """Config of a command. Sections that the command does not use are None (see `has`)."""
+
+    model: ModelSettings
+    runner: RunnerSettings
+    launcher: LauncherSettings
+    cluster: ClusterSettings
+    actor: ActorSettings
+    faults: FaultSettings
+    env: EnvSettings
+    algorithm: AlgorithmSettings
+    rollout: RolloutSettings
+    eval: EvalSettings
+    video_cfg: VideoSettings
+    critic: CriticSettings
+    checkpoint: CheckpointSettings
+    data: DemonstrationSettings | RowSettings | PairSettings
+    reward: JudgeSettings | StepRewardSettings
+    collect: CollectSettings
+    dagger: DaggerSettings
+    objective: ObjectiveSettings
+    serve: ServeSettings
 
     # Private, so that it is not a key, is not written to files and does not make two equal configs different.
+    _schema: Schema = PrivateAttr()
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @classmethod
+    def build(cls, schema: Schema, values: Mapping[str, Any]) -> Config:
+        """Return the config with the given validated sections and keys without a section; others are None."""
+        cfg = cls.model_construct(**{name: values.get(name) for name in cls.model_fields})
+        cfg._schema = schema
+        return cfg
+
+    def used_fields(self) -> Iterable[str]:
+        """Return the names of the sections and of the keys without a section that the command uses."""
+        schema = self._schema
+        return [name for name in type(self).model_fields if name in schema.sections or name in schema.keys]
+
+    @property
+    def schema(self) -> Schema:
+        """Settings classes of the sections."""
+        return self._schema
+
+    @property
+    def command(self) -> str:
+        """Name of the command."""
+        return self._schema.command
 
     @property
     def sources(self) -> Mapping[str, str]:
         """Source of each value by key, a file or `COMMAND_LINE`; keys with default values are absent."""
         return self._sources
+
+    @property
+    def demonstrations(self) -> DemonstrationSettings:
+        """Section `data` of commands that read demonstrations."""
+        assert isinstance(self.data, DemonstrationSettings)
+        return self.data
+
+    @property
+    def rows(self) -> RowSettings:
+        """Section `data` of commands that read rows of text."""
+        assert isinstance(self.data, RowSettings)
+        return self.data
 
     @property
     def trains(self) -> bool:
@@ -89,7 +160,7 @@ class Config(Settings):
     @property
     def evaluates(self) -> bool:
         """True for the command `eval`, and for `train`, which also validates."""
-        return self.has("video")
+        return self.command in ("train", "eval")
 
     @property
     def reads_rows(self) -> bool:
@@ -127,22 +198,14 @@ class Config(Settings):
     @property
     def changed(self) -> list[str]:
         """Command-line keys whose value differs from the default."""
-        keys = keys_of(type(self))
-        return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
-
-    @property
-    def added(self) -> dict[str, Section]:
-        """Sections of this config whose class depends on the command or on other values, by name."""
-        found = sections().items()
-        return {name: one for name, one in found if self.has(name) and isinstance(getattr(self, name), one.kinds)}
+        keys = self._schema.keys
+        return [n for n, value in self.leaves() if self.typed(n) and plain(value) != plain(keys[n].default)]
 
     @property
     def conditions(self) -> dict[str, str]:
         """{condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
         found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **get_reads(self.command).needs}
-        for section in self.added.values():
-            found |= section.needs
-        return found
+        return found | (_TEXT_NEEDS if self.reads_rows else {})
 
     @property
     def programs(self) -> dict[str, str]:
@@ -161,7 +224,7 @@ class Config(Settings):
 
     def has(self, section: str) -> bool:
         """Return True if the command uses a section."""
-        return section in type(self).model_fields
+        return section in self._schema.sections
 
     def typed(self, name: str) -> bool:
         """Return True if this key, or a subkey, is set on the command line."""
@@ -174,36 +237,46 @@ def selectors(command: str) -> dict[str, str]:
     return {g: key for g, (key, _) in SELECTORS.items() if g in read and (g != "algorithm" or "critic" in read)}
 
 
-def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
-    """Return the config class for the chosen components, and the groups with an invalid component."""
-    fields: dict[str, tuple[type[Settings], ...]] = {}
-    unclear = set()
+def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[Schema, frozenset[str]]:
+    """Return the settings classes for the chosen components, and the groups with an invalid component."""
+    sections = {name: kinds[0] for name, kinds in classes().items() if reads(command, name)}
+    chosen, unclear = {}, set()
     for group in selectors(command):
         try:
-            fields[group] = SELECTORS[group][1](values)
+            chosen[group] = SELECTORS[group][1](values)
         except ConfigError as error:
             problems += error.problems
             unclear.add(group)
-    factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-    more = dict(getattr(factory, "sections", {})) if reads(command, "rollout") else {}
-    chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
-    more |= {name: kind for name, section in sections().items() if (kind := section.choose(chosen)) is not None}
-    if "launcher" in fields:
-        more |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
-    fields |= {name: (kind,) for name, kind in more.items()}
-    return config_class(command, tuple(fields.items())), frozenset(unclear)
+    sections |= {group: kinds[0] for group, kinds in chosen.items()}
+    if "algorithm" in sections and "algorithm" not in selectors(command):
+        sections["algorithm"] = ActingAlgorithm
+    factory = ENVS.get(values["env.env_type"]) if "env" in chosen else None
+    if getattr(factory, "reads_rows", False):
+        sections |= {"data": RowSettings, "reward": JudgeSettings}
+    elif getattr(factory, "rewards_steps", False) and reads(command, "rollout"):
+        sections["reward"] = StepRewardSettings
+    if command == "sft":
+        sections["data"] = _training_data(values)
+    if "launcher" in chosen and LAUNCHERS.get(name_of(values, "launcher.name", "local")).spans_hosts:
+        sections["cluster"] = ClusterSettings
+    order = {name: sections[name] for name in Config.model_fields if name in sections}
+    loss = chosen["algorithm"][1] if "algorithm" in chosen else Settings
+    return Schema(command=command, sections=order, loss=loss), frozenset(unclear)
+
+
+def _training_data(values: Mapping[str, Any]) -> type[Settings]:
+    """Return the settings class of `data` for SFT, which depends on the content of `data.path`."""
+    if not holds_text(str(values.get("data.path", ""))):
+        return DemonstrationSettings
+    return PairSettings if values.get("objective.name") in ("dpo", "preference") else RowSettings
 
 
 @functools.cache
-def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
-    """Create the config class of a command from the settings classes of its sections (`fields`)."""
-    given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
-    if "algorithm" not in selectors(command) and reads(command, "algorithm"):
-        given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
-    given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
-    given["command"] = (ClassVar[str], command)
-    given["inlined"] = (ClassVar[Any], {name: kinds[1] for name, kinds in fields if len(kinds) > 1})
-    return create_model("Config", __base__=Config, __module__=__name__, **given)
+def classes() -> dict[str, tuple[type[Settings], ...]]:
+    """Return the settings classes of each section, the most general class first, except classes of components."""
+    hints: dict[str, Any] = {name: info.annotation for name, info in Config.model_fields.items()}
+    sections = [name for name in hints if name not in TopSettings.model_fields]
+    return {name: typing.get_args(hints[name]) or (hints[name],) for name in sections}
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
@@ -242,20 +315,10 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Setting
 """Groups of keys whose settings class depends on a component: the key that names the component, and a function that
 returns its settings classes. An algorithm has one class for its estimator and one for its loss."""
 
-
-@functools.cache
-def sections() -> Mapping[str, Section]:
-    """Return the sections whose settings class depends on the command or on other values, by name."""
-    from embodyrl.data.section import SECTION as DATA
-    from embodyrl.data.settings import COLLECT, DAGGER, OBJECTIVE
-    from embodyrl.policies.remote.settings import SECTION as SERVE
-    from embodyrl.text.rewards.section import SECTION as REWARD
-
-    return {
-        "collect": COLLECT,
-        "dagger": DAGGER,
-        "data": DATA,
-        "objective": OBJECTIVE,
-        "reward": REWARD,
-        "serve": SERVE,
-    }
+_TEXT_NEEDS = {
+    "never: a conversation has at most env.max_turns replies": "env.train.max_episode_steps "
+    "env.eval.max_episode_steps env.train.ignore_terminations env.eval.ignore_terminations",
+    "never: a conversation has no images": "video",
+    "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
+}
+"""Conditions under which keys have an effect in runs with text tasks (see `Settings.needs`)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from embodyrl import parts
@@ -147,29 +147,32 @@ class HasEngine(Policy, Protocol):
         ...
 
 
-class PolicyFactory(Protocol):
+S = TypeVar("S", bound=ModelSettings)
+
+
+class PolicyFactory(Protocol[S]):
     """Interface of policy factories, which are registered by name."""
 
-    settings: type[ModelSettings]
+    settings: type[S]
     """Settings class of the keys under `model`; methods receive an instance as `cfg`."""
 
-    def validate(self, cfg: Any) -> list[str]:
+    def validate(self, cfg: S) -> list[str]:
         """Return config errors with fixes, one line each, without importing torch."""
         ...
 
-    def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec without building the policy or importing torch."""
         ...
 
-    def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return an error for each key of a config that the policy does not support. Optional."""
+    def backend_problems(self, cfg: S, backend: str) -> list[str]:
+        """Return an error if `rollout.backend` cannot generate with the model; for language models, optional."""
         ...
 
-    def build(self, cfg: Any, request: PolicyRequest) -> Policy:
+    def build(self, cfg: S, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`."""
         ...
 
-    def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
+    def compare(self, cfg: S, env: EnvSpec, folder: Path) -> None:
         """Check that a config's model fits the weights in a folder, without reading the weights. Optional.
 
         Raises:
@@ -177,7 +180,7 @@ class PolicyFactory(Protocol):
         """
         ...
 
-    def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
+    def costs(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs without building the policy or importing torch. Optional."""
         ...
 
@@ -198,7 +201,7 @@ def weights_version(module: nn.Module) -> int:
     return _changes.get(module, 0)
 
 
-POLICIES: Registry[PolicyFactory] = Registry(
+POLICIES: Registry[PolicyFactory[Any]] = Registry(
     "model",
     group="embodyrl.policies",
     parts=parts.POLICIES,

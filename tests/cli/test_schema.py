@@ -1,33 +1,19 @@
-"""The JSON schema of a config contains the keys of flattened fields, with their documentation."""
+"""The JSON schema of a config contains every key with its documentation."""
 
 from embodyrl.cli.discover.schema import json_schema
-from embodyrl.config.settings import Settings
+from embodyrl.plan.config import load_config
 
 
-class Brush(Settings):
-    """Settings of a tool."""
-
-    width: int = 3
-    """Width of the stroke."""
-
-
-class Mixed(Settings):
-    """A section whose tool is flattened."""
-
-    flattened = "tool"
-    base: str = "oil"
-    """Base of the paint."""
-    tool: Settings = Settings()
-
-
-class Studio(Settings):
-    """A config with the section."""
-
-    inlined = {"mixed": Brush}
-    mixed: Mixed = Mixed()
-
-
-def test_schema_contains_flattened_keys_with_documentation() -> None:
-    properties = json_schema(Studio)["$defs"]["Mixed"]["properties"]
-    assert properties["base"]["description"] == "Base of the paint."
-    assert "width" in properties
+def test_schema_contains_keys_of_estimator_and_loss_with_documentation() -> None:
+    schema = load_config("train", []).schema
+    found = json_schema(schema)
+    for name, key in schema.keys.items():
+        *sections, last = name.split(".")
+        at = found
+        for section in sections:
+            at = found["$defs"][at["properties"][section]["$ref"].rpartition("/")[2]]
+        entry = at["properties"][last]
+        assert entry.get("description", "") == key.doc, name
+    assert {"clip_ratio_low", "filter_rewards"} <= found["$defs"][schema.sections["algorithm"].__name__][
+        "properties"
+    ].keys()

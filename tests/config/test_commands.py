@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from embodyrl.cli.main import main
-from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.saved import save_config
@@ -54,7 +53,7 @@ def test_defaults_and_group_choices_load_from_a_saved_config(command: str, words
         return
     cfg = load_config(command, words.split())
     save_config(cfg, tmp_path / "config.yaml")
-    assert dict(leaves(load_saved_config(tmp_path, [], command=command))) == dict(leaves(cfg))
+    assert dict(load_saved_config(tmp_path, [], command=command).leaves()) == dict(cfg.leaves())
 
 
 NONSENSE = [

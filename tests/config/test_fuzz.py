@@ -7,9 +7,9 @@ import random
 import pytest
 
 from embodyrl.config import compose
-from embodyrl.config.settings import leaves, spell
+from embodyrl.config.settings import spell
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.plan.checks import check_components, validated
+from embodyrl.plan.checks import check_components, validated_config
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.reads import COMMANDS
@@ -142,7 +142,7 @@ def test_random_overrides_give_a_config_or_a_config_error(part: int) -> None:
             continue
         accepted += 1
         wrong: list[str] = []
-        assert validated(type(cfg), dict(leaves(cfg)), wrong) == cfg, (command, words, wrong)
+        assert validated_config(cfg.schema, dict(cfg.leaves()), wrong) == cfg, (command, words, wrong)
         try:
             check_components(cfg)
         except EmbodyError:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.saved import config_of_ckpt, save_config
@@ -13,7 +12,7 @@ REPLY = "algorithm.sampling_params.max_new_tokens"
 
 
 def found(command: str, *words: str, base: Path | None = None) -> dict:
-    return dict(leaves(load_config(command, words, base=base)))
+    return dict(load_config(command, words, base=base).leaves())
 
 
 @pytest.fixture

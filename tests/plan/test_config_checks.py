@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from embodyrl.config.settings import branches_of, keys_of
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import inert
@@ -171,9 +170,9 @@ def test_keys_unused_by_the_components_give_one_warning(
 def test_key_conditions_name_existing_keys() -> None:
     for command in COMMANDS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
-        keys = keys_of(type(cfg)).keys() | branches_of(type(cfg)) | {"data.val_split"}  # of rows of text
+        keys = cfg.schema.keys.keys() | cfg.schema.branches | {"data.val_split"}  # of rows of text
         assert {name for names in get_reads(command).needs.values() for name in names.split()} <= keys
-        list(inert(cfg, keys_of(type(cfg)), get_reads(command).needs))
+        list(inert(cfg, cfg.schema.keys, get_reads(command).needs))
 
 
 @pytest.mark.integration

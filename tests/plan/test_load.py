@@ -8,7 +8,6 @@ import pytest
 
 from embodyrl.cli.output import about
 from embodyrl.config import compose
-from embodyrl.config.settings import leaves
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config
@@ -200,12 +199,12 @@ def test_env_kwargs_accept_any_nested_key() -> None:
     ],
 )
 def test_later_of_two_overrides_is_used(words: str, key: str, value: object) -> None:
-    assert dict(leaves(load_config("train", words.split())))[key] == value
+    assert dict(load_config("train", words.split()).leaves())[key] == value
 
 
 def test_commands_agree_on_shared_keys() -> None:
     words = ["env=libero_goal", "seed=3"]
-    trained, measured = (dict(leaves(load_config(command, words))) for command in ("train", "eval"))
+    trained, measured = (dict(load_config(command, words).leaves()) for command in ("train", "eval"))
     assert measured.items() <= trained.items()
     assert len(measured) < len(trained)
 
@@ -251,7 +250,7 @@ def test_saved_config_round_trips(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").stat().st_ino != before, "replaced as a whole, never rewritten in place"
     assert load_saved_config(tmp_path, []) == cfg
     changed = load_saved_config(tmp_path / "config.yaml", ["seed=9"])
-    differences = [(a, b) for a, b in zip(leaves(cfg), leaves(changed), strict=True) if a != b]
+    differences = [(a, b) for a, b in zip(cfg.leaves(), changed.leaves(), strict=True) if a != b]
     assert differences == [(("seed", 0), ("seed", 9))]
 
 

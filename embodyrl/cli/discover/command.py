@@ -85,7 +85,7 @@ def _rate(success: float | None) -> str:
 def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`, which prints config keys with their values and documentation."""
     from embodyrl.cli.discover.schema import json_schema
-    from embodyrl.config.settings import keys_of, leaves, plain, spell
+    from embodyrl.config.settings import plain, spell
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
     from embodyrl.plan.reads import COMMANDS as CONFIGURED
@@ -97,13 +97,13 @@ def show(args: argparse.Namespace) -> int:
     command = group if group in CONFIGURED else "train"
     cfg = load_config(command, overrides, config_dirs=args.config_dir)
     if args.schema:
-        print(json.dumps(json_schema(type(cfg)), indent=2))
+        print(json.dumps(json_schema(cfg.schema), indent=2))
         return 0
-    values, keys = dict(leaves(cfg)), keys_of(type(cfg))
+    values, keys = dict(cfg.leaves()), cfg.schema.keys
     wanted = (command, "experiment")
     names = [n for n in keys if group in wanted or n == group or n.startswith(f"{group}.")]
     if not names:
-        tops = ", ".join(name for name in type(cfg).model_fields)
+        tops = ", ".join(cfg.used_fields())
         hint = suggest(group)
         raise ConfigError(f"Unknown group or key '{group}'.{hint} Commands: {', '.join(CONFIGURED)}. Groups: {tops}.")
     rows, lines = [], []

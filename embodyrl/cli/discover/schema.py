@@ -3,24 +3,28 @@
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic.json_schema import models_json_schema
+
 from embodyrl.config.settings import Settings, doc_of
+from embodyrl.plan.schema import Schema, TopSettings
 
 
-def json_schema(kind: type[Settings]) -> dict[str, Any]:
-    """Return the JSON schema of a settings class with the documentation of every key."""
-    schema = kind.model_json_schema()
-    parts = {"": kind, **{part.__name__: part for part in _parts(kind)}}
-    for name, inlined in kind.inlined.items():
-        annotation: Any = kind.model_fields[name].annotation
-        section = schema["$defs"][annotation.__name__]["properties"]
-        own = inlined.model_json_schema()
-        section |= own.get("properties", {})
-        schema["$defs"] |= own.get("$defs", {})
-    for name, definition in {"": schema, **schema.get("$defs", {})}.items():
-        for key, entry in definition.get("properties", {}).items():
-            if name in parts and (doc := doc_of(parts[name], key)):
+def json_schema(schema: Schema) -> dict[str, Any]:
+    """Return the JSON schema of a config with the documentation of every key."""
+    kinds = [TopSettings, *schema.sections.values(), schema.loss]
+    refs, found = models_json_schema([(kind, "validation") for kind in kinds])
+    definitions = found["$defs"]
+    for kind in (part for whole in kinds for part in (whole, *_parts(whole))):
+        for key, entry in definitions[kind.__name__].get("properties", {}).items():
+            if doc := doc_of(kind, key):
                 entry["description"] = doc
-    return schema
+    top = definitions.pop(TopSettings.__name__)
+    own = definitions.pop(schema.loss.__name__).get("properties", {})
+    if "algorithm" in schema.sections:  # the keys of the loss are written next to the keys of the estimator
+        definitions[schema.sections["algorithm"].__name__]["properties"] |= own
+    sections = {name: refs[kind, "validation"] for name, kind in schema.sections.items()}
+    used = {key: entry for key, entry in top["properties"].items() if key in schema.keys}
+    return top | {"title": "Config", "properties": used | sections, "$defs": definitions}
 
 
 def _parts(kind: type[Settings]) -> Iterator[type[Settings]]:

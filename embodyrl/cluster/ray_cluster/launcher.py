@@ -127,7 +127,7 @@ class _Handle(Handle):
 class RayLauncher(OpenRequests[_Handle]):
     """Launcher that joins the cluster at RAY_ADDRESS or starts a local cluster."""
 
-    sections = {"cluster": ClusterSettings}
+    spans_hosts = True
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)

@@ -69,7 +69,7 @@ class Trace:
 class Harness:
     """The environment under test and the results of earlier checks."""
 
-    factory: EnvFactory
+    factory: EnvFactory[EnvSettings]
     cfg: EnvSettings
     seed: int
     note: str = ""

@@ -16,6 +16,7 @@ from embodyrl.envs.check.harness import (
     seen_difference,
 )
 from embodyrl.envs.protocol import GoalFactory, instruction_for
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
 SHORT = 5
@@ -333,7 +334,7 @@ def goals(h: Harness) -> None:
         return
     trace = h.play(0, h.first_start(), h.actions(LIMIT), chunk=1)
     seen = np.stack([seen.state for seen in trace.seen[1:]])
-    judge = cast(GoalFactory, h.factory).judge(h.cfg)
+    judge = cast(GoalFactory[EnvSettings], h.factory).judge(h.cfg)
     try:
         said = judge(seen[:, slice(*spec.goal.achieved)], seen[:, slice(*spec.goal.desired)])[0] * spec.reward.factor
     finally:

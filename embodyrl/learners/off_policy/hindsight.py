@@ -22,7 +22,7 @@ class Hindsight:
 
     def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "checked by the run plan"
-        self._judge = cast(GoalFactory, ENVS.get(cfg.env_type)).judge(cfg)
+        self._judge = cast(GoalFactory[EnvSettings], ENVS.get(cfg.env_type)).judge(cfg)
         self._share = rules.hindsight_goals / (rules.hindsight_goals + 1)
         self._gamma, self._n_step = rules.gamma, rules.n_step
         self._factor = rules.reward_scale * env.reward.factor

@@ -6,13 +6,12 @@ Importing this package does not import torch or transformers.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from safetensors import SafetensorError, safe_open
 
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import read_json
-from embodyrl.policies.causal_lm.run_checks import sampling_problems
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.inputs import missing_weights
@@ -136,15 +135,15 @@ class CausalLMFactory:
             act_passes=cfg.num_action_chunks,
         )
 
-    def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return an error for each run key that the policy does not support. Optional."""
-        kind = read_json(self.folder(cfg.model) / "config.json").get("model_type")
-        if kind in RECURRENT and cfg.rollout.backend == "hf":
+    def backend_problems(self, cfg: CausalLMSettings, backend: str) -> list[str]:
+        """Return an error if `rollout.backend` cannot generate with the model."""
+        kind = read_json(self.folder(cfg) / "config.json").get("model_type")
+        if kind in RECURRENT and backend == "hf":
             return [
-                f"model.path={cfg.model.path}: models of the type '{kind}' keep a state that padded prompts change. "
+                f"model.path={cfg.path}: models of the type '{kind}' keep a state that padded prompts change. "
                 "Use a model with attention or hybrid layers, or rollout.backend=vllm."
             ]
-        return sampling_problems(cfg, spec)
+        return []
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or the included small model with weights from the seed.

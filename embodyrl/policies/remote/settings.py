@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.sections import of_commands
 from embodyrl.config.settings import Count, Must, Seconds, Settings
 from embodyrl.policies.settings import ModelSettings
 
@@ -50,6 +49,3 @@ class ServeSettings(ConversationSettings):
     """Maximum size of a client's message in MiB."""
     max_clients: Count = 64
     """Maximum number of connected clients."""
-
-
-SECTION = of_commands(ServeSettings, "serve")

@@ -1,13 +1,13 @@
 """Config keys of a run that language models do not support."""
 
 from importlib.util import find_spec
-from typing import Any
 
 from embodyrl.devices import visible_gpus
+from embodyrl.plan.schema import Config
 from embodyrl.types import PolicySpec
 
 
-def sampling_problems(cfg: Any, policy: PolicySpec) -> list[str]:
+def generation_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return errors about config keys that language models do not support, one line each."""
     if policy.inputs.num_images and cfg.rollout.backend != "hf":
         return [
@@ -16,7 +16,7 @@ def sampling_problems(cfg: Any, policy: PolicySpec) -> list[str]:
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)
 
 
-def _teacher_problems(cfg: Any, policy: PolicySpec) -> list[str]:
+def _teacher_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     if not cfg.trains or cfg.algorithm.reference_url is None:
         return []
     if policy.inputs.num_images:
@@ -29,7 +29,7 @@ def _teacher_problems(cfg: Any, policy: PolicySpec) -> list[str]:
     return []
 
 
-def _engine_problems(cfg: Any) -> list[str]:
+def _engine_problems(cfg: Config) -> list[str]:
     if cfg.rollout.backend == "hf":
         return []
     problems = []

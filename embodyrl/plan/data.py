@@ -1,33 +1,20 @@
-"""The config section `data`; its class depends on the command and on the content of `data.path`."""
+"""Checks and derived values of the config section `data`."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.sections import Chosen, Section
-from embodyrl.config.settings import Settings
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.text.dataset import holds_text
+from embodyrl.plan.schema import Config
 from embodyrl.text.settings import PairSettings, RowSettings
 
 
-def _choose(chosen: Chosen) -> type[Settings] | None:
-    if chosen.command == "dagger":
-        return DemonstrationSettings
-    if chosen.command == "sft":
-        if not holds_text(str(chosen.values.get("data.path", ""))):
-            return DemonstrationSettings
-        paired = chosen.values.get("objective.name") in ("dpo", "preference")
-        return PairSettings if paired else RowSettings
-    return RowSettings if chosen.reads_rows else None
-
-
-def _problems(cfg: Any) -> Iterator[str]:
+def data_problems(cfg: Config) -> Iterator[str]:
     """Yield an error if `data.path` does not contain the type of data that the SFT objective needs."""
-    objective = getattr(cfg, "objective", None)
-    if objective is None or objective.name in ("imitation", "dpo"):
+    objective = cfg.objective
+    if not cfg.has("objective") or objective.name in ("imitation", "dpo"):
         return
     wanted = PairSettings if objective.of_pairs else DemonstrationSettings
     if not isinstance(cfg.data, wanted) and cfg.data.path:
@@ -35,7 +22,7 @@ def _problems(cfg: Any) -> Iterator[str]:
         yield f"objective.name={objective.name} needs {kind}; data.path={cfg.data.path} contains other data."
 
 
-def _derive(cfg: Any) -> Mapping[str, Any]:
+def derived_from_data(cfg: Config) -> Mapping[str, Any]:
     """Return the derived config keys.
 
     SFT on text uses one action per chunk, because a reply is one action. SFT on demonstrations saves the statistics
@@ -55,8 +42,3 @@ def _derive(cfg: Any) -> Mapping[str, Any]:
         env = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
         key = None if env.benchmark.unnorm_key else env.name
     return {"model.unnorm_key": key}
-
-
-SECTION = Section(
-    kinds=(DemonstrationSettings, RowSettings, PairSettings), choose=_choose, problems=_problems, derive=_derive
-)
