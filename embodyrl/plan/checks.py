@@ -138,7 +138,7 @@ def _rule(key: Key, value: Any) -> str:
 
 def wrong_value(key: Key, value: Any) -> list[str]:
     """Return an error if a value has a wrong type or range for a key that this command does not use."""
-    kind: Any = Annotated[key.field.annotation, *key.field.metadata]
+    kind: Any = Annotated[key.field.annotation, key.field]
     try:
         TypeAdapter(kind, config=Settings.model_config).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError:
