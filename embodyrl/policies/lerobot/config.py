@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
@@ -37,25 +37,35 @@ class Feature(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     type: Literal["VISUAL", "STATE", "ENV", "ACTION", "REWARD", "LANGUAGE"]
-    shape: tuple[PositiveInt, ...]
+    shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 
 
-class LeRobotConfig(BaseModel):
-    """Config keys shared by ACT and Diffusion Policy; unknown keys must be off (see `check_keys`)."""
+class Interface(BaseModel):
+    """Keys of config.json that all LeRobot policies share: inputs, outputs and observed steps."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     n_obs_steps: PositiveInt = 1
-    n_action_steps: PositiveInt
     input_features: dict[str, Feature] = Field(default_factory=dict)
     output_features: dict[str, Feature] = Field(default_factory=dict)
-    normalization_mapping: dict[str, Normalization]
-    vision_backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"] = "resnet18"
 
     @property
     def cameras(self) -> tuple[str, ...]:
         """Names of the image features, in order."""
         return tuple(name for name, feature in self.input_features.items() if feature.type == "VISUAL")
+
+    @property
+    def action_dim(self) -> int:
+        """A, the action dimension."""
+        return self.output_features[ACTION].shape[0]
+
+
+class LeRobotConfig(Interface):
+    """Config keys shared by ACT and Diffusion Policy; unknown keys must be off (see `check_keys`)."""
+
+    n_action_steps: PositiveInt
+    normalization_mapping: dict[str, Normalization]
+    vision_backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"] = "resnet18"
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -80,11 +90,6 @@ class LeRobotConfig(BaseModel):
         """Dimension of the environment's state; 0: no environment state."""
         feature = self.input_features.get(self.environment_name)
         return feature.shape[0] if feature else 0
-
-    @property
-    def action_dim(self) -> int:
-        """A, the action dimension."""
-        return self.output_features[ACTION].shape[0]
 
     @property
     def horizon_length(self) -> int:

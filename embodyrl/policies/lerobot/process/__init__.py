@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.lerobot.process.checkpoint import PREFIX, Checkpoint, read_checkpoint
+from embodyrl.policies.lerobot.config import IMAGES
+from embodyrl.policies.lerobot.process.checkpoint import Checkpoint, read_checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.settings import SHAPE_FILE
@@ -87,7 +88,7 @@ class LeRobotProcessFactory:
 def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
     """Return one index per camera of the checkpoint, into the environment's cameras of one observation step."""
     known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
-    wanted = cfg.cameras or [name.removeprefix(PREFIX) for name in saved.cameras]
+    wanted = cfg.cameras or [name.removeprefix(IMAGES) for name in saved.cameras]
     if cfg.cameras or {*wanted} <= {*known}:
         return tuple(known.index(name) for name in wanted)
     return tuple(range(len(wanted)))
@@ -112,7 +113,7 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
             f"the checkpoint needs {len(saved.cameras)} cameras ({', '.join(saved.cameras)}), but env '{env.name}' has "
             f"{', '.join(names) or 'none'}. Set env.init_params.camera_names, or model.cameras with one name for each."
         )
-    known = [name for name in saved.cameras if name.removeprefix(PREFIX) in names]
+    known = [name for name in saved.cameras if name.removeprefix(IMAGES) in names]
     if not cfg.cameras and 0 < len(known) < len(saved.cameras):
         problems.append(
             f"the checkpoint needs {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "

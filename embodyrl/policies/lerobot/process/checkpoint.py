@@ -1,44 +1,25 @@
-"""Keys of config.json that all LeRobot policies share. Does not import torch."""
+"""Config of a LeRobot policy of any type, and the check of its processors. Does not import torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import PositiveInt, ValidationError
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
+from embodyrl.policies.lerobot.config import ACTION, Interface
+from embodyrl.policies.vla.folder import CONFIG_FILE
+from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
 
-CONFIG_FILE = "config.json"
-_PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
-PREFIX = "observation.images."
-
-
-class Feature(BaseModel):
-    """Type and shape of an input or output feature."""
-
-    model_config = ConfigDict(frozen=True)
-
-    type: Literal["VISUAL", "STATE", "ENV", "ACTION", "REWARD", "LANGUAGE"]
-    shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+_PROCESSORS = (f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json")
 
 
-class Checkpoint(BaseModel):
-    """Config of a LeRobot policy: inputs, outputs and chunk sizes."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class Checkpoint(Interface):
+    """Config of a LeRobot policy of any type."""
 
     type: str
-    n_obs_steps: PositiveInt = 1
     n_action_steps: PositiveInt = 1
-    input_features: dict[str, Feature] = Field(default_factory=dict)
-    output_features: dict[str, Feature] = Field(default_factory=dict)
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """Names of the image features, in order."""
-        return tuple(name for name, feature in self.input_features.items() if feature.type == "VISUAL")
 
     @property
     def states(self) -> tuple[tuple[str, int], ...]:
@@ -50,11 +31,6 @@ class Checkpoint(BaseModel):
     def state_dim(self) -> int:
         """Total size of all state features of one step."""
         return sum(size for _, size in self.states)
-
-    @property
-    def action_dim(self) -> int:
-        """A: action dimension."""
-        return self.output_features["action"].shape[0]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -71,8 +47,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             f"{file} is not the config of a LeRobot policy ({reason_of(error)}). Set model.path to the folder of "
             "save_pretrained."
         ) from error
-    if "action" not in found.output_features:
-        raise CheckpointError(f"{file}: output_features has no 'action'. Set model.path to a trained policy.")
+    if ACTION not in found.output_features:
+        raise CheckpointError(f"{file}: output_features has no '{ACTION}'. Set model.path to a trained policy.")
     for name in _PROCESSORS:
         _check_steps(folder / name)
     return found
