@@ -14,6 +14,8 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.reads import COMMANDS
 
+pytestmark = pytest.mark.integration
+
 VALUES = (
     *("", "null", "true", "yes", "0", "-1", "1", "3", "2.5", "1e-4", "1e10", "1e308", "-1e400", "nan", "inf", "-inf"),
     *(

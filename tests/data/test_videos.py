@@ -16,6 +16,8 @@ from embodyrl.cli.main import main
 from embodyrl.data.reader import Demonstrations, load_demonstrations
 from embodyrl.errors import EmbodyError
 
+pytestmark = pytest.mark.integration
+
 KEYS = tuple(f"videos/observation.images.{camera}/" for camera in ("front", "wrist"))
 ORDERS = ((0, 1, 2), (2, 1, 0))
 """Order of the episodes in the file of each camera."""

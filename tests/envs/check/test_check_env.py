@@ -18,6 +18,8 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.plan.config import load_config
 
+pytestmark = pytest.mark.integration
+
 
 class ScriptedFactory:
     settings = EnvSettings
@@ -112,7 +114,6 @@ def test_hanging_simulator_is_reported_and_later_checks_skipped():
     assert found["close"].level == "ok"
 
 
-@pytest.mark.integration
 def test_killed_check_leaves_no_simulator_process(tmp_path):
     marker = tmp_path / "hangs"
     kwargs = (f"env.kwargs.once={marker}", "env.kwargs.fault=hang", "env.kwargs.where=step")

@@ -16,6 +16,8 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import MissingDependencyError, UnknownNameError
 from embodyrl.plan.config import load_config
 
+pytestmark = pytest.mark.integration
+
 slow = pytest.mark.slow
 
 
@@ -153,7 +155,6 @@ def test_invalid_environment_report_contains_a_fix(name):
     assert re.search(said, first), first
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -169,7 +170,6 @@ def test_environment_that_kills_its_process_is_reported(name, said):
     assert {f.level for f in found[-5:]} == {"skip"}
 
 
-@pytest.mark.integration
 def test_json_is_valid_if_the_environment_prints(capfd):
     assert main(["check-env", "env=gym", "env.id=odd_envs:Chatty", "--json"]) == 0
     printed = capfd.readouterr()
@@ -217,7 +217,6 @@ minatar.gym:MinAtar/Breakout-v1""".splitlines()
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 @pytest.mark.parametrize("env_id", REAL)
 def test_installed_gymnasium_environments_pass(env_id):
     words = [f"env.id={env_id}"]
@@ -232,7 +231,6 @@ def test_installed_gymnasium_environments_pass(env_id):
     assert not failures(look(*words, apart=True))
 
 
-@pytest.mark.integration
 def test_threads_and_processes_left_after_close_are_reported():
     found = {f.check: f for f in look("env.id=foreign_envs:LeavesThreads", apart=True)}
     assert found["close"].level == "warn"
