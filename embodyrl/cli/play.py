@@ -6,15 +6,11 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
 from embodyrl.play.start import page, policy_with_env
-
-if TYPE_CHECKING:
-    pass
 
 
 def play(args: argparse.Namespace) -> int:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spec import spec_of
 from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.simulators import Simulators
-from embodyrl.types import (
-    EnvSpec,
-)
-
-if TYPE_CHECKING:
-    pass
+from embodyrl.types import EnvSpec
 
 
 class GymFactory(SimFactory[GymSettings]):
