@@ -184,7 +184,10 @@ def _first_error(output: str) -> str:
 
 
 def draw_without_display() -> None:
-    """Set MUJOCO_GL on a machine without a display, unless MUJOCO_GL is set or the backend cannot be loaded."""
+    """Set MUJOCO_GL on a machine without a display, unless MUJOCO_GL is set or the backend cannot be loaded.
+
+    Call this before a simulator is imported: MuJoCo chooses its backend at import, and some constructors render.
+    """
     silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
     if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
         return

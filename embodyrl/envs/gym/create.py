@@ -53,7 +53,7 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
         MissingDependencyError: a required package is not installed.
         ConfigError: the constructor or a wrapper rejects its arguments, or does not return an environment.
     """
-    prepare_rendering()
+    draw_without_display()
     return create_named(cfg, kwargs, num_envs)[0]
 
 
@@ -203,15 +203,6 @@ def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
     rest = {"use_async_envs": False, "cfg": None}
     needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
     return {"n_envs": num_envs} | {name: rest[name] for name in needed}
-
-
-def prepare_rendering() -> None:
-    """Prepare rendering libraries for a machine without a display.
-
-    Call this before the environment's package is imported, also without a render mode: MuJoCo chooses its backend at
-    import, and some constructors build a renderer.
-    """
-    draw_without_display()
 
 
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:

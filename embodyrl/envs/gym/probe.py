@@ -19,7 +19,6 @@ from embodyrl.envs.gym.create import (
     builds_vector,
     create_named,
     find_wrapper,
-    prepare_rendering,
     running_statistics,
     takes_render_mode,
 )
@@ -29,6 +28,7 @@ from embodyrl.envs.gym.said import instruction_of, says_success, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, copied
 from embodyrl.envs.gym.vector_probe import try_out_vector
+from embodyrl.envs.mujoco_rendering import draw_without_display
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import EnvSpec
 
@@ -49,7 +49,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         EmbodyError: see `create`; or the environment's first steps violate Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
-    prepare_rendering()
+    draw_without_display()
     # Two environments are the minimum to check whether they can be reset separately.
     env, suites = create_named(cfg, kwargs, 2 if builds_vector(cfg) else 1)
     late: list[str] = []
