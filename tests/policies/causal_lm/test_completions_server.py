@@ -26,8 +26,8 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
+from embodyrl.plan.generation import generation_problems
 from embodyrl.policies import POLICIES
-from embodyrl.policies.causal_lm.run_checks import sampling_problems
 from embodyrl.policies.causal_lm.server import ServedReference
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest, weights_changed
@@ -285,14 +285,14 @@ def test_unsupported_server_options_are_refused() -> None:
         load_config("train", words)
     cfg = load_config("train", [*words, "rollout.url=http://127.0.0.1:9/v1"])
     policy = POLICIES.get("causal_lm_tiny").spec(cfg.model, ASKING, 0)
-    assert "only low-rank adapters" in " ".join(sampling_problems(cfg, policy))
+    assert "only low-rank adapters" in " ".join(generation_problems(cfg, policy))
     lora = cfg.updated({"model.is_lora": True})
-    assert sampling_problems(lora, policy) == []
-    assert len(sampling_problems(lora.updated({"runner.deterministic": True}), policy)) == 1
+    assert generation_problems(lora, policy) == []
+    assert len(generation_problems(lora.updated({"runner.deterministic": True}), policy)) == 1
     teacher = load_config("train", [*words[:2], "algorithm.reference_url=http://127.0.0.1:9/v1", KL])
-    assert sampling_problems(teacher, policy) == []
+    assert generation_problems(teacher, policy) == []
     warm = teacher.updated({"algorithm.sampling_params.temperature": 0.5})
-    assert any("probabilities of a reply at temperature 1" in problem for problem in sampling_problems(warm, policy))
+    assert any("probabilities of a reply at temperature 1" in problem for problem in generation_problems(warm, policy))
     with pytest.raises(ConfigError, match="remove reference_path"):
         load_config("train", [*words[:2], "algorithm.reference_url=http://x:9/v1", "algorithm.reference_path=x", KL])
     with pytest.raises(ConfigError, match=r"algorithm\.reference_url: for text policies only"):
@@ -300,4 +300,4 @@ def test_unsupported_server_options_are_refused() -> None:
     warm = load_config("train", [*words[:2], "rollout.backend=vllm", "rollout.logprobs=2"]).updated(
         {"algorithm.sampling_params.temperature": 0.5}
     )
-    assert any("at algorithm.sampling_params.temperature" in problem for problem in sampling_problems(warm, policy))
+    assert any("at algorithm.sampling_params.temperature" in problem for problem in generation_problems(warm, policy))
