@@ -111,20 +111,6 @@ class GoalSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedSpec:
-    """State columns of committed actions: the delay, the number of actions left, and these actions, row by row."""
-
-    rows: int
-    """Maximum number of committed actions: the overlap of two consecutive chunks."""
-    delay: int
-    """Maximum delay in env steps."""
-
-    def width(self, action_dim: int) -> int:
-        """Return the number of state columns."""
-        return 2 + self.rows * action_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
     """Scripted expert of an environment."""
 
@@ -217,8 +203,6 @@ class EnvSpec:
     history: int = 1
     """Number of observation steps in the images and the state, oldest first."""
     goal: GoalSpec | None = None
-    committed: CommittedSpec | None = None
-    """Committed actions at the end of the state, if the policy observes them."""
     expert: ExpertSpec = ExpertSpec()
     reward: RewardSpec = RewardSpec()
     text: TextSpec = TextSpec()
@@ -230,11 +214,6 @@ class EnvSpec:
     """Number of env steps of the longest demonstration in SFT; 0: unknown."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
     """Warnings for the banner, one line each; excluded from comparisons, because they may quote observations."""
-
-    @property
-    def own_state_dim(self) -> int:
-        """Number of state columns before the committed actions."""
-        return self.state_dim - (0 if self.committed is None else self.committed.width(self.action.dim))
 
     def suite_of(self, task_id: int) -> str:
         """Return the name of a task's suite."""

@@ -18,7 +18,6 @@ from embodyrl.specs import ActionKind as ActionKind
 from embodyrl.specs import ActionSpec as ActionSpec
 from embodyrl.specs import BenchmarkSpec as BenchmarkSpec
 from embodyrl.specs import CameraSpec as CameraSpec
-from embodyrl.specs import CommittedSpec as CommittedSpec
 from embodyrl.specs import Control as Control
 from embodyrl.specs import EnvCosts as EnvCosts
 from embodyrl.specs import EnvSpec as EnvSpec

@@ -35,30 +35,23 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     # As a class attribute, because Gymnasium's wrappers read it before the first frame is rendered.
     render_mode = "rgb_array"
 
-    def __init__(
-        self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None, *, takes_delay: bool = False
-    ) -> None:
+    def __init__(self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None) -> None:
         """Build the simulator in this process.
 
         Args:
             cfg: config of the run.
             settings: settings of the environment.
             split: tasks and initial states; default `env.eval`.
-            takes_delay: the caller implements the inference delay of the config.
 
         Raises:
-            ConfigError: the config sets an inference delay, and `takes_delay` is False.
+            ConfigError: the config sets an inference delay.
         """
-        context = env_context(cfg)
-        if context.overlap and not takes_delay:
+        if settings.delay[1]:
             raise ConfigError(
-                "env.control.latency_steps and rollout.chunk_overlap delay chunks, but this environment "
-                "executes one action per step, without delay. Add env.control.latency_steps=0 rollout.chunk_overlap=0, "
-                "as in `load_policy`."
+                "env.control.latency_steps delays chunks, but this environment executes one action per step, without "
+                "delay. Add env.control.latency_steps=0."
             )
-        made = ENVS.get(cfg.env.env_type).make(settings, context)
-        # A delayed environment wraps the environment and executes whole chunks.
-        self.env: Env = getattr(made, "inner", made)
+        self.env: Env = ENVS.get(cfg.env.env_type).make(settings, env_context(cfg))
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""
         self._split = split or cfg.env.eval
@@ -171,19 +164,19 @@ def make_env(env: str, *words: str, num_envs: int | None = None, config_dirs: Se
     return _single(load_config("eval", typed, config_dirs=config_dirs))
 
 
-def env_of(run_plan: RunPlan, *, takes_delay: bool = False) -> SingleEnv:
-    """Return the environment of a run, with the cameras of its policy; `takes_delay`: see `SingleEnv`."""
-    return _single(run_plan.cfg, run_plan.env_settings, takes_delay=takes_delay)
+def env_of(run_plan: RunPlan) -> SingleEnv:
+    """Return the environment of a run, with the cameras of its policy."""
+    return _single(run_plan.cfg, run_plan.env_settings)
 
 
-def _single(cfg: Config, settings: EnvSettings | None = None, *, takes_delay: bool = False) -> SingleEnv:
+def _single(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a text task without steps. Train on text tasks with `embodyrl.GRPO`; show "
             "replies with `embodyrl view` or `report`."
         )
     check_components(cfg)
-    return SingleEnv(cfg, settings or cfg.env, takes_delay=takes_delay)
+    return SingleEnv(cfg, settings or cfg.env)
 
 
 def _actions(spec: EnvSpec) -> spaces.Space[Any]:

@@ -33,7 +33,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import PolicySpec
 
-_SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params", "rollout.chunk_overlap")
+_SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params")
 """Config keys that affect the success rate of an evaluation."""
 
 

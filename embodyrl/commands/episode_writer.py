@@ -80,10 +80,10 @@ def check_episodes(run_plan: RunPlan) -> None:
     cfg = run_plan.cfg
     if run_plan.env.action.kind is ActionKind.text:
         raise ConfigError("runner.keep_episodes: text tasks have no frames to record. Remove the key.")
-    if cfg.chunk_overlap:
+    if cfg.env.delay[1]:
         raise ConfigError(
-            "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
-            "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
+            "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps actions are "
+            "computed from older observations. Remove one of the keys."
         )
     if cfg.trains and cfg.model.num_action_chunks > 1:
         raise ConfigError(

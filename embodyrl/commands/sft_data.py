@@ -181,9 +181,6 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
     actions = demos.action[found]
     # Converted once for all samples: target actions use the policy's gripper convention, like the policy's outputs.
     convert_gripper(actions, env.action.gripper, policy.gripper)
-    delay, executed = simulated_delay(cfg), None
-    if delay:
-        executed = demos.executed[demos.window(steps, delay)[0]]
     return Samples(
         demos=demos,
         steps=steps,
@@ -191,11 +188,5 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         shown=demos.shown,
         valid=valid,
         history=history,
-        executed=executed,
         width=2 if ranked else 1,
     )
-
-
-def simulated_delay(cfg: Config) -> int:
-    """Return the maximum inference delay that the policy simulates in SFT, in env steps (`model.rtc_delay`)."""
-    return getattr(cfg.model, "simulated_delay", 0)

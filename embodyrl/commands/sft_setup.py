@@ -18,7 +18,6 @@ from embodyrl.commands.sft_data import (
     load_samples,
     require_history,
     require_match,
-    simulated_delay,
 )
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
@@ -29,7 +28,7 @@ from embodyrl.data.reader import (
     gripper_doubts,
 )
 from embodyrl.data.samples import Samples
-from embodyrl.data.settings import DemonstrationSettings, Labels, Objective
+from embodyrl.data.settings import DemonstrationSettings, Objective
 from embodyrl.data.statistics import scaling_stats, scaling_text
 from embodyrl.data.tables import read_episodes
 from embodyrl.errors import ConfigError
@@ -48,7 +47,7 @@ from embodyrl.text.dataset import TextRows
 from embodyrl.text.messages import join_messages
 from embodyrl.text.settings import RowSettings
 from embodyrl.text.specs import ANY_TEXT
-from embodyrl.types import ActionKind, ByteArray, CameraSpec, CommittedSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
+from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
 _SMALL = 16 * 2**20
 _CONSTANT = 1e-5
@@ -143,9 +142,6 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     # An environment of this package may have a gripper that a task does not need.
     foreign = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
     doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
-    if train.executed is not None:
-        committed = CommittedSpec(rows=simulated_delay(cfg), delay=simulated_delay(cfg))
-        env = replace(env, state_dim=env.state_dim + committed.width(env.action.dim), committed=committed)
     env = replace(env, longest_demonstration=train.demos.longest)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled)
 
@@ -282,21 +278,8 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
-        *(("warning", doubt) for doubt in (*_input_doubts(cfg.model, spec, card.env), *_prefix_doubts(cfg, folders))),
+        *(("warning", doubt) for doubt in _input_doubts(cfg.model, spec, card.env)),
         training,
-    ]
-
-
-def _prefix_doubts(cfg: Config, folders: Sequence[Path]) -> list[str]:
-    """Return warnings about data without the executed actions, which are inputs for simulated delays."""
-    if not simulated_delay(cfg):
-        return []
-    cards = [(folder, read_card(folder, cfg.demonstrations).collected) for folder in folders]
-    return [
-        f"{folder} contains labels of the expert, not the executed actions, which are inputs of model.rtc=trained: "
-        "SFT uses the labels instead. Collect with collect.labels=executed."
-        for folder, made in cards
-        if made.get("labels") == Labels.expert
     ]
 
 

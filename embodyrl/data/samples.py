@@ -31,9 +31,6 @@ class Samples:
     """[M] suffixes of the instructions (advantage labels); empty: no suffixes."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
-    executed: FloatArray | None = None
-    """[M, D, A] actions executed from each step on, in the environment's gripper convention: the committed actions for
-    a simulated delay of up to D steps."""
     width: int = 1
     """Number of entries of `steps` per sample: 1, or 2 if a sample is a pair of chunks (better and worse episode)."""
 
@@ -56,9 +53,6 @@ class Samples:
             seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
             arena[Record.images][record] = np.concatenate(demos.images[seen])
             state = demos.state[seen].ravel()
-        if self.executed is not None:  # the columns of `CommittedSpec`
-            rows = self.executed[row]
-            state = np.concatenate([state, [len(rows), len(rows)], rows.ravel()])
         arena[Record.observed_state][record] = state
         arena[Record.instruction][record] = encode_instruction(self.instruction(row, plain=plain), width)
         arena[Record.action][record] = self.actions[row]

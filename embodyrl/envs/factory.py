@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.delay import DelayedEnv, check_delay
 from embodyrl.envs.history import HistorySims, with_chunks, with_history
 from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.reward import StepReward
@@ -15,9 +17,6 @@ from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.files import available_bytes
 from embodyrl.types import EnvSpec
-
-if TYPE_CHECKING:
-    from embodyrl.envs.delay import Timing
 
 S = TypeVar("S", bound=EnvSettings)
 
@@ -70,39 +69,32 @@ class SimFactory(ABC, Generic[S]):
         return list(self.problems(cfg))
 
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """Return the environment's spec, including history, the user's reward components and the delay."""
+        """Return the environment's spec, including the history and the user's reward components.
+
+        Raises:
+            EmbodyError: see `describe`, and `check_delay`.
+        """
         assert isinstance(cfg, RewardSettings)
         own = context.reward
         spec = with_chunks(with_history(self.describe(cfg, context), cfg.history), cfg.ensemble_chunk)
         spec = replace(spec, reward=replace(spec.reward, factor=cfg.reward_coef))
         spec = StepReward(own).declare(spec) if own is not None and own.path is not None else spec
-        delay = _delay_of(cfg, context)
-        return spec if delay is None else delay.declare(spec, context.chunk)
+        if cfg.delay[1]:
+            check_delay(spec, cfg.delay[1], context.chunk)
+        return spec
 
     def make(self, cfg: S, context: EnvContext) -> Env:
         """Build the environment, including the history, temporal ensembling and inference delay of the config."""
         assert isinstance(cfg, RewardSettings)
-        delay = _delay_of(cfg, context)
-        if delay is not None and context.described is not None:
-            context = replace(context, described=delay.original(context.described))
         sims = self.simulators(cfg, context)
-        env = ChunkedEnv(
+        build = partial(DelayedEnv, delay=cfg.delay) if cfg.delay[1] else ChunkedEnv
+        return build(
             HistorySims(sims, cfg) if cfg.history > 1 or cfg.ensemble_chunk is not None else sims,
             context.num_slots,
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,
             reward=context.reward,
         )
-        return env if delay is None else delay.wrap(env, context.num_slots)
-
-
-def _delay_of(cfg: EnvSettings, context: EnvContext) -> Timing | None:
-    """Return the configured delay, or None if the config has neither a delay nor overlapping chunks."""
-    if not cfg.delay[1] and not context.overlap:
-        return None
-    from embodyrl.envs.delay import delay_of
-
-    return delay_of(cfg, context)
 
 
 _SHARE = 0.8

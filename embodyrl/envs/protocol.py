@@ -129,11 +129,6 @@ class EnvContext:
     """Spec of the environment from the run plan; None: the factory determines the spec."""
     chunk: int = 0
     """Number of actions per chunk of the policy; 0: unknown."""
-    overlap: int | None = None
-    """Number of actions at the end of a chunk that overlap with the next chunk; None: the largest delay."""
-    observe_committed: bool = False
-    """If true, the state also contains the actions of the previous chunk that are not executed yet, as input of the
-    policy."""
     suites: tuple[str, ...] = ()
     """Additional suites to evaluate, a subset of the factory's `suites`."""
 

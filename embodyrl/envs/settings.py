@@ -71,8 +71,6 @@ class ControlSettings(Settings):
     ] = 0
     """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk
     continues. [low,high]: sampled uniformly for each chunk. The first chunk of an episode has no delay."""
-    observe_committed: bool = False
-    """If true, the state also contains the delay and the remaining actions of the previous chunk; set by model.rtc."""
 
     @property
     def delay(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import give_task
 from embodyrl.registry import closest
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import EnvSpec, PolicySpec
 
 ALL_SUITES = "all"
 
@@ -25,8 +25,6 @@ def env_context(cfg: Config) -> EnvContext:
         pictures=not cfg.evaluates or cfg.video != "none",
         reward=reward if isinstance(reward, StepRewardSettings) else None,
         chunk=cfg.model.num_action_chunks if cfg.has("model") else 0,
-        overlap=cfg.chunk_overlap,
-        observe_committed=cfg.has("model") and cfg.model.reads_committed,
         suites=_further_suites(cfg) if cfg.evaluates else (),
     )
     return give_task(cfg, context) if cfg.reads_rows else context
@@ -37,17 +35,13 @@ def env_spec(cfg: Config) -> EnvSpec:
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
 
 
-def timing_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return an error if the config has a delay or chunk overlap that the environment or policy does not support."""
-    if not (cfg.env.delay[1] or cfg.chunk_overlap):
-        return []
-    if env.action.kind is ActionKind.text:
-        return [f"rollout.chunk_overlap={cfg.chunk_overlap}: replies do not overlap; remove the key."]
-    if not (policy.scripted or cfg.has("collect")):
+def delay_problems(cfg: Config, policy: PolicySpec) -> list[str]:
+    """Return an error if the config has a delay that the command or the policy does not support."""
+    if not cfg.env.delay[1] or not (policy.scripted or cfg.has("collect")):
         return []
     return [
-        "env.control.latency_steps and rollout.chunk_overlap: the scripted expert and recorded demonstrations act at "
-        "each step, without delay. Remove the keys."
+        "env.control.latency_steps: the scripted expert and recorded demonstrations act at each step, without delay. "
+        "Remove the key."
     ]
 
 

@@ -98,6 +98,8 @@ _RETIRED = frozenset(
         *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
         *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
         *("model.use_film", "model.fpo_ratio"),
+        *("rollout.chunk_overlap", "env.control.observe_committed"),
+        *("model.rtc", "model.rtc_guidance", "model.rtc_mask", "model.rtc_delay"),
     }
 )
 """Keys of earlier versions that have no effect any more, but occur in config.yaml files of old runs."""

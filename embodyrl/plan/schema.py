@@ -168,15 +168,9 @@ class Config(TopSettings):
         return self.has("env") and getattr(ENVS.get(self.env.env_type), "reads_rows", False)
 
     @property
-    def chunk_overlap(self) -> int:
-        """Number of actions at the end of a chunk that the next chunk replaces."""
-        overlap = self.rollout.chunk_overlap if self.has("rollout") else None
-        return self.env.delay[1] if overlap is None else overlap
-
-    @property
     def chunk_steps(self) -> int:
         """Number of env steps per chunk; the first chunk of an episode may have more."""
-        return max(1, self.model.num_action_chunks - self.chunk_overlap)
+        return max(1, self.model.num_action_chunks - self.env.delay[1])
 
     @property
     def acting_processes(self) -> int:

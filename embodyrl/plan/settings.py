@@ -133,9 +133,6 @@ class RolloutSettings(Settings):
     logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """Language models: for each token of a reply, also record the n most probable tokens with their
     log-probabilities."""
-    chunk_overlap: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Number of actions at the end of a chunk that the next chunk replaces; default: the maximum of
-    env.control.latency_steps. The policy acts every model.num_action_chunks - chunk_overlap env steps."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
 

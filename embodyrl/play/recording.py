@@ -13,7 +13,6 @@ import simplejpeg
 from embodyrl.commands.collect import write_environment
 from embodyrl.data.layout import Actor, Card, Demonstration, Source
 from embodyrl.data.writer import DatasetWriter
-from embodyrl.envs.delay import without_committed
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.types import ByteArray, FloatArray
@@ -62,8 +61,7 @@ class Recording:
         Raises:
             EmbodyError: the folder contains other files, or a data set of another policy.
         """
-        # A played episode advances step by step: its state does not contain actions of a previous chunk.
-        cfg, self._env = run_plan.cfg, without_committed(run_plan.env)
+        cfg, self._env = run_plan.cfg, run_plan.env
         collected = {"by": "play", "model": run_plan.policy.name, "weights": cfg.ckpt or cfg.model.weights}
         if state_ids is not None:
             collected["state_ids"] = list(state_ids)

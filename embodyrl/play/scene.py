@@ -14,7 +14,7 @@ from embodyrl.controls import controls_of
 from embodyrl.data.layout import Actor
 from embodyrl.play.controls import action_of, neutral_action
 from embodyrl.play.recording import Recording, Step
-from embodyrl.play.turn import Turn
+from embodyrl.types import FloatArray
 
 _QUALITY = 90
 """JPEG quality of the images of the page and of recorded videos."""
@@ -45,7 +45,8 @@ class Scene:
         self.assigned = 0
         """Number of finished episodes of `reset_ids`."""
         self._recording, self._reset_ids = recording, tuple(reset_ids)
-        self._turn = Turn(policy)
+        self._planned: list[FloatArray] = []
+        """Actions [A] of the policy's current chunk that were not executed yet."""
         self._steps: list[Step] = []
         self._states: list[Any] = []
         self._episodes = 0
@@ -88,7 +89,7 @@ class Scene:
         self._seen, info = self.env.reset(seed=self._episodes, options=self._options)
         self.start: dict[str, int] = info
         self._last = neutral_action(self.env.layout.action)
-        self._turn.end()
+        self._planned.clear()
         self._steps = []
         self._states = [self.env.save_state()] if self.rewinds else []
         self.over = False
@@ -114,7 +115,7 @@ class Scene:
         self._seen = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
         self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
-        self._turn.end()
+        self._planned.clear()
         self.over = False
         self._render()
 
@@ -129,7 +130,7 @@ class Scene:
                 "the instruction of a recorded episode cannot be changed; run `embodyrl play` without --record"
             )
         self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
-        self._turn.end()
+        self._planned.clear()
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
@@ -141,9 +142,11 @@ class Scene:
         if self.over:
             return
         if amounts is None:
-            action, actor = self._turn.action(self._seen, self.start, self.said or None), Actor.policy
+            if not self._planned:
+                self._planned = [*self.policy.act(self._seen, instruction=self.said or None)]
+            action, actor = self._planned.pop(0), Actor.policy
         else:
-            self._turn.end()
+            self._planned.clear()
             action, actor = action_of(self.env.layout.action, amounts, self._last), Actor.person
         seen = self._seen
         self._seen, reward, ended, cut, info = self.env.step(action)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from embodyrl.web_pages.loopback import Answer
 if TYPE_CHECKING:
     from embodyrl.api.acting import LoadedPolicy
     from embodyrl.api.environment import SingleEnv
+    from embodyrl.plan.run_plan import RunPlan
 
 _WATCHED = ("video=all",)
 """Override that makes the environment render images."""
@@ -38,6 +40,14 @@ def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = Fal
     for words in ((*_WATCHED, *endless), _WATCHED):
         with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
             policy = load_policy(run, *words, *trust)
-            return policy, env_of(policy.run_plan, takes_delay=True)
+            return policy, env_of(_without_delay(policy.run_plan))
     policy = load_policy(run, *trust)
-    return policy, env_of(policy.run_plan, takes_delay=True)
+    return policy, env_of(_without_delay(policy.run_plan))
+
+
+def _without_delay(run_plan: RunPlan) -> RunPlan:
+    """Return the run plan without an inference delay: a page executes one action per step."""
+    settings = run_plan.env_settings
+    if not settings.delay[1]:
+        return run_plan
+    return replace(run_plan, env_settings=settings.updated({"control.latency_steps": 0}))

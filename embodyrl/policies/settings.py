@@ -56,11 +56,6 @@ class ModelSettings(Settings):
         """True if low-rank adapters are trained instead of the weights."""
         return getattr(self, "is_lora", False)
 
-    @property
-    def reads_committed(self) -> bool:
-        """True if the policy observes committed actions (`EnvSpec.committed`)."""
-        return False
-
     def whole(self, path: str | None = None) -> Self:
         """Return the settings without adapters; `path`: folder of the weights, if set."""
         return self if path is None else self.model_copy(update={"path": path})

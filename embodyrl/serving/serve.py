@@ -17,7 +17,6 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need
 from embodyrl.policies.remote.settings import ServeSettings
-from embodyrl.serving.committed import DELAY, PREFIX
 from embodyrl.types import EnvSpec, PolicySpec
 
 _HERE = ("127.0.0.1", "localhost", "::1")
@@ -67,11 +66,7 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
             f"env.env_type={cfg.env.env_type} needs a language model, but model '{cfg.model.model_type}' generates no "
             "text. Choose another env, or a text model such as model=causal_lm."
         )
-    chunk, observed = cfg.model.num_action_chunks, cfg.model.reads_committed
-    # The client decides how much of its previous chunk is left.
-    overlap = chunk - max(1, cfg.env.delay[1]) if observed else None
-    context = EnvContext(chunk=chunk, overlap=overlap, observe_committed=observed)
-    env = ENVS.get(cfg.env.env_type).spec(cfg.env, context)
+    env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext(chunk=cfg.model.num_action_chunks))
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
     # The client provides the cameras: the policy reads the first cameras of its environment.
     if seen := spec.inputs.num_images:
@@ -99,14 +94,12 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
     """Return the lines of the start banner for a robot policy, as pairs of name and text."""
     names = names_of(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
-    if env.committed is not None:
-        parts += [PREFIX, DELAY]
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_facts(cfg),
         ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
-        ("reads", ", ".join(parts) + (f" (state: {env.own_state_dim} numbers)" if spec.inputs.state else "")),
+        ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
     return [*lines, *exposure(cfg.serve)]

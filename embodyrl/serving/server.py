@@ -20,7 +20,6 @@ from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.policies.remote.dialects import MessageError, Names, bytes_keyed, need, pack, text_keyed, unpack, upright
 from embodyrl.policies.remote.settings import ServeSettings
-from embodyrl.serving.committed import read_committed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import EnvSpec, FloatArray, Observation
 from embodyrl.version import __version__
@@ -41,14 +40,13 @@ class Answering:
         """
         spec, env = self._policy.spec, self._env
         seen = self._names.read(
-            message, images=spec.inputs.num_images, states=env.own_state_dim if spec.inputs.state else 0
+            message, images=spec.inputs.num_images, states=env.state_dim if spec.inputs.state else 0
         )
         height, width = seen.images[0].shape[:2] if seen.images else env.cameras.size
         images = np.zeros((1, len(seen.images), height, width, 3), np.uint8)
         for place, image in enumerate(seen.images):
             images[0, place] = upright(image, env.cameras.rotation_deg)
-        state = np.zeros((1, env.own_state_dim), np.float32) if seen.state is None else seen.state[None]
-        state = np.concatenate([state, read_committed(message, env)[None]], axis=1)
+        state = np.zeros((1, env.state_dim), np.float32) if seen.state is None else seen.state[None]
         obs = Observation(images=images, state=state, instructions=(seen.prompt,))
         actions = np.array(self._policy.act(obs, noise=None).actions[0])
         if not np.isfinite(actions).all():
@@ -67,8 +65,8 @@ class Answering:
             "action_horizon": spec.num_action_chunks,
             "action_dim": spec.action_dim,
             "images": list(self._names.images[: spec.inputs.num_images]),
-            "state_dim": env.own_state_dim if spec.inputs.state else 0,
-        } | ({} if env.committed is None else {"max_delay": env.committed.delay, "horizon": spec.num_action_chunks})
+            "state_dim": env.state_dim if spec.inputs.state else 0,
+        }
 
 
 class PolicyThread:

@@ -89,7 +89,7 @@ MINE, OTHER = {"path": "pkg:mine"}, {"path": "pkg:other"}
     ],
 )
 def test_copies_keep_the_source_of_actions_and_rewards(tmp_path: Path, capsys, first, second, kept) -> None:
-    """Otherwise SFT with simulated delays and off-policy learning would take labels for executed actions."""
+    """Otherwise off-policy learning would take labels for executed actions."""
     write(tmp_path / "a", range(2), Actor.expert, -1, **first)
     write(tmp_path / "b", range(2, 4), Actor.expert, -1, **second)
     assert run("merge", tmp_path / "both", tmp_path / "a", tmp_path / "b") == 0

@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 from toy_env import toy_spec
 from toy_runs import TOY_CNN, TOY_COLLECT, TOY_EVAL, TOY_OFT, rows, weights
 
-from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
@@ -33,7 +31,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.schema import Config
-from embodyrl.types import CommittedSpec, GripperConvention, PolicySpec
+from embodyrl.types import GripperConvention, PolicySpec
 
 HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
 """Two tasks with opposite actions; the expert needs six of eight steps."""
@@ -179,45 +177,6 @@ def test_sft_banner_warns_of_weights_trained_on_other_inputs(trained: SftResult,
     assert warning.startswith("The policy was trained on the cameras [elsewhere] of 'toy', ")
     assert f"has [{camera}]. SFT adapts" in warning
     assert "warning" not in dict(sft_facts(cfg.updated({"model.cameras": [camera]})))
-
-
-def test_sft_banner_warns_if_executed_actions_are_unknown(demos: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(demos, tmp_path / "labelled")
-    card = json.loads((root / "meta" / "embodyrl.json").read_text())
-    card["collected"] |= {"labels": "expert"}
-    (root / "meta" / "embodyrl.json").write_text(json.dumps(card))
-
-    def facts(folder: Path, *words: str) -> dict[str, str]:
-        return dict(sft_facts(load_config("sft", [f"data.path={folder}", "model=flow_small", *words])))
-
-    trained = ("model.rtc=trained", "model.rtc_delay=2", "model.num_action_chunks=4")
-    assert facts(root, *trained)["warning"].startswith(f"{root} contains labels of the expert")
-    assert "warning" not in facts(root)
-    assert "warning" not in facts(demos, *trained)
-
-
-@pytest.mark.integration
-def test_simulated_delays_use_executed_actions_as_committed_actions(tmp_path: Path) -> None:
-    """The records of SFT contain the noisy actions that the environment executed, and the labels as targets."""
-    places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "model.expert_noise=0.3")
-    quiet = ("launcher=inline", "runner.logger.backends=[jsonl]")
-    collect(load_config("collect", [*TOY_COLLECT, *HARD[:1], *places, *quiet, "collect.episodes=4"]))
-    flow = ("model=flow_small", "model.num_action_chunks=4", "model.rtc=trained", "model.rtc_delay=2")
-    start = (f"data.path={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", *SMALL, *quiet)
-    cfg = load_config("sft", [*start, *flow, "runner.max_steps=2"])
-    material = load_material(cfg, tmp_path / "start")
-    samples, demos = material.train, material.train.demos
-    arena = Arena.create(material.layout, 1)
-    with arena.write_all(arena.allocate_all(1)) as records:
-        samples.write(arena, int(records[0]), 1)
-        state, action = arena[Record.observed_state][records[0]], arena[Record.action][records[0]]
-    step = samples.steps[1]
-    assert material.env.committed == CommittedSpec(rows=2, delay=2)
-    columns = [*demos.state[step], 2, 2, *demos.executed[step : step + 2].ravel()]
-    np.testing.assert_allclose(state, columns, atol=1e-6)
-    np.testing.assert_array_equal(action[:, 0], demos.action[step : step + 4, 0])
-    assert np.abs(demos.executed - demos.action)[:, 0].max() > 0.2
-    assert np.isfinite(sft(cfg).metrics["train/loss"])
 
 
 def test_validation_episodes_are_excluded_from_training(demos: Path, tmp_path: Path) -> None:

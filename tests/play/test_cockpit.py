@@ -18,18 +18,15 @@ from processes import start_cli
 
 import embodyrl
 from embodyrl.api.acting import LoadedPolicy
-from embodyrl.api.environment import env_of
 from embodyrl.controls import controls_of
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import read_episodes
-from embodyrl.envs import ENVS
 from embodyrl.play.controls import action_of
 from embodyrl.play.desk import Desk
 from embodyrl.play.recording import VIDEOS, Recording
 from embodyrl.play.scene import Scene
-from embodyrl.types import EpisodeStart
 
 CHECKPOINT = "assets/flow_small_tabletop"
 LONG = ("model=flow_small", "env.eval.max_episode_steps=1000")
@@ -138,37 +135,28 @@ def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> 
     assert len(load_demonstrations(scene._recording.root).action) == 1, "dropped steps are not recorded"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("env.control.latency_steps=2",),
-        ("env.control.latency_steps=[0,1]", "rollout.chunk_overlap=3"),
-        ("env.control.latency_steps=[0,2]", "model.rtc=guided", "rollout.chunk_overlap=2"),
-        ("env.control.latency_steps=[0,2]",),
-    ],
-    ids=" ".join,
-)
-def test_played_policy_with_delay_acts_as_in_evaluation(words: tuple[str, ...], tmp_path: Path) -> None:
-    policy = embodyrl.load_policy(CHECKPOINT, *LONG, *words, device="cpu")
+def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_path: Path) -> None:
+    from embodyrl.play.start import policy_with_env
+
+    words = ["model=flow_small", "env.control.latency_steps=2"]
+    policy, env = policy_with_env(Path(CHECKPOINT), words, records=True)
     recording = Recording(tmp_path / "demos", policy.run_plan)
-    scene = Scene(policy, env_of(policy.run_plan, takes_delay=True), recording, reset_ids=(5,))
-    for _ in range(20):
+    scene = Scene(policy, env, recording, reset_ids=(5,))
+    for _ in range(10):
         scene.tick(None)
     scene.keep()
-    scene.env.close()
-    recording.close()
-    plan = policy.run_plan
-    env = ENVS.get(plan.cfg.env.env_type).make(plan.env_settings, plan.context)
-    env.reset([0], [EpisodeStart(reset_id=5, seed=scene.start["seed"], max_episode_steps=1000)])
-    found: list[np.ndarray] = []
-    while len(found) < 20:
-        images = np.zeros((1, len(plan.env.cameras.names), *plan.env.cameras.size, 3), np.uint8)
-        state = np.zeros((1, plan.env.state_dim), np.float32)
-        env.observe([0], images, state)
-        actions = policy.act({"images": images[0], "state": state[0], "instruction": env.instruction(0)})
-        found.extend(actions[env.step_chunk([0], actions[None]).valid[0]])
     env.close()
-    np.testing.assert_array_equal(load_demonstrations(recording.root).action[:20], found[:20])
+    recording.close()
+    plain = embodyrl.load_policy(CHECKPOINT, *LONG, device="cpu").make_env()
+    seen, _ = plain.reset(options={"reset_id": 5})
+    found: list[np.ndarray] = []
+    while len(found) < 10:
+        chunk = policy.act(seen)
+        found.extend(chunk)
+        for action in chunk:
+            seen = plain.step(action)[0]
+    plain.close()
+    np.testing.assert_array_equal(load_demonstrations(recording.root).action, found[:10])
 
 
 def test_repeated_requests_have_no_further_effect(scene: Scene) -> None:

@@ -60,11 +60,6 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
-def per_token(x: Tensor) -> Tensor:
-    """Convert a condition [B, D], shared by all tokens, to [B, 1, D]; return [B, T, D] unchanged."""
-    return x[:, None] if x.dim() == 2 else x
-
-
 class RmsNorm(nn.Module):
     """Root-mean-square norm in float32; with a condition, adaRMS: scale, shift and gate are linear in the condition.
 
@@ -85,7 +80,7 @@ class RmsNorm(nn.Module):
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
             return (wide * (self.offset + self.weight.float())).to(x.dtype), None
-        scale, shift, gate = per_token(self.dense(condition)).chunk(3, dim=-1)
+        scale, shift, gate = self.dense(condition)[:, None].chunk(3, dim=-1)
         return torch.addcmul(shift.float(), wide, 1.0 + scale.float()).to(x.dtype), gate
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.flow.layers import Decoder, KeysValues, View, key_mask, per_token, positions_of, rotary
+from embodyrl.policies.flow.layers import Decoder, KeysValues, View, key_mask, positions_of, rotary
 from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSpec, VisionSpec
 
 LAYER_NORM_EPS = 1e-6
@@ -264,7 +264,7 @@ class FlowModel(nn.Module, ABC):
         Args:
             memory: memory of B observations.
             x: [B, H, A] noisy actions.
-            time: [B], or [1] for a common time, which is cheaper; [B, H]: one per action.
+            time: [B], or [1] for a common time, which is cheaper.
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
         # The last tokens are the actions'; that of the state may come first.
@@ -308,8 +308,8 @@ class FlowModel(nn.Module, ABC):
         return second(F.silu(first(x)))
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
-        """Mix embedded times [B or 1, D] or [B, H, D] into noisy actions [B, H, D] with the time MLP."""
-        beside = per_token(time).to(actions.dtype).expand(len(actions), actions.shape[1], -1)
+        """Mix embedded times [B or 1, D] into noisy actions [B, H, D] with the time MLP."""
+        beside = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, beside], dim=-1))
 
 

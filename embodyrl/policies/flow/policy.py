@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.committed import Committed, conditioned, delayed_loss, guided, simulated_delays
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, follow_ode
-from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, Rtc, ValueFrom, steering_shape
+from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
@@ -25,7 +24,6 @@ from embodyrl.policies.vla.chains import ChunkLikelihood, Velocity
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
-    DELAYS,
     START,
     TIMES,
     Chosen,
@@ -36,7 +34,6 @@ from embodyrl.policies.vla.sampling import (
     uniforms,
     varying,
 )
-from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 HIDDEN = (128, 64)
@@ -125,7 +122,7 @@ class FlowModule(HeadedModule):
 
     The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
     observations once for all steps of a flow; its `pooled` [B, prefix_width] is the input of a value head, or None.
-    `velocity(prefix, x, t)` of states [B, H, D] and times [B] or [B, H] (float32, 1 at noise) returns the velocity
+    `velocity(prefix, x, t)` of states [B, H, D] and times [B] (float32, 1 at noise) returns the velocity
     [B, H, D] (target noise - data) and the expert's hidden states [B, H, hidden_width].
     """
 
@@ -180,9 +177,7 @@ class FlowPolicy:
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE; their tokens are 0."""
-        obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
-        velocity = self._continuing(velocity, committed)
         if noise is None:
             chosen = Chosen.greedily(self._greedy(obs, velocity))
         else:
@@ -190,8 +185,7 @@ class FlowPolicy:
             chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
             chosen = replace(chosen, logprob=self._counted(chosen.logprob))
         tokens, logprob = chosen.kept(self.spec)
-        state = chosen.state if committed is None else committed.fixed(chosen.state)
-        executed = state[:, : self._shape.executed].cpu().numpy()
+        executed = chosen.state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
             actions=self._scale.to_actions(executed, obs),
             tokens=tokens,
@@ -202,7 +196,6 @@ class FlowPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        obs, _ = self._committed(obs)
         return self._value(self._acting(obs)[0], len(obs)).cpu().numpy()
 
     @torch.no_grad()
@@ -211,16 +204,13 @@ class FlowPolicy:
 
         The prompt has no instruction suffix.
         """
-        obs, _ = self._committed(obs)
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))
         return torch.cat([hidden.mean(1), v.flatten(1)], 1)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
-        obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
-        velocity = self._continuing(velocity, committed)
         scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
         logprob, entropy = (spread(self._counted(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
@@ -232,13 +222,11 @@ class FlowPolicy:
         noise and time are the same in every call, and `accuracy` is the fraction of action elements whose greedy
         prediction is within 0.1 of the target, both in -1..1; training does not compute the accuracy.
         """
-        obs, committed = self._committed(obs)
         target = on_device(self._scale.from_actions(actions, obs), self._device)
-        executed = target if committed is None else committed.fixed(target)
         velocity = partial(self._velocity, self._prefix(obs))
         # The prefix is encoded once: further pairs of noise and time cost one pass of the small expert each.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
-        loss = torch.stack([self._matching_loss(velocity, target, executed) for _ in range(pairs)]).mean(0)
+        loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             near = (self._greedy(obs, velocity) - target).abs() < 0.1
@@ -246,11 +234,8 @@ class FlowPolicy:
             near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
-    def _matching_loss(self, velocity: Velocity, target: Tensor, executed: Tensor) -> Tensor:
-        """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time.
-
-        With simulated delays, the first actions of `executed` [B, H, D] are inputs.
-        """
+    def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
+        """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time."""
         rows = np.arange(len(target))
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
@@ -258,11 +243,7 @@ class FlowPolicy:
         # If u is uniform, u^(1/a) has the distribution Beta(a, 1).
         drawn = uniforms(rows, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
         t = (0.001 + 0.999 * drawn).astype(np.float32)
-        at = on_device(t, self._device)
-        if self._cfg.rtc is not Rtc.trained:
-            return flow_matching_error(velocity, target, noise, at).flatten(1).mean(1)
-        delays = simulated_delays(uniforms(rows, DELAYS, 1)[:, 0], self._cfg.rtc_delay)
-        return delayed_loss(velocity, target, noise, at, on_device(delays, self._device), executed)
+        return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
         """Write the weights and all files needed to load them."""
@@ -279,31 +260,6 @@ class FlowPolicy:
     @property
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
-
-    def _committed(self, obs: Observation) -> tuple[Observation, Committed | None]:
-        """Return the observation without committed actions, and the committed actions for real-time chunking."""
-        spec = self._env.committed
-        if spec is None or obs.state.shape[1] == self._env.own_state_dim:
-            return obs, None
-        own = np.ascontiguousarray(obs.state[:, : self._env.own_state_dim])
-        columns, obs = obs.state[:, own.shape[1] :], replace(obs, state=own)
-        if self._cfg.rtc is Rtc.off:
-            return obs, None
-        counts = np.round(columns[:, :2]).astype(np.int64)
-        actions = np.zeros((len(own), self._shape.horizon, self._env.action.dim), np.float32)
-        actions[:, : spec.rows] = columns[:, 2:].reshape(len(own), spec.rows, -1)[:, : self._shape.horizon]
-        convert_gripper(actions, self._env.action.gripper, self.spec.gripper)
-        rows = on_device(self._scale.from_actions(actions, obs), self._device)
-        return obs, Committed.of(rows, on_device(counts, self._device), self._cfg.rtc_mask)
-
-    def _continuing(self, velocity: Velocity, committed: Committed | None) -> Velocity:
-        """Return a velocity function with guidance towards committed actions, or with committed actions as inputs."""
-        if committed is None:
-            return velocity
-        if self._cfg.rtc is Rtc.trained:
-            return partial(conditioned, velocity, committed)
-        through = self._cfg.rtc is Rtc.guided
-        return partial(guided, velocity, committed, limit=self._cfg.rtc_guidance, through_network=through)
 
     def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
         return follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)

@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Must, Share, only
-from embodyrl.errors import ConfigError
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
@@ -19,8 +18,6 @@ Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo",
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
-Rtc = StrEnum("Rtc", ["off", "guided", "identity", "trained"])
-RtcMask = StrEnum("RtcMask", ["exp", "linear", "ones", "zeros"])
 
 
 _RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
@@ -35,8 +32,6 @@ class FlowSettings(ResidualSettings):
         "likelihood=flow_noise": "noise_range",
         "likelihood=dsrl": "noise_bound noise_repeated steered_noise",
         "likelihood!=dsrl": "greedy_start",
-        "rtc=guided|identity": "rtc_guidance rtc_mask",
-        "rtc=trained": "rtc_delay",
         "likelihood=fpo": "fpo_pairs",
         "/command=sft|dagger or /algorithm.imitates: reinforcement learning does not imitate actions": "imitated_pairs "
         "imitated_time",
@@ -89,29 +84,6 @@ class FlowSettings(ResidualSettings):
     value_from: ValueFrom = ValueFrom.prefix
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
-    rtc: Rtc = Rtc.off
-    """Real-time chunking with env.control.latency_steps or rollout.chunk_overlap. off: each chunk depends only on its
-    observation. guided: each denoising step is guided towards the remaining actions of the previous chunk. identity:
-    the same without backpropagation through the network. trained: the committed actions are inputs of the flow in
-    training and inference."""
-    rtc_guidance: Annotated[float, Field(ge=0, le=1000)] = 5.0
-    """Upper bound of the guidance weight in a denoising step."""
-    rtc_mask: RtcMask = RtcMask.exp
-    """Guidance weights of the actions after the delay: exponential or linear decay, ones or zeros."""
-    rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
-    """SFT: maximum simulated inference delay D, in env steps. Half of the samples have no delay, the other half has
-    uniform delays in 1..D. Rollouts with a longer delay are rejected."""
-
-    @property
-    def reads_committed(self) -> bool:
-        """True if chunks depend on the committed actions."""
-        return self.rtc is not Rtc.off
-
-    @property
-    def simulated_delay(self) -> int:
-        """Maximum inference delay that SFT simulates; 0: none."""
-        return self.rtc_delay if self.rtc is Rtc.trained else 0
-
     @property
     def steers(self) -> bool:
         """True if the flow is frozen and an actor is trained."""
@@ -136,17 +108,6 @@ class FlowSettings(ResidualSettings):
     def problems(self) -> Iterator[str]:
         """Yield errors for invalid combinations of settings, for example those that leave no stochastic step."""
         yield from super().problems()
-        guided = self.rtc in (Rtc.guided, Rtc.identity)
-        if self.rtc is not Rtc.off and (self.steers or (guided and self.likelihood is Likelihood.fpo)):
-            yield (
-                f"model.rtc={self.rtc} does not support model.likelihood={self.likelihood}; set model.rtc=off "
-                "or another likelihood."
-            )
-        if self.rtc is Rtc.trained and self.rtc_delay >= self.num_action_chunks:
-            yield (
-                f"model.rtc_delay={self.rtc_delay} leaves no action of a chunk of {self.num_action_chunks}; lower it, "
-                "or raise model.num_action_chunks."
-            )
         if self.steers or self.likelihood is Likelihood.fpo:
             return
         if not self.every_step and self.sampled_steps == 0:
@@ -180,13 +141,7 @@ def described(
 
     Raises:
         CheckpointError: the folder has an actor with other outputs.
-        ConfigError: the delay is longer than in training.
     """
-    if cfg.rtc is Rtc.trained and env.committed is not None and env.committed.delay > cfg.rtc_delay:
-        raise ConfigError(
-            f"env.control.latency_steps={env.committed.delay}: the flow was trained with delays up to "
-            f"model.rtc_delay={cfg.rtc_delay}. Lower the delay, or train with a larger model.rtc_delay."
-        )
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
     if cfg.steers:

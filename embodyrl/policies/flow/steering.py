@@ -27,7 +27,6 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         """Return the inputs of the actor [B, F], computed from the observation without gradients."""
 
     def _see(self, obs: Observation) -> Seen:
-        obs, _ = self._committed(obs)
         prefix, velocity = self._acting(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)

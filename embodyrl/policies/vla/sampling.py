@@ -19,8 +19,6 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 START, PLACE, PAIRS, TIMES, STEP = range(5)
 """Indices of random streams: initial noise (START), choice of the stochastic step (PLACE), noise and times of FPO's
 pairs (PAIRS, TIMES), and noise of step i (STEP + i)."""
-DELAYS = 1 << 32
-"""Random stream of the delays that SFT simulates for real-time chunking."""
 
 
 def seeds_of(noise: FloatArray) -> IntArray:

@@ -16,7 +16,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
 
-DELAYED = ("env.control.latency_steps=[0,2]", "rollout.chunk_overlap=2", "env.control.observe_committed=true")
+DELAYED = ("env.control.latency_steps=[0,2]",)
 ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "env.train.max_episode_steps=7")
 
 
@@ -43,7 +43,6 @@ def test_each_env_step_belongs_to_the_chunk_that_executed_it(tmp_path: Path):
     with running_crew(tmp_path, *DELAYED, *ECHO) as crew:
         cfg, plan = crew.run_plan.cfg, crew.run_plan
         collection = crew.workers.scheduler.collect(Rollout(train_episodes(cfg, plan.env, 0, counts_chunk_steps=False)))
-        assert plan.env.committed is not None
         for episode in collection.episodes:
             assert episode.length == 7
             # The reward of the toy environment is the first number of the executed action.
@@ -57,7 +56,7 @@ LEVEL = ("algorithm=ppo", "algorithm.reward_type=action_level")
 CUT = ("env.train.max_episode_steps=9", "env.train.max_steps_per_rollout_epoch=2", "env.kwargs.goal=99")
 
 
-@pytest.mark.parametrize("words", [DELAYED, DELAYED[:2], ("env.control.latency_steps=1",), ()], ids=" ".join)
+@pytest.mark.parametrize("words", [DELAYED, ("env.control.latency_steps=1",), ()], ids=" ".join)
 @pytest.mark.parametrize("length", [(), CUT], ids=["limit", "cut"])
 def test_bootstrap_is_the_value_of_the_next_action(words, length, tmp_path: Path):
     """With one value per action; an episode of n chunks of p steps ends L - n p steps after its last observation."""
@@ -76,14 +75,11 @@ def test_bootstrap_is_the_value_of_the_next_action(words, length, tmp_path: Path
         assert any(places) == bool(words)
 
 
-def test_environment_without_delay_keys_is_not_wrapped(tmp_path: Path):
-    zero = ("env.control.latency_steps=0", "rollout.chunk_overlap=0")
-    for words in ((), zero):
-        plan = build_run_plan(toy_config(tmp_path, *words), training=True)
-        assert plan.env.committed is None
-        env = ENVS.get(plan.cfg.env.env_type).make(plan.env_settings, plan.context)
-        assert type(env) is ChunkedEnv
-        env.close()
+def test_environment_without_delay_is_not_delayed(tmp_path: Path):
+    plan = build_run_plan(toy_config(tmp_path, "env.control.latency_steps=0"), training=True)
+    env = ENVS.get(plan.cfg.env.env_type).make(plan.env_settings, plan.context)
+    assert type(env) is ChunkedEnv
+    env.close()
 
 
 def test_halving_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path):
@@ -95,9 +91,7 @@ def test_halving_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("env.control.latency_steps=3",), "do not fit into chunks of 4 actions"),
-        (("env.control.latency_steps=1", "rollout.chunk_overlap=0"), r"model\.num_action_chunks to 2"),
-        (("rollout.chunk_overlap=4",), "do not fit"),
+        (("env.control.latency_steps=3",), "does not fit into chunks of 4 actions"),
         (("env.control.latency_steps=1", "env.kwargs.lockstep=true", "rollout.pipeline_stage_num=1"), "all its slots"),
     ],
 )

@@ -116,7 +116,7 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     config = replace(
         config,
         num_images=cfg.num_images_in_input,
-        state_dim=env.own_state_dim if cfg.use_proprio else 0,
+        state_dim=env.state_dim if cfg.use_proprio else 0,
         action_width=env.action.dim,
     )
     chunk, width = cfg.num_action_chunks, env.action.dim

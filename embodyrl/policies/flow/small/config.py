@@ -85,10 +85,10 @@ def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | Non
     low, high = (np.array(bound, np.float32) for bound in env.action.bounds)
     free = ~np.isfinite(high - low)
     low, high = np.where(free, -1.0, low), np.where(free, 1.0, high)
-    state = -np.ones(env.own_state_dim, np.float32), np.ones(env.own_state_dim, np.float32)
+    state = -np.ones(env.state_dim, np.float32), np.ones(env.state_dim, np.float32)
     if folder is not None and (folder / STATISTICS_FILE).exists():
         low, high = _bounds(folder, "action", env.action.dim)
-        state = _bounds(folder, "proprio", env.own_state_dim) if env.own_state_dim else state
+        state = _bounds(folder, "proprio", env.state_dim) if env.state_dim else state
     if gripper is not None:
         ends = sorted((gripper.open, gripper.closed))
         low[gripper.index], high[gripper.index] = ends

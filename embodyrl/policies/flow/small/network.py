@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.layers import per_token
 from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
 from embodyrl.policies.flow.small.config import SmallConfig, Units
@@ -113,8 +112,8 @@ class ExpertBlock(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, time: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Map action tokens x [B, H, width], given `time` [B, (H,) width] and the prefix's keys [B, heads, N, d]."""
-        scale1, shift1, gate1, scale2, shift2, gate2 = per_token(self.modulation(time)).chunk(6, dim=2)
+        """Map action tokens x [B, H, width], given `time` [B, width] and the prefix's keys [B, heads, N, d]."""
+        scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(time)[:, None].chunk(6, dim=2)
         q, k, v = self.attention.project(self.norm(x) * (1 + scale1) + shift1)
         seen = torch.cat([keys, k], 2), torch.cat([values, v], 2)
         x = x + (1 + gate1) * self.attention.attend(q, *seen, mask)
@@ -277,9 +276,9 @@ def _waves(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _time_waves(t: Tensor, width: int) -> Tensor:
-    """Return sinusoidal embeddings [..., width] of times [...], with geometric periods from 0.004 to 4 (openpi)."""
+    """Return sinusoidal embeddings [B, width] of times [B], with geometric periods from 0.004 to 4 (openpi)."""
     share = torch.linspace(0, 1, width // 2, device=t.device)
-    angle = t[..., None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** share))
+    angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** share))
     return torch.cat([angle.sin(), angle.cos()], -1)
 
 

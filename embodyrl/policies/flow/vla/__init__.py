@@ -54,9 +54,9 @@ class VlaFactory:
         model = read_folder(folder, cfg)
         if problems := _mismatches(cfg, model, env):
             raise ConfigError(problems)
-        read_units(folder, cfg, env.own_state_dim, env.action.dim)
+        read_units(folder, cfg, env.state_dim, env.action.dim)
         self._check_cameras(cfg, env, folder)
-        check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.own_state_dim)
+        check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
         shape = _shape(cfg, model, env)
         spec = PolicySpec(
             inputs=InputSpec(
@@ -127,14 +127,14 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
             "checkpoint's chunk; lower it."
         )
     # pi0.5's state is text of any length, or unused.
-    state = 0 if isinstance(cfg, Pi05Settings) else env.own_state_dim
+    state = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
     for what, size, most in (("actions", env.action.dim, model.action_dim), ("states", state, model.state_dim)):
         if size > most:
             problems.append(f"env '{env.name}' has {what} of {size} numbers; {cfg.model_type} supports at most {most}.")
-    if cfg.delta_dims > min(env.action.dim, env.own_state_dim):
+    if cfg.delta_dims > min(env.action.dim, env.state_dim):
         problems.append(
             f"model.delta_dims={cfg.delta_dims}: env '{env.name}' has {env.action.dim} numbers in an action and "
-            f"{env.own_state_dim} in its state."
+            f"{env.state_dim} in its state."
         )
     return problems
 

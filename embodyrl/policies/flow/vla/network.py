@@ -211,7 +211,7 @@ class VlaReader:
 
     def adopt(self, folder: Path) -> None:
         """Read the normalization statistics of a weights folder."""
-        self._units = read_units(folder, self.cfg, self._env.own_state_dim, self._env.action.dim)
+        self._units = read_units(folder, self.cfg, self._env.state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
