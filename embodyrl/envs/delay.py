@@ -44,7 +44,7 @@ def check_delay(spec: EnvSpec, longest: int, chunk: int) -> None:
 
 
 class DelayedEnv(ChunkedEnv):
-    """Environment with an inference delay; the policy sees the observations of the environment, but late."""
+    """Environment with an inference delay; observations are those of the environment, some env steps late."""
 
     def __init__(
         self,

@@ -121,6 +121,10 @@ class EnvSettings(Settings):
         control: ControlSettings | None = getattr(self, "control", None)
         return (0, 0) if control is None or getattr(self, "ensemble_chunk", None) is not None else control.delay
 
+    def without_delay(self) -> Self:
+        """Return the settings without an inference delay."""
+        return self.model_copy(update={"control": ControlSettings()}) if self.delay[1] else self
+
     @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""

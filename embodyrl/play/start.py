@@ -34,20 +34,18 @@ def page() -> Answer:
 def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
     """Load the policy of a run and build its environment, if possible with images and without a time limit."""
     from embodyrl.api.acting import load_policy
-    from embodyrl.api.environment import env_of
 
     endless = _LONG if records else (*_LONG, *_FOR_EVER)
     for words in ((*_WATCHED, *endless), _WATCHED):
         with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
             policy = load_policy(run, *words, *trust)
-            return policy, env_of(_without_delay(policy.run_plan))
+            return policy, _env_of(policy.run_plan)
     policy = load_policy(run, *trust)
-    return policy, env_of(_without_delay(policy.run_plan))
+    return policy, _env_of(policy.run_plan)
 
 
-def _without_delay(run_plan: RunPlan) -> RunPlan:
-    """Return the run plan without an inference delay: a page executes one action per step."""
-    settings = run_plan.env_settings
-    if not settings.delay[1]:
-        return run_plan
-    return replace(run_plan, env_settings=settings.updated({"control.latency_steps": 0}))
+def _env_of(run_plan: RunPlan) -> SingleEnv:
+    """Return the environment of a run without an inference delay, because the page executes one action per step."""
+    from embodyrl.api.environment import env_of
+
+    return env_of(replace(run_plan, env_settings=run_plan.env_settings.without_delay()))
