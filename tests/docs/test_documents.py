@@ -76,8 +76,6 @@ ELSEWHERE = {
     "embodyrl data": "tests/data",
     "$VIEW": "variables of the page; the next line",
     "$TASK": "the same; tests/learners/iql",
-    "$LEAN": "the same",
-    "$SFT": "the same",
     "embodyrl recap": "minutes; tests/data/recap/test_rounds runs it",
     "--until-significant": "tests/commands/test_sequential",
     "check-env env=libero_object": "minutes of LIBERO; tests/envs/check runs it on the same suite",
