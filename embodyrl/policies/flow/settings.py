@@ -85,11 +85,6 @@ class FlowSettings(ResidualSettings):
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
     @property
-    def steers(self) -> bool:
-        """True if the flow is frozen and an actor is trained."""
-        return self.corrects or self.likelihood is Likelihood.dsrl
-
-    @property
     def warmup_steps(self) -> int:
         """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
         return WARMUP_STEPS

@@ -31,11 +31,6 @@ class LeRobotSettings(ResidualSettings):
         """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
         return WARMUP_STEPS
 
-    @property
-    def steers(self) -> bool:
-        """True if the model is frozen and an actor is trained."""
-        return self.corrects or self._chosen == "dsrl"
-
 
 def chunk_shape(config: LeRobotConfig) -> ChunkShape:
     """Return the chunk sizes of a config: predicted actions, executed actions and action dimension."""

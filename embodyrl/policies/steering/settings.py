@@ -39,7 +39,7 @@ class ResidualSettings(WeightSettings):
     @property
     def steers(self) -> bool:
         """True if the model is frozen and an actor is trained."""
-        return self.corrects
+        return self._chosen in ("dsrl", "residual")
 
     @property
     def _chosen(self) -> str:
