@@ -85,7 +85,7 @@ ELSEWHERE = {
     "dagger.expert=human": "a person; tests/play corrects as one",
     "embodyrl play": "it never ends by itself; tests/play drives one",
     "model=lerobot": "needs LeRobot; tests/policies/lerobot runs it",
-    "embodyrl serve": "it never ends by itself; tests/serving and /chat connect",
+    "embodyrl serve": "it never ends by itself; tests/serving connects",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
     "launcher=ray": "several machines; tests/hosts runs them on hosts of a lab",
 }
