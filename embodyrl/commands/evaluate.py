@@ -35,7 +35,7 @@ from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
-from embodyrl.reports.samples import show_replies
+from embodyrl.reports.samples import pick_samples, sample_lines
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
@@ -141,7 +141,7 @@ def run_evaluation(
     result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
-    for line in show_replies(cfg, rows):
+    for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
         monitor.text(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": run_plan.env.name}
     write_atomically(folder / TABLE_FILE, json_text(table))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from embodyrl.monitor.history import EpisodeRow
-from embodyrl.plan.schema import Config
 
 _LINE = 160
 """Maximum number of characters printed per turn."""
@@ -36,11 +35,6 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
             learned = bool(row.success_once) and not (sample.before and sample.before.success_once)
             kinds[0 if learned else 1 if not row.success_once else 2].append(sample)
     return [sample for sample in chain.from_iterable(zip_longest(*kinds)) if sample is not None][:count]
-
-
-def show_replies(cfg: Config, rows: Sequence[EpisodeRow]) -> Iterator[str]:
-    """Yield up to `eval.show_replies` example conversations of an evaluation, as lines of text."""
-    yield from sample_lines(pick_samples((), rows, cfg.eval.show_replies))
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodyrl.files import json_text, read_json, write_atomically
+from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.history import read_table
 
 REPORT_JSON, REPORT_TEXT = "recap.json", "recap.md"
@@ -67,8 +67,3 @@ def _cells(one: Round) -> list[str]:
     solved = f"{values['successes'] / values['episodes']:.2f}"
     numbers = (f"{values[name]:.3f}" for name in ("positive", "value_error", "value_rank_correlation"))
     return [str(one.number), share, bounds, pool, solved, *numbers]
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """Return the content of the JSON report in a folder."""
-    return read_json(folder / REPORT_JSON)

@@ -22,7 +22,7 @@ from embodyrl.commands.export import export
 from embodyrl.commands.recap_arguments import read_arguments
 from embodyrl.commands.sft import sft
 from embodyrl.data.cards import CARD_PATH, read_card
-from embodyrl.data.recap.report import read_report
+from embodyrl.data.recap.report import REPORT_JSON
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.config import load_config
@@ -93,7 +93,7 @@ def test_interrupted_rounds_resume_with_equal_labels_and_weights(start: Path, tm
     run(words(start, other))
     assert pq.read_table(one / "labels_1.parquet").equals(pq.read_table(other / "labels_1.parquet"))
     assert weights(one / "round_1") == weights(other / "round_1")
-    found = read_report(one)
+    found = json.loads((one / REPORT_JSON).read_text())
     assert [row["number"] for row in found["rounds"]] == [0, 1]
     assert found["rounds"][1]["values"]["episodes"] == 8
     assert 0 < found["rounds"][1]["values"]["forced_frames"] < found["rounds"][1]["values"]["frames"]
