@@ -59,22 +59,17 @@ _DENIED = {
     ),
 }
 """AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
-_BY_ARGUMENT = (
-    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
-    *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
-    ("fcntl", (1, "is", 4), (2, "some", 0x2000)),
-    *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
-    ("prlimit64", (0, "not", 0)),
-)
-"""System calls that are blocked only with certain arguments, for example to signal other processes."""
-_NUMBERS = {
-    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
-    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
-}
 _DENIED_WITH = {
-    machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT]
-    for machine, numbers in _NUMBERS.items()
+    machine: [
+        # F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; FIOASYNC, FIOSETOWN, SIOCSPGRP.
+        *((fcntl_, (1, "is", command)) for command in (8, 15, 10)),
+        (fcntl_, (1, "is", 4), (2, "some", 0x2000)),
+        *((ioctl, (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
+        (prlimit, (0, "not", 0)),
+    ]
+    for machine, fcntl_, ioctl, prlimit in (("x86_64", 72, 16, 302), ("aarch64", 25, 29, 261))
 }
+"""System calls that are blocked only with certain arguments, for example to signal other processes, by architecture."""
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 _PASSED = "passed"
 """Message that a passed test writes to a file that programs cannot access."""

@@ -4,6 +4,7 @@ import ast
 import builtins
 import copy
 import importlib
+import math
 import sys
 
 from embodyrl.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
@@ -258,12 +259,6 @@ class _Prepare(ast.NodeTransformer):
                 keyword.value = self._copy(keyword.value)
         return node
 
-    def visit_Name(self, node):
-        test = self._test
-        if node.id in ("inf", "pi", "nan", "tau") and test.is_of_program(node.id) and node.id in self._kinds:
-            self.trusted[node.id] = getattr(importlib.import_module("math"), node.id)
-        return node
-
     def visit_Attribute(self, node):
         self.generic_visit(node)
         if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
@@ -316,24 +311,8 @@ class _Names(dict):
         return found
 
 
-class _Copies:
-    """Copies of arguments that a test also compares with results of the program."""
-
-    def __init__(self):
-        self._made = []
-
-    def __call__(self, value):
-        """Return a copy of a container and its containers."""
-        made = _copy(value)
-        self._made.append((made, repr(made)))
-        return made
-
-    def changed(self):
-        """Return True if the program changed a copy."""
-        return any(repr(made) != before for made, before in self._made)
-
-
 def _copy(value):
+    """Return a copy of a container and its containers."""
     kind = type(value)
     if kind in (list, tuple, set, frozenset):
         return kind(map(_copy, value))
@@ -350,8 +329,13 @@ def run_test(source, incoming, outgoing):
     Raises:
         Exception: the test fails.
     """
-    link, copies = Link(incoming, outgoing, strict=True), _Copies()
+    link, copies = Link(incoming, outgoing, strict=True), []
     link.deeds |= {"attribute": read_attribute, "set": write_attribute}
+
+    def copied(value):
+        made = _copy(value)
+        copies.append((made, repr(made)))
+        return made
 
     def kind(value):
         return link.type_of(value) if issubclass(type(value), (Remote, Own)) else type(value)
@@ -364,13 +348,14 @@ def run_test(source, incoming, outgoing):
     modules = _trusted_modules(tree, kinds)
     prepare = _Prepare(_Analysis(tree, modules), kinds)
     tree = ast.fix_missing_locations(prepare.visit(tree))
-    names = _Names(link, kinds, modules | prepare.trusted, {"_type": kind, "_copied": copies})
+    constants = {name: vars(math)[name] for name in ("inf", "nan", "pi", "tau") if name in kinds}
+    names = _Names(link, kinds, constants | modules | prepare.trusted, {"_type": kind, "_copied": copied})
     try:
         exec(compile(tree, "<test>", "exec"), names)
     except BaseException:
         if link.refusals:
             return link.refusals[-1]
-        if copies.changed():
+        if any(repr(made) != before for made, before in copies):
             return "compares a result of the program with an argument that the program changed"
         raise
     finally:
