@@ -8,7 +8,7 @@ import math
 import sys
 
 from embodyrl.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
-from embodyrl.text.sandboxed_objects import Own, Remote, number_of
+from embodyrl.text.sandboxed_objects import Remote, number_of
 
 _TESTED = "tested "
 """Prefix of names in the syntax tree of a test that are looked up in the program, even if a built-in has the name."""
@@ -337,9 +337,6 @@ def run_test(source, incoming, outgoing):
         copies.append((made, repr(made)))
         return made
 
-    def kind(value):
-        return link.type_of(value) if issubclass(type(value), (Remote, Own)) else type(value)
-
     began = link.read()
     if "failed" in began:
         raise RuntimeError(str(began["failed"]))
@@ -349,7 +346,7 @@ def run_test(source, incoming, outgoing):
     prepare = _Prepare(_Analysis(tree, modules), kinds)
     tree = ast.fix_missing_locations(prepare.visit(tree))
     constants = {name: vars(math)[name] for name in ("inf", "nan", "pi", "tau") if name in kinds}
-    names = _Names(link, kinds, constants | modules | prepare.trusted, {"_type": kind, "_copied": copied})
+    names = _Names(link, kinds, constants | modules | prepare.trusted, {"_type": link.type_of, "_copied": copied})
     try:
         exec(compile(tree, "<test>", "exec"), names)
     except BaseException:
