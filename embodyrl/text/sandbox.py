@@ -166,15 +166,17 @@ def _carry_out(
                 timeout=seconds + _GRACE_S,
                 check=False,
             )
-            return json.loads(done.stdout)
+            outcomes = [json.loads(line) for line in done.stdout.splitlines(keepends=True) if line.endswith("\n")]
         except subprocess.TimeoutExpired:
             return [(None, "")] * len(tests)
-        except ValueError:  # it was killed, by a program of the same user or for memory
-            return [(1, "crashed the sandbox: " + done.stderr[-200:].strip())] * len(tests)
         finally:
             os.close(ours)
             os.close(lifeline)
             shutil.rmtree(folder, ignore_errors=True)
+    if len(outcomes) == len(tests):
+        return outcomes
+    # It was killed, by a program of the same user or for memory.
+    return [(1, "crashed the sandbox: " + done.stderr[-200:].strip())] * len(tests)
 
 
 def _readable() -> list[Path]:

@@ -1,14 +1,16 @@
 """Sandbox process for programs of a language model; `sandbox.py` runs this source with `python -I -c`.
 
-This process is trusted. It forks a restricted child for each run of the program, and for each test of functions another
-(`sandboxed_tests.py`), which alone reads the test: programs inherit neither tests, expected outputs nor descriptors.
-Changes of a program to its own process affect no result. At the end, or when the requesting
-process exits, all remaining processes of children are killed and their folder is removed.
+This process is trusted. For each test, it forks a trusted child, which forks a restricted child for the program and,
+for a test of functions, another for the test (`sandboxed_tests.py`). Only the latter reads the test: programs inherit
+neither tests, expected outputs, outcomes of other tests nor descriptors. Changes of a program to its own process affect
+no result. At the end, or when the requesting process exits, all remaining processes of children are killed and their
+folder is removed.
 """
 
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -80,7 +82,7 @@ _prctl = _libc.prctl
 
 
 def main() -> None:
-    """Read a request from stdin and write (exit code, text) of each test to stdout; see `_attempt`.
+    """Read a request from stdin and write a line [exit code, text] of each test to stdout; see `_attempt`.
 
     argv[1] is a descriptor that stays open while the requesting process waits. argv[2] is a file with the tests.
     """
@@ -93,11 +95,21 @@ def main() -> None:
         exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     os.mkdir(request["folder"], 0o711)
     try:
-        outcomes = [_attempt(request, number, tests, lifeline) for number in range(len(request["inputs"]))]
+        for number in range(len(request["inputs"])):
+            pid = os.fork()  # later programs do not inherit the memory in which the outcome is
+            if pid == 0:
+                _prctl(_SUBREAPER, 1, 0, 0, 0)
+                _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                os._exit(_exit_code(functools.partial(_report, request, number, tests, lifeline)))
+            if os.waitpid(pid, 0)[1] != 0:
+                break
     finally:
         _sweep(0)
         shutil.rmtree(request["folder"], ignore_errors=True)
-    sys.stdout.write(json.dumps(outcomes))
+
+
+def _report(request: dict[str, Any], number: int, tests: int, lifeline: int) -> None:
+    sys.stdout.write(json.dumps(_attempt(request, number, tests, lifeline)) + "\n")
 
 
 def _attempt(request: dict[str, Any], number: int, tests: int, lifeline: int) -> tuple[int | None, str]:
