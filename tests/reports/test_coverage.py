@@ -115,6 +115,7 @@ def covered(kind: str, times: int) -> float:
     return inside / times
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals_have_nominal_coverage(kind: str) -> None:
     assert 0.92 <= covered(kind, KINDS[kind][1]) <= 0.98

@@ -31,6 +31,7 @@ DIFFUSION = (
 )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", range(len(ACT) + len(DIFFUSION)))
 def test_each_lerobot_option_trains_and_round_trips(number, tmp_path):
     kind = "act" if number < len(ACT) else "diffusion"
