@@ -32,7 +32,7 @@ from embodyrl.policies.vla.folder import (
     own_statistics,
     read_side_file,
 )
-from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR, Processing, read_processors
+from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR, read_processors
 from embodyrl.policies.weights import check_weights
 
 HEADS_FILE = "embodyrl_heads.safetensors"
@@ -178,7 +178,7 @@ def _processor_statistics(
     """Return the statistics of the preprocessor's normalizer, and its eps."""
     features = config.input_features | config.output_features
     modes = {name: config.normalization_mapping.get(row.type, Normalization.IDENTITY) for name, row in features.items()}
-    found = read_processors(folder, small, Processing(modes=modes, mapped=mapped))
+    found = read_processors(folder, small, modes, mapped=mapped)
     rows = found.statistics.items()
     return {name: {key: torch.from_numpy(row) for key, row in part.items()} for name, part in rows}, found.eps
 

@@ -5,7 +5,7 @@ Does not import torch.
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,6 @@ ArrayStatistics = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processing:
-    """Processor steps and kinds of normalization that a policy implements."""
-
-    before: Collection[str] = ()
-    """Names of supported preprocessor steps, in addition to the common steps."""
-    after: Collection[str] = ()
-    """Names of supported postprocessor steps, in addition to the common steps."""
-    modes: Mapping[str, str | None] = field(default_factory=dict)
-    """Kind of normalization by feature; None: the policy does not read the feature. Features that are not listed:
-    IDENTITY."""
-    mapped: bool = False
-    """True if `model.cameras` names the environment's cameras in the order of the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
     """Contents of the preprocessor and the postprocessor of a folder."""
 
@@ -68,18 +53,30 @@ class Processors:
         return next((step.get("config", {}) for step in rows), None)
 
 
-def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) -> Processors:
+def read_processors(
+    folder: Path,
+    files: Mapping[str, bytes],
+    modes: Mapping[str, str | None],
+    *,
+    mapped: bool,
+    before: Collection[str] = (),
+    after: Collection[str] = (),
+) -> Processors:
     """Read the processors of a folder; a folder without processors has no steps and no statistics.
 
     Args:
         folder: folder of the policy, for messages.
         files: contents of the folder's small files by name.
-        mine: steps and kinds of normalization of the policy.
+        modes: the policy's kind of normalization by feature; None: the policy does not read the feature. Features that
+            are not listed: IDENTITY.
+        mapped: True if `model.cameras` names the environment's cameras in the order of the checkpoint.
+        before: names of preprocessor steps that the policy implements, in addition to the common steps.
+        after: names of such postprocessor steps.
 
     Raises:
         CheckpointError: a file is damaged, or a processor does something that the policy does not implement.
     """
-    kinds = {PREPROCESSOR: {*_COMMON, *mine.before}, POSTPROCESSOR: {*_AFTER, *mine.after}}
+    kinds = {PREPROCESSOR: {*_COMMON, *before}, POSTPROCESSOR: {*_AFTER, *after}}
     found: dict[str, tuple[ArrayStatistics, float]] = {}
     steps_of: dict[str, list[Mapping[str, Any]]] = {}
     for name in kinds:
@@ -93,9 +90,9 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
             flat = load(files[step["state_file"]]) if "state_file" in step else {}
             found[name] = _by_feature(flat), float(step["config"].get("eps", 1e-8))
             differs = _unknown_step(steps, kinds[name]) or next(
-                _differences(name, step["config"], found[name][0], mine.modes), None
+                _differences(name, step["config"], found[name][0], modes), None
             )
-            differs = differs or _renaming(steps, mapped=mine.mapped)
+            differs = differs or _renaming(steps, mapped=mapped)
             for step in () if differs else steps:
                 where = f"{folder}/{name}.json: {step['registry_name']}"
                 check_keys(step, where, ignored=("config", "registry_name", "state_file"), fix=_FIX)
@@ -107,8 +104,8 @@ def read_processors(folder: Path, files: Mapping[str, bytes], mine: Processing) 
             ) from error
         if differs:
             raise CheckpointError(f"{folder}/{name}.json {differs} {_FIX}")
-    before, after = (found[name][0].get(_ACTION) if name in found else None for name in kinds)
-    if before and after and any(key in after and not np.array_equal(after[key], before[key]) for key in before):
+    first, second = (found[name][0].get(_ACTION) if name in found else None for name in kinds)
+    if first and second and any(key in second and not np.array_equal(second[key], first[key]) for key in first):
         raise CheckpointError(
             f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{_ACTION}'. Download both "
             f"files again, or {_FIX[0].lower()}{_FIX[1:]}"

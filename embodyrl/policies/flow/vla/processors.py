@@ -13,7 +13,6 @@ from embodyrl.policies.vla.processors import (
     POSTPROCESSOR,
     PREPROCESSOR,
     RELATIVE,
-    Processing,
     Processors,
     read_processors,
 )
@@ -41,13 +40,9 @@ def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Process
     files = {path.name: read_side_file(path) for path in paths if path.is_file()}
     # After SFT, the normalization is that of the settings, which `side_files` writes into the processors.
     mode = None if (folder / STATISTICS_FILE).exists() else MODES[cfg.normalization]
-    mine = Processing(
-        before=_STEPS[cfg.model_type],
-        after=(ABSOLUTE,),
-        modes={"action": mode, "observation.state": mode if reads_state(cfg) else None},
-        mapped=cfg.cameras is not None,
-    )
-    found = read_processors(folder, files, mine)
+    modes = {"action": mode, "observation.state": mode if reads_state(cfg) else None}
+    mapped, before = cfg.cameras is not None, _STEPS[cfg.model_type]
+    found = read_processors(folder, files, modes, mapped=mapped, before=before, after=(ABSOLUTE,))
     if problem := _problem(found, cfg, folder, action_dim):
         raise CheckpointError(f"{folder}/{PREPROCESSOR}.json {problem}")
     return found
