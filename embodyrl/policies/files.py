@@ -28,9 +28,10 @@ TRANSFORMERS_FIELDS = (
 )
 """Fields of transformers' `config.json` that do not change a network, and its sampling defaults."""
 LEROBOT_FIELDS = (
-    *("chunk_size", "compile_mode", "compile_model", "device", "dtype", "gradient_checkpointing", "input_features"),
-    *("license", "n_action_steps", "normalization_mapping", "output_features", "pretrained_*", "private"),
-    *("push_to_hub", "repo_id", "tags", "type", "use_amp", "embodyrl_init", "optimizer_*", "scheduler_*"),
+    *("chunk_size", "compile_mode", "compile_model", "device", "drop_n_last_frames", "dtype", "embodyrl_init"),
+    *("gradient_checkpointing", "input_features", "license", "n_action_steps", "normalization_mapping"),
+    *("optimizer_*", "output_features", "pretrained_*", "private", "push_to_hub", "repo_id", "scheduler_*", "tags"),
+    *("type", "use_amp"),
 )
 """Fields of LeRobot's `config.json` that are read, or do not change actions."""
 

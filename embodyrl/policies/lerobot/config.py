@@ -19,6 +19,7 @@ from embodyrl.types import EnvSpec
 STATE, ENVIRONMENT, ACTION = "observation.state", "observation.environment_state", "action"
 IMAGES = "observation.images."
 _UNSET = ("use_amp", "use_peft", "push_to_hub")
+_NO_DOWNLOAD = ("pretrained_path", "pretrained_backbone_weights")
 
 
 class Normalization(StrEnum):
@@ -172,7 +173,7 @@ class LeRobotConfig(Interface):
         mine = json.loads(self.model_dump_json())
         kept = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
         common = {"device": "cpu"} | dict.fromkeys(_UNSET, False)
-        common |= dict.fromkeys(("repo_id", "private", "tags", "license", "pretrained_path"))
+        common |= dict.fromkeys(("repo_id", "private", "tags", "license", *_NO_DOWNLOAD))
         head = {key: mine[key] for key in ("n_obs_steps", "input_features", "output_features")}
         return json.dumps({"type": kind} | head | common | kept | mine, indent=4).encode()
 

@@ -22,9 +22,8 @@ from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _MAY_DIFFER = (
-    *("n_action_steps", "normalization_mapping", "pretrained_backbone_weights", "dropout", "kl_weight"),
-    *("temporal_ensemble_coeff", "noise_scheduler_type", "num_inference_steps", "crop_is_random", "drop_n_last_frames"),
-    *("do_mask_loss_for_padding", "compile_model", "compile_mode"),
+    *("n_action_steps", "normalization_mapping", "dropout", "kl_weight", "temporal_ensemble_coeff"),
+    *("noise_scheduler_type", "num_inference_steps", "crop_is_random", "do_mask_loss_for_padding"),
 )
 """Keys of config.json that do not affect the shape or meaning of weights."""
 
@@ -158,8 +157,7 @@ class LeRobotFactory(ABC):
         if kept.input_features and (problems := kept.mismatches(single)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
         mine, saved = config.model_dump(), kept.model_dump()
-        skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))
-        differing = [key for key in mine if key not in skipped and mine[key] != saved[key]]
+        differing = [key for key in mine if key not in _MAY_DIFFER and mine[key] != saved[key]]
         wrong = [f"{key} is {saved[key]} (this run needs {mine[key]})" for key in differing]
         if wrong:
             raise CheckpointError(

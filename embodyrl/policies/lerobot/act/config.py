@@ -18,7 +18,6 @@ class ActConfig(LeRobotConfig):
     normalization_mapping: dict[str, Normalization] = Field(
         default_factory=lambda: dict.fromkeys(("VISUAL", "STATE", "ACTION"), Normalization.MEAN_STD)
     )
-    pretrained_backbone_weights: str | None = None
     replace_final_stride_with_dilation: bool = False
     pre_norm: bool = False
     dim_model: PositiveInt = 512
@@ -33,9 +32,6 @@ class ActConfig(LeRobotConfig):
     temporal_ensemble_coeff: float | None = None
     dropout: float = Field(default=0.1, ge=0, lt=1)
     kl_weight: NonNegativeFloat = 10.0
-    optimizer_lr: float = 1e-5
-    optimizer_weight_decay: float = 1e-4
-    optimizer_lr_backbone: float = 1e-5
 
     @property
     def horizon_length(self) -> int:

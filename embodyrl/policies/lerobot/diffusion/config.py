@@ -24,12 +24,10 @@ class DiffusionConfig(LeRobotConfig):
             "ACTION": Normalization.MIN_MAX,
         }
     )
-    drop_n_last_frames: int = Field(default=7, ge=0)
     resize_shape: tuple[PositiveInt, PositiveInt] | None = None
     crop_ratio: float = Field(default=1.0, gt=0, le=1)
     crop_shape: tuple[PositiveInt, PositiveInt] | None = None
     crop_is_random: bool = True
-    pretrained_backbone_weights: str | None = None
     use_group_norm: bool = True
     spatial_softmax_num_keypoints: PositiveInt = 32
     use_separate_rgb_encoder_per_camera: bool = False
@@ -47,15 +45,7 @@ class DiffusionConfig(LeRobotConfig):
     clip_sample: bool = True
     clip_sample_range: PositiveFloat = 1.0
     num_inference_steps: PositiveInt | None = None
-    compile_model: bool = False
-    compile_mode: str = "reduce-overhead"
     do_mask_loss_for_padding: bool = False
-    optimizer_lr: float = 1e-4
-    optimizer_betas: tuple[float, float] = (0.95, 0.999)
-    optimizer_eps: float = 1e-8
-    optimizer_weight_decay: float = 1e-6
-    scheduler_name: str = "cosine"
-    scheduler_warmup_steps: int = 500
 
     @property
     def horizon_length(self) -> int:
