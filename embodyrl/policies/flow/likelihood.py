@@ -108,7 +108,7 @@ class ChainLikelihood(GaussianChain):
 
 
 class FpoLikelihood:
-    """Samples of the ODE, with FPO's estimate of importance ratios; implements `ChunkLikelihood`.
+    """Samples of the ODE, with FPO's estimate of importance ratios; same methods as `GaussianChain`.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its dimensions) at N pairs
     of noise and time in (0, 1), averaged over the pairs. Tokens contain the chunk and the seed of the pairs. A
@@ -120,7 +120,7 @@ class FpoLikelihood:
         self.record = record_of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Integrate the ODE from sampled noise (see `ChunkLikelihood`)."""
+        """Integrate the ODE from sampled noise (see `GaussianChain.sample`)."""
         size = (self._shape.horizon, self._shape.width)
         x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         tokens = self.record.layout.pack(seeds[:, None], x.flatten(1).cpu().numpy())
@@ -129,7 +129,7 @@ class FpoLikelihood:
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return negative flow-matching losses as log-probabilities (see `ChunkLikelihood`); entropies are 0."""
+        """Return negative flow-matching losses as log-probabilities (see `GaussianChain.score`); entropies are 0."""
         whole, floats = self.record.layout.unpack(tokens)
         x = on_device(floats, device).unflatten(1, (self._shape.horizon, self._shape.width))
         logprob = self._minus_loss(velocity, x, whole[:, 0])

@@ -20,7 +20,7 @@ from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihoo
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.chains import ChunkLikelihood, Velocity
+from embodyrl.policies.vla.chains import Velocity
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
@@ -168,10 +168,11 @@ class FlowPolicy:
         # Trained weights stay float32 with bf16 autocast; other weights are bf16.
         half = cfg.precision is Precision.bf16
         self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
-        self._likelihood: ChunkLikelihood = ChainLikelihood(cfg, self._shape, module.noise_head)
-        if cfg.likelihood is Likelihood.fpo:
-            self._likelihood = FpoLikelihood(cfg, self._shape)
-        self._by_dimension = cfg.likelihood is not Likelihood.fpo and not cfg.steers
+        fpo = cfg.likelihood is Likelihood.fpo
+        self._likelihood = (
+            FpoLikelihood(cfg, self._shape) if fpo else ChainLikelihood(cfg, self._shape, module.noise_head)
+        )
+        self._by_dimension = not fpo and not cfg.steers
         self._count_dimensions()
 
     @torch.no_grad()

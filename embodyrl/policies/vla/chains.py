@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -45,27 +44,8 @@ Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function from state [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden states [B, H, width]."""
 
 
-class ChunkLikelihood(Protocol):
-    """Interface of chunk samplers that can recompute the log-probabilities of their samples.
-
-    Each row of a result depends on that row only.
-    """
-
-    record: ChunkRecord
-
-    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Sample one chunk per seed [B], without gradients."""
-        ...
-
-    def score(
-        self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies [B, K, P] of the tokens of `sample`, with gradients."""
-        ...
-
-
 class GaussianChain(ABC):
-    """Chain of Gaussian steps with one or all steps stochastic; implements `ChunkLikelihood`.
+    """Chain of Gaussian steps with one or all steps stochastic.
 
     One stochastic step: only the states before and after this step are stored (the mixed form of piRL, arXiv
     2510.25889, which uses one index per batch; here each chunk samples its own index). All steps: the states after each
@@ -90,7 +70,7 @@ class GaussianChain(ABC):
         """Return the stochastic and the deterministic step at states [B, H, D] and their step indices [B]."""
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Run the chain from sampled noise (see `ChunkLikelihood`)."""
+        """Sample one chunk per seed [B] from noise, without gradients; no chunk depends on the others."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
         place = (uniforms(seeds, PLACE, 1)[:, 0] * self._sampled_steps).astype(np.int64)
@@ -121,7 +101,7 @@ class GaussianChain(ABC):
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the stored denoising states (see `ChunkLikelihood`)."""
+        """Return log-probabilities and entropies [B, K, P] of the tokens of `sample`, with gradients."""
         whole, floats = self.record.layout.unpack(tokens)
         shape, values = self._shape, on_device(floats, device)
         last = shape.executed * shape.action_dim

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_sde, follow_ode, times
 from embodyrl.policies.flow.policy import NoiseHead
 from embodyrl.policies.flow.settings import FlowSettings, Likelihood
-from embodyrl.policies.vla.chains import ChunkLikelihood
 from embodyrl.policies.vla.records import ChunkShape, TokenLayout
 from embodyrl.policies.vla.sampling import START, STEP, normals, seeds_of, uniforms
 
@@ -59,7 +58,7 @@ def settings(**keys: Any) -> FlowSettings:
     return FlowSettings.model_validate({"model_type": "x", "num_steps": 4, **keys}, strict=False)
 
 
-def likelihood(field: Field, **keys: Any) -> ChunkLikelihood:
+def likelihood(field: Field, **keys: Any) -> ChainLikelihood | FpoLikelihood:
     cfg = settings(**keys)
     if cfg.likelihood is Likelihood.fpo:
         return FpoLikelihood(cfg, SHAPE)
