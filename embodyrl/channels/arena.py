@@ -29,27 +29,11 @@ class RecordState:
     FREE, ALLOCATED, WRITING, READY = range(4)
 
 
-# A signed 64-bit integer has room for the index of 67 million records and for 10^11 sequence numbers.
+# A ticket is the handle of one record until the record is freed: the low bits are the record's index in the arena, the
+# high bits a sequence number, so all tickets of an arena are unique. A signed 64-bit integer has room for the index of
+# 67 million records and for 10^11 sequence numbers.
 _RECORD_BITS = 26
 _RECORDS = (1 << _RECORD_BITS) - 1
-
-
-class Ticket(int):
-    """Handle of one record, which becomes stale when the record is freed.
-
-    A ticket is an int, so that an int64 array can contain many tickets. The low bits are the record's index in the
-    arena. The high bits are a sequence number, so all tickets of an arena are unique.
-    """
-
-    @property
-    def record(self) -> int:
-        """Index of the record in the arena."""
-        return self & _RECORDS
-
-    @property
-    def sequence(self) -> int:
-        """Sequence number, which is unique among the tickets of an arena."""
-        return self >> _RECORD_BITS
 
 
 Tickets = Sequence[int] | npt.NDArray[np.int64]
@@ -148,13 +132,13 @@ class Arena:
         """Number of free records (owner only)."""
         return self._num_free
 
-    def allocate(self) -> Ticket:
+    def allocate(self) -> int:
         """Allocate a free record and return its ticket (owner only).
 
         Raises:
             ArenaFullError: no record is free.
         """
-        return Ticket(self.allocate_all(1)[0])
+        return int(self.allocate_all(1)[0])
 
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
         """Allocate `count` free records and return their tickets [count] (owner only)."""

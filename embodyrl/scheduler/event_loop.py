@@ -12,7 +12,7 @@ import numpy as np
 from embodyrl.algorithms.metrics import token_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
-from embodyrl.channels.arena import Arena, Ticket, hash_observations, records_of
+from embodyrl.channels.arena import Arena, hash_observations, records_of
 from embodyrl.channels.layout import BUCKET, Record, WeightInfo, WeightPart, fill_buckets
 from embodyrl.channels.messages import (
     ContinueRequest,
@@ -183,7 +183,7 @@ class PolicyClient:
 
         Yield the replies that must be complete before the iterator continues.
         """
-        under_way: list[tuple[Ticket, Replies]] = []
+        under_way: list[tuple[int, Replies]] = []
         for parts in buckets:
             ticket = arena.allocate()
             yield self.ask_training(PublishRequest(ticket=ticket, parts=parts))
@@ -252,7 +252,7 @@ class PolicyClient:
             self._bucket_arena.close()
 
 
-def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Replies]:
+def _taken(arena: Arena, under_way: list[tuple[int, Replies]]) -> Iterator[Replies]:
     """Yield the replies of each transfer, for which the caller waits; then free the bucket of the transfer."""
     while under_way:
         ticket, replies = under_way.pop()
