@@ -13,7 +13,7 @@ from typing import Any
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.config.compose import Setting, default_options
-from embodyrl.config.settings import Key, NumbersStates, Settings, find_key, keys_of, parents_of, plain
+from embodyrl.config.settings import Key, NumbersStates, Settings, find_key, keys_of, parents_of, plain, spell
 from embodyrl.config.trust import TRUST
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, short
@@ -32,7 +32,7 @@ def unused_keys(
     last: Mapping[str, Setting],
     problems: list[str],
 ) -> list[str]:
-    """Return warnings about command-line keys without effect for the command or the chosen components.
+    """Return warnings about deleted keys, and about command-line keys without effect for the command or components.
 
     Args:
         schema: keys of the command with the chosen components.
@@ -43,8 +43,12 @@ def unused_keys(
         problems: an error is appended for each unknown key.
     """
     unread: dict[str, list[str]] = {}
-    command = schema.command
+    command, lost = schema.command, list[str]()
     for name in names:
+        if name in _DELETED and not last[name].typed:
+            if values[name] != _DELETED[name]:
+                lost.append(f"{last[name].where}{name}={spell(values[name])} is ignored: the key has been deleted.")
+            continue
         if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
             continue
         if _is_for_others(command, last[name]):
@@ -55,7 +59,7 @@ def unused_keys(
             problems += _refuse_key(schema, last[name])
         elif last[name].typed:
             _report_unread(last[name], values[name], reader(command, name, values), problems, unread)
-    return _unread_lines(unread)
+    return [*lost, *_unread_lines(unread)]
 
 
 @functools.cache
@@ -97,12 +101,20 @@ _RETIRED = frozenset(
         *("custom", "rollout.enable_offload", "actor.enable_offload", "env.train.enable_offload"),
         *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
         *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
-        *("model.use_film", "model.fpo_ratio"),
-        *("rollout.chunk_overlap", "env.control.observe_committed"),
-        *("model.rtc", "model.rtc_guidance", "model.rtc_mask", "model.rtc_delay"),
     }
 )
-"""Keys of earlier versions that have no effect any more, but occur in config.yaml files of old runs."""
+"""Keys of earlier versions that had no effect, but occur in config.yaml files of old runs."""
+_DELETED = {
+    "env.control.observe_committed": False,
+    "model.fpo_ratio": "mean",
+    "model.rtc": "off",
+    "model.rtc_delay": 8,
+    "model.rtc_guidance": 5.0,
+    "model.rtc_mask": "exp",
+    "model.use_film": False,
+    "rollout.chunk_overlap": None,
+}
+"""Deleted keys with their former defaults. Other values in the config of an old run give a warning."""
 
 
 def is_known(name: str) -> bool:
@@ -110,7 +122,7 @@ def is_known(name: str) -> bool:
     known = keys_below(name.partition(".")[0])
     inner = any(key.startswith(f"{name}.") for key in known)
     above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
-    return name in known or inner or above or name in _RETIRED
+    return name in known or inner or above or name in _RETIRED or name in _DELETED
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Stored runs of version 0.1 load with their original values."""
+"""Stored runs of earlier versions load with their original values."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +42,26 @@ def test_stored_config_accepts_the_former_text_task_modules(task: str, module: s
     (tmp_path / "config.yaml").write_text(text.replace("embodyrl.datasets.tasks:copy", path), encoding="utf-8")
     assert load_saved_config(tmp_path, [], command="train").data.path == path
     assert load(path, "data.path", wants="a function", fits=callable).__module__ == "embodyrl.text.tasks"
+
+
+EARLIER = Path(__file__).parent / "runs_416006cb"
+"""Configs that commit 416006cb wrote, with old module paths and keys that have been deleted since."""
+
+
+@pytest.mark.parametrize(
+    ("run", "key", "value", "ignored"),
+    [
+        ("eval_flow", "env.control.latency_steps", 2, ["model.rtc=guided", "rollout.chunk_overlap=3"]),
+        ("train_history", "env.history", 2, []),
+        ("train_oft", "model.model_type", "openvla_oft", ["model.use_film=true"]),
+        ("train_text", "data.path", "embodyrl.extensions.text.tasks:reverse", []),
+    ],
+)
+def test_a_deleted_key_of_a_stored_run_gives_one_warning(run: str, key: str, value: object, ignored: list[str]) -> None:
+    cfg = load_saved_config(EARLIER / run, [], command=run.partition("_")[0])
+    assert cfg.get(key) == value
+    assert sorted(line.split()[1] for line in cfg.warnings) == ignored
+    assert all(line.endswith("is ignored: the key has been deleted.") for line in cfg.warnings)
 
 
 def test_unknown_function_of_a_renamed_module_requires_trust(tmp_path: Path) -> None:
