@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from embodyrl.data.checks import set_differences
 from embodyrl.data.labels import Labels, places
 from embodyrl.data.layout import write_file
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
-from embodyrl.data.recap.settings import LabelSource, RecapSettings, ValueInput
+from embodyrl.data.recap.settings import LabelSource, RecapSettings
 from embodyrl.data.recap.targets import (
     Outcomes,
     advantages,
@@ -33,8 +31,9 @@ from embodyrl.data.recap.targets import (
     shuffled,
     thresholds,
 )
-from embodyrl.errors import ConfigError, EmbodyError, WorkerError
+from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import read_json
+from embodyrl.isolation import NoAnswerError, call_isolated
 from embodyrl.plan.seeds import derive_small
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
@@ -43,8 +42,6 @@ from embodyrl.policies.vla.conditioning import HasFeatures
 from embodyrl.types import BoolArray, DoubleArray, EnvSpec, IntArray
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from embodyrl.data.recap.value import ValueModel
 
 _STAGE_S = 24 * 3600.0
@@ -73,6 +70,13 @@ class Stage:
         return found | {"seed": self.seed, "model.path": str(resolve_asset(str(self.model.weights)).resolve())}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """Metrics of the value models and labels of a round."""
+
+    metrics: dict[str, Any]
+
+
 def label_in_process(stage: Stage) -> dict[str, Any]:
     """Run the value stage in a child process, unless its output files exist; return its metrics.
 
@@ -81,26 +85,13 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
         ConfigError: the files exist, but were written with other settings.
     """
     if not (stage.summary.is_file() and stage.labels.is_file()):
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_label_and_report, args=(stage, there), name="value")
-        process.start()
-        there.close()
         try:
-            process.join(_STAGE_S)
-        finally:
-            if process.is_alive():
-                process.terminate()
-                process.join(10.0)
-        if process.exitcode != 0:
-            try:
-                reason = here.recv()
-            except EOFError:
-                raise WorkerError(
-                    f"The worker of the value stage for {stage.labels} exited with code {process.exitcode}; to resume, "
-                    "run the same command again."
-                ) from None
-            raise EmbodyError(f"The value stage for {stage.labels} failed: {reason}")
+            found = call_isolated(f"{__name__}:label", stage, kind=Labelled, timeout_s=_STAGE_S).metrics
+        except NoAnswerError as error:
+            raise WorkerError(
+                f"The value stage for {stage.labels} failed: {error}. To resume, run the same command again."
+            ) from error
+        write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
     found, wanted = read_json(stage.summary), stage.settings
     written = found.get("settings", {})
     if differs := [f"{name}={written.get(name)}" for name, value in wanted.items() if written.get(name) != value]:
@@ -110,17 +101,8 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
     return found
 
 
-def _label_and_report(stage: Stage, parent: Connection) -> None:
-    """Run the value stage in a child process, and send the text of an `EmbodyError` to the parent."""
-    try:
-        label(stage)
-    except EmbodyError as error:
-        parent.send(str(error))
-        sys.exit(1)
-
-
-def label(stage: Stage) -> None:
-    """Train value models on all data, and write the labels of all frames.
+def label(stage: Stage) -> Labelled:
+    """Train value models on all data, write the labels of all frames, and return metrics.
 
     Raises:
         ConfigError: a data set has other cameras, states or actions than `data.path`.
@@ -159,7 +141,7 @@ def label(stage: Stage) -> None:
         "held_out": cfg.value_folds > 1,
         "thresholds": {names[task]: limit for task, limit in limits.items()},
     }
-    write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
+    return Labelled(metrics=found)
 
 
 def cross_fitted(demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, stage: Stage) -> DoubleArray:
@@ -194,13 +176,10 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
     """
     import torch
 
-    from embodyrl.data.recap.value import FeatureValue, NetworkValue, features_of, shrunk
+    from embodyrl.data.recap.value import ValueModel, features_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    if stage.cfg.value_from is ValueInput.network:
-        small = replace(demos, images=shrunk(demos.images))
-        return lambda: NetworkValue(small).to(device)
     env = read_card(resolve_asset(stage.folders[0])).env
     request = PolicyRequest(env=env, device=device, seed=stage.seed, trainable=False)
     with TemporaryDirectory() as folder:
@@ -208,10 +187,11 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
         policy = POLICIES.get(model.model_type).build(model, request)
     if not isinstance(policy, HasFeatures):
         raise ConfigError(
-            f"recap.value_from=policy: model '{policy.spec.name}' has no features. Set recap.value_from=network."
+            f"recap: model '{policy.spec.name}' has no features, which are the inputs of the value models. Choose "
+            "another model."
         )
     features = features_of(policy, demos)
-    return lambda: FeatureValue(features).to(device)
+    return lambda: ValueModel(features).to(device)
 
 
 def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: Path) -> ModelSettings:

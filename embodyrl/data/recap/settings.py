@@ -8,7 +8,6 @@ from pydantic import Field
 from embodyrl.config.settings import Count, Path, Positive, Settings
 
 LabelSource = StrEnum("LabelSource", ["advantage", "shuffled"])
-ValueInput = StrEnum("ValueInput", ["policy", "network"])
 
 
 class RecapSettings(Settings):
@@ -29,11 +28,8 @@ class RecapSettings(Settings):
     labels: LabelSource = LabelSource.advantage
     """Source of the labels. advantage: rank of the advantage. shuffled: the same labels, shuffled within each task, as
     a control."""
-    value_from: ValueInput = ValueInput.policy
-    """Input of the value models. policy: features of the initial policy, computed once per round. network: a
-    separate small network reads images, state and instruction; slower."""
     value_steps: Count = 400
-    """Number of optimizer steps of each value model."""
+    """Number of optimizer steps of each value model, whose inputs are features of the initial policy."""
     value_batch_size: Count = 128
     """Number of frames per optimizer step of a value model."""
     value_lr: Positive = 1e-3

@@ -1,7 +1,6 @@
 """Distributional value models of RECAP: a categorical distribution over normalised returns."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,18 +11,12 @@ from torch import Tensor, nn
 from embodyrl.data.reader import Demonstrations
 from embodyrl.data.recap.targets import two_hot
 from embodyrl.errors import NonFiniteError
-from embodyrl.policies.flow.small.config import SmallConfig, Units
-from embodyrl.policies.flow.small.network import SmallFlow
 from embodyrl.policies.vla.conditioning import HasFeatures
-from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ROWS_AT_A_TIME, DoubleArray, IntArray, Observation
 
 BINS = 201
 """Number of categories; their returns are linspace(-1, 0, BINS)."""
-WIDTH, LAYERS, PLANES, MAPS = 64, 2, (16, 32), 16
 HEAD_WIDTH, DROPOUT = 128, 0.3
-MAX_EDGE = 64
-"""Maximum height and width of an image in pixels; larger images are downsampled (see `shrunk`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +29,8 @@ class ValueTraining:
     seed: int
 
 
-class ValueModel(nn.Module, ABC):
-    """Network that predicts logits over `BINS` categories of the return, for the frames of one data set."""
-
-    @abstractmethod
-    def forward(self, frames: IntArray) -> Tensor:
-        """Return the logits [B, BINS] of the frames with the indices `frames` [B]."""
-
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer updates."""
-        return [*self.parameters()]
-
-
-class FeatureValue(ValueModel):
-    """MLP with two hidden layers; the inputs are precomputed, normalised features [N, F] of all frames."""
+class ValueModel(nn.Module):
+    """MLP that predicts logits over `BINS` categories of the return from normalised features [N, F] of all frames."""
 
     def __init__(self, features: Tensor) -> None:
         super().__init__()
@@ -61,58 +42,8 @@ class FeatureValue(ValueModel):
         self.layers = nn.Sequential(*layers, nn.Linear(HEAD_WIDTH, BINS))
 
     def forward(self, frames: IntArray) -> Tensor:
-        """Return the logits [B, BINS] of the frames (see `ValueModel.forward`)."""
+        """Return the logits [B, BINS] of the frames with the indices `frames` [B]."""
         return self.layers(self._features[torch.from_numpy(frames).to(self._features.device)])
-
-
-class NetworkValue(ValueModel):
-    """Encoder of the small flow policy (images, state and instruction) with a categorical value head."""
-
-    def __init__(self, demos: Demonstrations) -> None:
-        super().__init__()
-        self._demos = demos
-        cameras, state = demos.images.shape[1], demos.state.shape[1]
-        bounds = np.quantile(demos.state, (0.01, 0.99), axis=0).astype(np.float32)
-        one = np.ones(1, np.float32)
-        units = Units(action_low=-one, action_high=one, state_low=bounds[0], state_high=bounds[1])
-        sizes = SmallConfig(
-            width=WIDTH,
-            layers=LAYERS,
-            planes=PLANES,
-            maps=MAPS,
-            num_images=cameras,
-            state_dim=state,
-            action_width=1,
-        )
-        shape = ChunkShape(horizon=1, width=1, executed=1, action_dim=1)
-        longest = max(len(str(text).split()) for text in set(demos.instruction.tolist()))
-        self.network = SmallFlow(sizes, shape, units, words=longest)
-        self.head = nn.Sequential(nn.Linear(WIDTH, HEAD_WIDTH), nn.GELU(), nn.Linear(HEAD_WIDTH, BINS))
-
-    def forward(self, frames: IntArray) -> Tensor:
-        """Return the logits [B, BINS] of the frames (see `ValueModel.forward`)."""
-        return self.head(self.network.encode_prefix(observations(self._demos, frames)).pooled)
-
-    def trained(self) -> list[nn.Parameter]:
-        """Return all weights except those of the action expert, which the value does not use."""
-        unused = tuple(
-            f"network.{part}" for part in ("memory", "action_in", "time", "expert", "out_norm", "action_out")
-        )
-        return [weight for name, weight in self.named_parameters() if not name.startswith(unused)]
-
-
-def shrunk(images: np.ndarray) -> np.ndarray:
-    """Reduce images [N, C, H, W, 3] by average pooling to at most `MAX_EDGE` pixels per side."""
-    height, width = images.shape[2:4]
-    by = max(1, math.ceil(max(height, width) / MAX_EDGE))
-    if by == 1 or not images.size:
-        return images
-    rows, columns = height // by, width // by
-    out = np.empty((*images.shape[:2], rows, columns, 3), np.uint8)
-    for place, frame in enumerate(images):  # one frame at a time: the mean is a float array
-        squares = frame[:, : rows * by, : columns * by].reshape(-1, rows, by, columns, by, 3)
-        out[place] = squares.mean(axis=(2, 4)).round()
-    return out
 
 
 def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
@@ -142,7 +73,7 @@ def train_value(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = make().train()
-        used = model.trained()
+        used = [*model.parameters()]
         device = used[0].device
         optimizer = torch.optim.AdamW(used, lr=training.lr, weight_decay=0.1)
         rng = np.random.default_rng(training.seed)

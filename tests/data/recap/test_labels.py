@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from embodyrl.commands.recap_labelling import Stage, label_in_process
 from embodyrl.data.labels import Labels, places, read_positive
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.errors import ConfigError, WorkerError
+from embodyrl.leftovers import children_left
 from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, tagged
 from embodyrl.types import FloatArray, Observation
 
@@ -91,13 +93,13 @@ def test_killed_value_stage_is_a_worker_error(tmp_path: Path):
     )
 
     def kill() -> None:
-        assert wait_until(multiprocessing.active_children, 60)
-        for process in multiprocessing.active_children():
-            process.kill()
+        assert wait_until(children_left, 60)
+        for pid in children_left():
+            os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(WorkerError, match=r"value stage .* exited with code -9; to resume, run"):
+    with pytest.raises(WorkerError, match=r"value stage .* failed: killed by SIGKILL. To resume, run"):
         label_in_process(stage)
     killer.join()
 

@@ -29,7 +29,7 @@ from embodyrl.data.recap.targets import (
     thresholds,
     two_hot,
 )
-from embodyrl.data.recap.value import FeatureValue, ValueTraining, train_value
+from embodyrl.data.recap.value import ValueModel, ValueTraining, train_value
 from embodyrl.errors import ConfigError, NonFiniteError
 
 LENGTHS, WON = (4, 6, 5), (True, True, False)
@@ -176,7 +176,7 @@ def test_non_finite_gradient_of_a_value_model_is_refused() -> None:
     training = ValueTraining(steps=3, batch_size=4, lr=1e38, seed=0)
     features = torch.linspace(-1.0, 1.0, 30).reshape(15, 2)
     with pytest.raises(NonFiniteError, match=r"value model in optimizer step [23]; the policy is unchanged"):
-        train_value(lambda: FeatureValue(features), np.arange(15), np.array(G), training)
+        train_value(lambda: ValueModel(features), np.arange(15), np.array(G), training)
 
 
 def test_shuffled_labels_stay_within_their_task() -> None:
