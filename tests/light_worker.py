@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-from embodyrl.channels.messages import EnvReport, Request
-
 
 class Word(str):
     """A request without records."""
@@ -32,10 +30,3 @@ class LightWorker:
 
     def close(self) -> None:
         pass
-
-
-class LyingWorker(LightWorker):
-    """A worker that repeats the report of the previous request."""
-
-    def handle(self, request: Request) -> list[EnvReport]:
-        return [EnvReport(sequence=request.sequence - 1, stage=0, sim_s=0.0, render_s=0.0, reset_s=0.0)]

@@ -24,7 +24,6 @@ from embodyrl.cluster.protocol import (
     place_rank,
 )
 from embodyrl.cluster.ray_cluster import nodes as ray_nodes
-from embodyrl.cluster.ray_cluster.answers import fault_of
 from embodyrl.cluster.ray_cluster.nodes import Node, ray
 from embodyrl.cluster.ray_cluster.placement import parse_placement
 from embodyrl.cluster.ray_cluster.rows import Pools, Rows, copy_in, copy_out, mark, paste
@@ -116,8 +115,6 @@ class _Handle(Handle):
     beside_driver: bool
     open: deque[Any] = field(default_factory=deque)
     """Ray object references of unanswered requests, oldest first."""
-    requests: deque[Request | None] = field(default_factory=lambda: deque([None]))
-    """Unanswered requests, oldest first; None represents the start of the worker."""
     output: Any
     """Ray object reference to the path and initial size of the worker's log file on its host."""
     received: int = 0
@@ -235,7 +232,6 @@ class RayLauncher(OpenRequests[_Handle]):
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request to a worker (see `Launcher.send`)."""
         handle = self._ask(worker, timeout_s)
-        handle.requests.append(request)
         rows = [] if handle.beside_driver else self._rows(handle, request)
         handle.open.append(handle.actor.handle.remote(request, rows))
 
@@ -316,15 +312,8 @@ class RayLauncher(OpenRequests[_Handle]):
             how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
             self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
             return
-        asked = handle.requests[0]
-        if isinstance(asked, Request) and (
-            fault := fault_of(handle.pools, asked, answer.replies, answer.rows, mirrored=not handle.beside_driver)
-        ):
-            self._reap(name, f"sent {fault} from {handle.node}; check that all hosts have the same version of embodyrl")
-            return
         # Not earlier: the request of a dead worker must stay open until `_reap` drops it.
         handle.open.popleft()
-        handle.requests.popleft()
         self._answered(handle)
         if answer.log:
             handle.received += len(answer.log)

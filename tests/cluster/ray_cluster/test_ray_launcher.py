@@ -18,7 +18,7 @@ from processes import listening, marked_processes, start_cli, wait_until
 from toy_runs import comparable, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.messages import EnvRequest, RankInfo
+from embodyrl.channels.messages import RankInfo
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
 from embodyrl.plan.build import build_run_plan
@@ -128,28 +128,6 @@ def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
         assert Path(path).name.endswith(f"-{name}.log")
         assert "Fatal Python error: Aborted" in Path(path).read_text()
     assert "Fatal Python error: Aborted" in Path(deaths["env_0"].log).read_text(), "fetched on the driver's host"
-
-
-def test_worker_that_repeats_a_report_is_refused(tmp_path, two_nodes):
-    from embodyrl.cluster.ray_cluster.launcher import RayLauncher
-
-    launcher = RayLauncher(tmp_path, ClusterSettings(num_nodes=2))
-    arena = Arena.create(build_run_plan(toy_config(tmp_path), training=True).layout, 1)
-    spec = WorkerSpec(
-        name="env_0", entry="light_worker:LyingWorker", init=WorkerInit(arena=arena.handle), component="env"
-    )
-    launcher.start(spec, timeout_s=200)
-    launcher.send("env_0", EnvRequest(sequence=4, stage=0), timeout_s=200)
-    seen: list[str] = []
-
-    def died() -> bool:
-        seen.extend(e.message.reason for e in launcher.wait(1.0) if isinstance(e.message, WorkerDied))
-        return bool(seen)
-
-    assert wait_until(died, 200)
-    launcher.stop()
-    arena.close()
-    assert seen[0].startswith("sent the reply to request 3 instead of 4 from ")
 
 
 def test_ray_messages_are_written_to_a_log_file(tmp_path, capsys):
