@@ -1,13 +1,13 @@
 """Output of `--dry-run`: a description of the run, built without worker processes."""
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.evaluate import find_baseline
 from embodyrl.commands.facts import evaluation_facts, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import prompt_facts
 from embodyrl.policies import POLICIES
+from embodyrl.reports.history import read_baseline
 
 
 def describe(cfg: Config) -> str:
@@ -26,7 +26,7 @@ def run_facts(cfg: Config) -> list[tuple[str, str]]:
     training = cfg.trains and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
     if not training:
-        find_baseline(cfg)
+        read_baseline(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     lines += training_facts(run_plan) if training else run_plan.resources.facts(run_plan)
     return [*lines, *evaluation_facts(run_plan)]

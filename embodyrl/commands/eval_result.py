@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from embodyrl.channels.layout import decode_instruction
 from embodyrl.commands.conversations import majority, turns_of
@@ -15,6 +15,7 @@ from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.initial_states import own_tasks
+from embodyrl.reports.paired import Paired
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
@@ -66,14 +67,6 @@ class TaskResult:
         return Mean(self.mean_return, (low, high), self.episodes, self.states, self.effective_episodes)
 
 
-class Comparison(Protocol):
-    """Interface of the comparison of two evaluations of a suite: a dataclass, which is saved in `eval.json`."""
-
-    def line(self, names: tuple[str, str]) -> str:
-        """Return the comparison in one line, with the names of both evaluations."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EvalResult:
     """Result of an evaluation, with its metrics, folder and videos."""
@@ -96,7 +89,7 @@ class EvalResult:
     """Ids of episodes whose goal is reached before the first action; the results include these episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results of each suite, beginning with the environment's own suite; empty if only one suite was evaluated."""
-    paired: tuple[Comparison, ...] = ()
+    paired: tuple[Paired, ...] = ()
     """Comparisons with `eval.baseline`, one per suite."""
     baseline: str | None = None
     """Name of the run folder of the earlier evaluation in `paired`."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from embodyrl.checkpoint.store import step_of
 from embodyrl.cluster.protocol import OnVideoError
-from embodyrl.commands.eval_result import Comparison, EvalResult, episode_row, print_table, summarise
+from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import evaluation_facts, facts
 from embodyrl.commands.kept import keeps_episodes, open_writer, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
@@ -57,7 +57,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     run_plan = build_run_plan(cfg, training=False)
     if keeps_episodes(run_plan):
         run_plan = with_every_step(run_plan)
-    find_baseline(cfg)  # check before workers start
+    read_baseline(cfg)  # check before workers start
     weights = first_weights(cfg, run_plan.env)
     step = step_of(weights)
     # A process that was killed early has no evaluation folder yet.
@@ -165,24 +165,9 @@ def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None
 
 
 def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
-    if (baseline := find_baseline(cfg)) is None:
+    if (baseline := read_baseline(cfg)) is None:
         return {}
     return {"baseline": Path(str(cfg.eval.baseline)).name, "paired": tuple(baseline(rows))}
-
-
-Baseline = Callable[[Sequence[EpisodeRow]], Sequence[Comparison]]
-"""Function from the episodes of an evaluation to comparisons with an earlier evaluation, one per suite."""
-
-
-def find_baseline(cfg: Config) -> Baseline | None:
-    """Return the function that compares episodes with the run `eval.baseline`; None: the key is not set.
-
-    Raises:
-        ConfigError: the run has no comparable evaluation.
-    """
-    if cfg.eval.baseline is None:
-        return None
-    return read_baseline(cfg)
 
 
 def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:

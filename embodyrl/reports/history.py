@@ -186,13 +186,15 @@ def is_running(run: Path) -> bool:
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
-def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]:
-    """Return a function that compares episodes with the last evaluation of the run `eval.baseline`.
+def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]] | None:
+    """Return a function that compares episodes with the last evaluation of the run `eval.baseline`; None: no such run.
 
     Raises:
         ConfigError: the folder is not a run, has no evaluation, or uses another environment.
     """
-    run = Path(str(cfg.eval.baseline))
+    if cfg.eval.baseline is None:
+        return None
+    run = Path(cfg.eval.baseline)
     history = read_history(run)
     if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")

@@ -16,7 +16,6 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need
-from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.types import EnvSpec, PolicySpec
 
 _HERE = ("127.0.0.1", "localhost", "::1")
@@ -102,11 +101,6 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
-    return [*lines, *exposure(cfg.serve)]
-
-
-def exposure(cfg: ServeSettings) -> list[tuple[str, str]]:
-    """Return a warning line if other hosts can connect to the server; otherwise an empty list."""
-    if cfg.host in _HERE:
-        return []
-    return [("warning", f"serve.host={cfg.host}: all hosts that reach this port can use the policy")]
+    if cfg.serve.host not in _HERE:
+        lines.append(("warning", f"serve.host={cfg.serve.host}: all hosts that reach this port can use the policy"))
+    return lines
