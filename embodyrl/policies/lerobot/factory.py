@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
@@ -21,6 +21,8 @@ from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
+S = TypeVar("S", bound=LeRobotSettings)
+C = TypeVar("C", bound=LeRobotConfig)
 _MAY_DIFFER = (
     *("n_action_steps", "normalization_mapping", "dropout", "kl_weight", "temporal_ensemble_coeff"),
     *("noise_scheduler_type", "num_inference_steps", "crop_is_random", "do_mask_loss_for_padding"),
@@ -28,39 +30,39 @@ _MAY_DIFFER = (
 """Keys of config.json that do not affect the shape or meaning of weights."""
 
 
-class LeRobotFactory(ABC):
+class LeRobotFactory(ABC, Generic[S, C]):
     """Base class of policy factories in LeRobot's layout; subclasses add config, sizes and network.
 
     Implements `PolicyFactory`.
     """
 
     kind: ClassVar[str]
-    config: ClassVar[type[LeRobotConfig]]
-    settings: ClassVar[Any]
+    config: type[C]
+    settings: type[S]
     network: ClassVar[str]
     """Class of the network, as package.module:class; its constructor takes the config."""
 
     @abstractmethod
-    def features(self, config: Any) -> int:
+    def features(self, config: C) -> int:
         """Return the number of input features of value heads and actors."""
 
     @abstractmethod
-    def chosen(self, cfg: Any, config: Any) -> int:
+    def chosen(self, cfg: S, config: C) -> int:
         """Return the number of noise or latent values that the DSRL actor outputs per chunk."""
 
     @abstractmethod
-    def record(self, cfg: Any, config: Any) -> ChunkRecord:
+    def record(self, cfg: S, config: C) -> ChunkRecord:
         """Return the token layout of a sampled chunk."""
 
     @abstractmethod
-    def passes(self, cfg: Any, config: Any) -> int:
+    def passes(self, cfg: S, config: C) -> int:
         """Return the number of forward passes per chunk."""
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
         """Return the policy class; `steering`: shape of the actor on a frozen network, or None."""
 
-    def validate(self, cfg: LeRobotSettings) -> list[str]:
+    def validate(self, cfg: S) -> list[str]:
         """Return config errors with fixes, one line each."""
         problems = []
         if cfg.precision is not Precision.fp32:
@@ -76,7 +78,7 @@ class LeRobotFactory(ABC):
             problems.append(str(error))
         return problems
 
-    def folder(self, cfg: LeRobotSettings) -> Path:
+    def folder(self, cfg: S) -> Path:
         """Return the folder of `model.path`.
 
         Raises:
@@ -91,7 +93,7 @@ class LeRobotFactory(ABC):
             )
         return folder
 
-    def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec, read from the folder's config.json.
 
         Raises:
@@ -129,11 +131,11 @@ class LeRobotFactory(ABC):
         if (shape := self.steering(cfg, config)) is None:
             return spec
         shape.check(self.folder(cfg))
-        spec = steered(spec, shape, cfg.likelihood)
+        spec = steered(spec, shape, cfg.chosen_likelihood)
         layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
         return replace(spec, tokens_per_chunk=layout.tokens)
 
-    def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
+    def costs(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters and of forward passes per chunk."""
         config, _ = self.plan(cfg, env)
         costs = PolicyCosts(
@@ -142,13 +144,13 @@ class LeRobotFactory(ABC):
         shape = self.steering(cfg, config)
         return costs if shape is None else steering_costs(costs, shape)
 
-    def steering(self, cfg: LeRobotSettings, config: LeRobotConfig) -> SteeringShape | None:
+    def steering(self, cfg: S, config: C) -> SteeringShape | None:
         """Return the input and output sizes of the actor on a frozen network; None: the network itself is trained."""
         if not cfg.steers:
             return None
         return steering_shape(cfg, config, self.features(config), self.chosen(cfg, config))
 
-    def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
+    def compare(self, cfg: S, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
         config, _ = self.plan(cfg, env)
         kept, _ = read_config(folder, self.kind, self.config)
@@ -168,7 +170,7 @@ class LeRobotFactory(ABC):
         if (shape := self.steering(cfg, config)) is not None:
             shape.check(folder)
 
-    def build(self, cfg: LeRobotSettings, request: PolicyRequest) -> Policy:
+    def build(self, cfg: S, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or with random weights from the seed.
 
         Raises:
@@ -186,7 +188,7 @@ class LeRobotFactory(ABC):
             policy.load_weights(folder)
         return policy
 
-    def plan(self, cfg: LeRobotSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
+    def plan(self, cfg: S, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
         """Return the config of the policy for an environment, and the raw keys of config.json.
 
         Raises:
@@ -207,5 +209,5 @@ class LeRobotFactory(ABC):
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}")
         return config, raw
 
-    def _executing(self, cfg: LeRobotSettings, config: LeRobotConfig) -> LeRobotConfig:
+    def _executing(self, cfg: S, config: C) -> LeRobotConfig:
         return config.model_copy(update={"n_action_steps": cfg.num_action_chunks})

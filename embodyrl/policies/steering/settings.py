@@ -34,15 +34,15 @@ class ResidualSettings(WeightSettings):
     @property
     def corrects(self) -> bool:
         """True if the model is frozen and its actions are corrected."""
-        return self._chosen == "residual"
+        return self.chosen_likelihood == "residual"
 
     @property
     def steers(self) -> bool:
         """True if the model is frozen and an actor is trained."""
-        return self._chosen in ("dsrl", "residual")
+        return self.chosen_likelihood in ("dsrl", "residual")
 
     @property
-    def _chosen(self) -> str:
+    def chosen_likelihood(self) -> str:
         likelihood: Any = getattr(self, "likelihood")  # noqa: B009  (each model has its own kinds)
         return str(likelihood)
 
@@ -51,7 +51,7 @@ class ResidualSettings(WeightSettings):
         yield from super().problems()
         if self.adapted and self.steers:
             yield (
-                f"model.is_lora=true: model.likelihood={self._chosen} freezes the model including adapters; set it to "
+                f"model.is_lora=true: model.likelihood={self.chosen_likelihood} freezes the model including adapters; set it to "
                 f"false."
             )
 

@@ -14,7 +14,7 @@ from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import EnvSpec, PolicySpec
 
 
-class ActFactory(LeRobotFactory):
+class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
     """Builds `ActPolicy`; implements `PolicyFactory`."""
 
     kind, config, settings = KIND, ActConfig, ActSettings

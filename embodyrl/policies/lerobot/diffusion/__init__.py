@@ -10,7 +10,7 @@ from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import EnvSpec
 
 
-class DiffusionFactory(LeRobotFactory):
+class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
     """Builds `DiffusionPolicy`; implements `PolicyFactory`."""
 
     kind, config, settings = KIND, DiffusionConfig, DiffusionSettings
