@@ -43,7 +43,8 @@ class ResidualSettings(WeightSettings):
 
     @property
     def chosen_likelihood(self) -> str:
-        likelihood: Any = getattr(self, "likelihood")  # noqa: B009  (each model has its own kinds)
+        """Value of the key `likelihood`, whose kinds depend on the model."""
+        likelihood: Any = getattr(self, "likelihood")  # noqa: B009
         return str(likelihood)
 
     def problems(self) -> Iterator[str]:
@@ -51,8 +52,8 @@ class ResidualSettings(WeightSettings):
         yield from super().problems()
         if self.adapted and self.steers:
             yield (
-                f"model.is_lora=true: model.likelihood={self.chosen_likelihood} freezes the model including adapters; set it to "
-                f"false."
+                f"model.is_lora=true: model.likelihood={self.chosen_likelihood} freezes the model including adapters; "
+                "set it to false."
             )
 
 
