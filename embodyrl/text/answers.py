@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ASCII = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
-"""ASCII characters of full-width characters, by code."""
+_ASCII = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3002": "."})
 _STYLED = re.compile(
     r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|sc|bb|up|normal)?|mbox|hbox|bm|boldsymbol|emph|underline)\s*\{([^{}]*)\}"
 )
@@ -158,19 +157,13 @@ def _unboxed(reply: str) -> Iterator[str]:
 
 def _marked(text: str) -> str:
     """Return a text without markup; control characters enclose each letter that may name an option."""
-    text = text.translate(ASCII).replace("\u3002", ".").translate(dict.fromkeys(map(ord, "*_`~#$\x02\x03")))
-    text = unstyled(text)
-    text = re.sub(r"</?[a-z]{1,8}>|\\[()\[\],;:! ]|\\(?:quad|left|right)\b", " ", text)
-    text = _ENCLOSED.sub(r"\1)", text)
-    return _CANDIDATE.sub(lambda m: f"\x02{m[m.lastindex or 0].upper()}\x03{')' if m[1] else ''}", text)
-
-
-def unstyled(text: str) -> str:
-    r"""Return a text without commands of style such as `\textbf{}`, at any depth."""
+    text = text.translate(_ASCII).translate(dict.fromkeys(map(ord, "*_`~#$\x02\x03")))
     before = None
     while before != text:
         before, text = text, _STYLED.sub(r" \1 ", text)
-    return text
+    text = re.sub(r"</?[a-z]{1,8}>|\\[()\[\],;:! ]|\\(?:quad|left|right)\b", " ", text)
+    text = _ENCLOSED.sub(r"\1)", text)
+    return _CANDIDATE.sub(lambda m: f"\x02{m[m.lastindex or 0].upper()}\x03{')' if m[1] else ''}", text)
 
 
 def _found(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:

@@ -1,10 +1,9 @@
 """Sandbox process for programs of a language model; `sandbox.py` runs this source with `python -I -c`.
 
-This process is trusted. For each test, it forks a trusted child, which forks a restricted child for the program and,
-for a test of functions, another for the test (`sandboxed_tests.py`). Only the latter reads the test: programs inherit
-neither tests, expected outputs, outcomes of other tests nor descriptors. Changes of a program to its own process affect
-no result. At the end, or when the requesting process exits, all remaining processes of children are killed and their
-folder is removed.
+This process is trusted. Before it reads the tests, it forks a process that starts the programs, so that programs
+inherit neither tests nor descriptors. For each test of functions, it forks another restricted child for the test
+(`sandboxed_tests.py`). Changes of a program to its own process affect no result. At the end, or when the requesting
+process exits, all remaining processes of children are killed and their folder is removed.
 """
 
 import contextlib
@@ -19,6 +18,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 NOBODY = 65534
 OUTPUT_BYTES = 1 << 20
@@ -46,8 +46,14 @@ _DENIED = {
         *(272, 308, 165, 430, 425, 323, 321, 298),  # unshare, setns, mount, fsopen, io_uring, userfaultfd, bpf, perf
         # setpriority, sched_setparam, _setscheduler, _setaffinity, _setattr, ioprio_set: other processes
         *(141, 142, 144, 203, 314, 251),
-        # pidfd_open, pidfd_getfd, process_madvise, process_mrelease, migrate_pages, move_pages
-        *(434, 438, 440, 448, 256, 279),
+        *(
+            434,
+            438,
+            440,
+            448,
+            256,
+            279,
+        ),  # pidfd_open, pidfd_getfd, process_madvise, _mrelease, migrate_, move_pages
     ),
     "aarch64": (
         0xC00000B7,
@@ -61,30 +67,34 @@ _DENIED = {
     ),
 }
 """AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
-_DENIED_WITH = {
-    machine: [
-        # F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; FIOASYNC, FIOSETOWN, SIOCSPGRP.
-        *((fcntl_, (1, "is", command)) for command in (8, 15, 10)),
-        (fcntl_, (1, "is", 4), (2, "some", 0x2000)),
-        *((ioctl, (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
-        (prlimit, (0, "not", 0)),
-    ]
-    for machine, fcntl_, ioctl, prlimit in (("x86_64", 72, 16, 302), ("aarch64", 25, 29, 261))
+_BY_ARGUMENT = (
+    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
+    *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
+    ("fcntl", (1, "is", 4), (2, "some", 0x2000)),
+    *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
+    ("prlimit64", (0, "not", 0)),
+)
+"""System calls that are blocked only with certain arguments, for example to signal other processes."""
+_NUMBERS = {
+    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
+    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
 }
-"""System calls that are blocked only with certain arguments, for example to signal other processes, by architecture."""
+_DENIED_WITH = {
+    machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT]
+    for machine, numbers in _NUMBERS.items()
+}
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
-_PASSED = "passed"
-"""Message that a passed test writes to a file that programs cannot access."""
-_LATE = "timeout"
+_PASSED = b"passed"
+"""Message that a passed test writes to a pipe that programs cannot access."""
 _PACKAGE = "embodyrl.text"
 _libc = ctypes.CDLL(None)
 _prctl = _libc.prctl
 
 
 def main() -> None:
-    """Read a request from stdin and write a line [exit code, text] of each test to stdout; see `_attempt`.
+    """Read a request from stdin and write the outcome of each test to stdout.
 
-    argv[1] is a descriptor that stays open while the requesting process waits. argv[2] is a file with the tests.
+    argv[1] is a descriptor that stays open while the requesting process waits. argv[2] contains the tests.
     """
     lifeline, tests, request = int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin)
     sys.argv = [""]
@@ -94,91 +104,127 @@ def main() -> None:
         module = sys.modules[name] = ModuleType(name)
         exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     os.mkdir(request["folder"], 0o711)
+    programs, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        for descriptor in (lifeline, tests, programs.detach()):
+            os.close(descriptor)
+        _start_programs(request, orders)
+    orders.close()
     try:
-        for number in range(len(request["inputs"])):
-            pid = os.fork()  # later programs do not inherit the memory in which the outcome is
-            if pid == 0:
-                _prctl(_SUBREAPER, 1, 0, 0, 0)
-                _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                os._exit(_exit_code(functools.partial(_report, request, number, tests, lifeline)))
-            if os.waitpid(pid, 0)[1] != 0:
-                break
+        with open(tests, encoding="utf-8") as file:
+            outcomes = [_attempt(request, test, programs, lifeline) for test in json.load(file)]
     finally:
-        _sweep(0)
+        programs.close()
+        os.waitpid(pid, 0)
         shutil.rmtree(request["folder"], ignore_errors=True)
+    sys.stdout.write(json.dumps(outcomes))
 
 
-def _report(request: dict[str, Any], number: int, tests: int, lifeline: int) -> None:
-    sys.stdout.write(json.dumps(_attempt(request, number, tests, lifeline)) + "\n")
+def _attempt(
+    request: dict[str, Any], test: str | dict[str, str], programs: socket.socket, lifeline: int
+) -> tuple[bool, int | None, str]:
+    """Run the program and one test; return success, exit code (None: timeout), and the output or the reason.
 
-
-def _attempt(request: dict[str, Any], number: int, tests: int, lifeline: int) -> tuple[int | None, str]:
-    """Run the program with an input, and return its exit code (None: timeout), and its output or the reason.
-
-    Without an input, the program serves a test of functions. Then the exit code is 0 if the test passes, and the text
-    is the reason if the test is refused.
+    A dictionary compares the output of the program. With an empty test, only the program runs.
     """
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
-        return None, ""
-    given = request["inputs"][number]
+        return False, None, ""
     with contextlib.ExitStack() as kept:
         place = kept.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
         os.chmod(place, 0o711)
-        files = [kept.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(4)]
-        files[0].write((given or "").encode())
-        files[0].seek(0)
-        descriptors = [file.fileno() for file in files]
-        if given is None:
-            pid = _start_test(request, number, place, [*descriptors, tests])
-        else:
-            pid = _fork(request, os.path.join(place, "program"), descriptors[:3], lambda: _run_program(request))
-        why = _wait(pid, lifeline, end, place)
-        code = _sweep(pid)
-        for file in files:
-            file.seek(0)
-        _, said, wrong, verdict = (file.read().decode(errors="replace") for file in files)
-    if given is None:
-        return int(bool(why) or verdict != _PASSED), "" if why else verdict
-    if why == _LATE:
-        return None, ""
-    if why or code != 0:
-        return code or 1, why or wrong.strip().rpartition("\n")[2][-200:] or f"exit code {code}"
-    return 0, said
+        given, said, wrong = (kept.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
+        files = [file.fileno() for file in (given, said, wrong)]
+        if test and isinstance(test, str):
+            passed, refused = _run_test(request, test, place, files, end, programs, lifeline)
+            return passed, None, refused
+        given.write(test["input"].encode() if isinstance(test, dict) else b"")
+        given.seek(0)
+        _order(programs, place, files)
+        over, why = _wait(programs.fileno(), lifeline, end, place)
+        code = _stop(programs)
+        code = 1 if why else code
+        text, errors = _tail(said, whole=bool(test)), _tail(wrong)
+        last = why or errors.strip().rpartition("\n")[2][-200:] or f"exit code {code}"
+        passed = code == 0 and over and (not test or _lines(text) == _lines(test["output"]))
+        return passed, code if over or why else None, text[-2000:] if code == 0 else last
 
 
-def _run_program(request: dict[str, Any]) -> None:
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(request["program"], "<program>", "exec"), module.__dict__)
-
-
-def _start_test(request: dict[str, Any], number: int, place: str, files: list[int]) -> int:
-    """Start the program and a test that is connected to it; return the id of the test's process."""
-    given, said, wrong, verdict, tests = files
+def _run_test(
+    request: dict[str, Any], test: str, place: str, files: list[int], end: float, programs: socket.socket, lifeline: int
+) -> tuple[bool, str]:
+    """Run a test in a process that is connected to the program; return success, and why the test is refused or ""."""
+    given, said, wrong = files
     asked, ask = os.pipe()
     answered, answer = os.pipe()
-
-    def serve() -> None:
-        sys.modules[f"{_PACKAGE}.sandboxed_calls"].serve_program(request["program"], 3, 4)
+    done, report = os.pipe()
 
     def verify() -> None:
-        test = json.loads(os.pread(6, os.fstat(6).st_size, 0))[number]
         refused = sys.modules[f"{_PACKAGE}.sandboxed_tests"].run_test(test, 3, 4)
-        os.write(5, (refused or _PASSED).encode())
+        os.write(5, f"refused {refused}".encode() if refused else _PASSED)
 
-    _fork(request, os.path.join(place, "program"), [given, said, said, asked, answer], serve)
-    pid = _fork(request, os.path.join(place, "test"), [given, wrong, wrong, answered, ask, verdict, tests], verify)
-    for descriptor in (asked, ask, answered, answer):
+    _order(programs, os.path.join(place, "program"), [given, said, said, asked, answer])
+    own = os.path.join(place, "test")
+    pid = _fork(request, own, _own_user(own), [given, wrong, wrong, answered, ask, report], verify)
+    for descriptor in (asked, ask, answered, answer, report):
         os.close(descriptor)
-    return pid
+    try:
+        over, _ = _wait(done, lifeline, end, place)
+        heard = os.read(done, 4096) if over else b""
+    finally:
+        os.close(done)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        _stop(programs)
+    return heard == _PASSED, heard.decode().removeprefix("refused ") if heard.startswith(b"refused") else ""
 
 
-def _fork(request: dict[str, Any], place: str, files: list[int], action: Callable[[], Any]) -> int:
-    """Fork a child that drops its privileges and calls `action` in a new folder; return its process id.
+def _order(programs: socket.socket, place: str, files: list[int]) -> None:
+    """Start the program in a new folder `place`; its file descriptors 0, 1, ... are `files`.
 
-    Its file descriptors 0, 1, ... are `files`.
+    A program with more than three descriptors serves a test by the other two.
     """
-    owner = _own_user(place)
+    order = {"place": place, "owner": _own_user(place), "serves": len(files) > 3}
+    socket.send_fds(programs, [json.dumps(order).encode()], files)
+
+
+def _stop(programs: socket.socket) -> int:
+    """Kill the program if it still runs, and return its exit code."""
+    programs.send(b"{}")
+    return int(programs.recv(64))
+
+
+def _start_programs(request: dict[str, Any], orders: socket.socket) -> NoReturn:
+    """Start programs until the other end of `orders` is closed; send the exit code of each program."""
+    _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    source = request["program"]
+
+    def run(serves: bool) -> None:
+        if serves:
+            return sys.modules[f"{_PACKAGE}.sandboxed_calls"].serve_program(source, 3, 4)
+        module = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(source, "<program>", "exec"), module.__dict__)
+
+    while True:
+        message, files, _, _ = socket.recv_fds(orders, 4096, 8)
+        if not message:
+            os._exit(0)
+        if not files:  # the program to be killed has exited
+            continue
+        order = json.loads(message)
+        pid = _fork(request, order["place"], order["owner"], files, functools.partial(run, order["serves"]))
+        for descriptor in files:
+            os.close(descriptor)
+        ended = os.pidfd_open(pid)
+        if ended not in select.select([ended, orders], [], [])[0]:
+            orders.recv(64)
+        os.close(ended)
+        orders.send(str(_sweep(pid)).encode())
+
+
+def _fork(request: dict[str, Any], place: str, owner: int | None, files: list[int], action: Callable[[], Any]) -> int:
+    """Fork a child that drops its privileges and calls `action`; its file descriptors 0, 1, ... are `files`."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -192,7 +238,7 @@ def _fork(request: dict[str, Any], place: str, files: list[int], action: Callabl
 
 def _own_user(place: str) -> int | None:
     """Make a folder and, as root, an unused user id its owner; return the user id."""
-    os.mkdir(place)
+    os.makedirs(place, exist_ok=True)
     if os.getuid() != 0:
         return None
     # In a container the kernel may have only 65536 user ids.
@@ -204,21 +250,27 @@ def _own_user(place: str) -> int | None:
     raise SystemExit("The sandbox found no unused user id for a program.")
 
 
-def _wait(pid: int, lifeline: int, end: float, place: str) -> str:
-    """Wait until a process has exited or `end`; return the exceeded limit, or ""."""
-    done = os.pidfd_open(pid)
-    try:
-        while (left := end - time.monotonic()) > 0:
-            if sum(len(files) for _, _, files in os.walk(place)) > FILES:
-                return f"more than {FILES} files"
-            ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
-            if lifeline in ready:
-                sys.exit("the requesting process is gone")
-            if ready:
-                return ""
-        return _LATE
-    finally:
-        os.close(done)
+def _wait(done: int, lifeline: int, end: float, place: str) -> tuple[bool, str]:
+    """Wait until `done` is readable or `end`; return True if it is readable, and the exceeded limit or ""."""
+    while (left := end - time.monotonic()) > 0:
+        if sum(len(files) for _, _, files in os.walk(place)) > FILES:
+            return False, f"more than {FILES} files"
+        ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
+        if lifeline in ready:
+            sys.exit("the requesting process is gone")
+        if ready:
+            return True, ""
+    return False, ""
+
+
+def _tail(file: Any, *, whole: bool = False) -> str:
+    file.seek(0 if whole else max(0, os.fstat(file.fileno()).st_size - 8192))
+    return file.read().decode(errors="replace")
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text without trailing blanks, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _sweep(pid: int) -> int:

@@ -4,7 +4,6 @@ In the test's process a `Link` is strict: operators of the program never compare
 """
 
 import copy
-import functools
 import importlib
 import io
 import json
@@ -24,7 +23,6 @@ from embodyrl.text.sandboxed_objects import (
     SPECIAL,
     Own,
     Refused,
-    Remote,
     is_theirs,
     number_of,
 )
@@ -138,14 +136,11 @@ class Link(Values):
         return result
 
     def type_of(self, value):
-        """Return the type of a value, also of an object of the other process."""
-        kind = type(value)
-        if not issubclass(kind, (Remote, Own)):
-            return kind
-        if kind.kind in KINDS and kind.kind not in DATA:
-            return KINDS[kind.kind]
+        """Return the type of an object of the other process."""
+        if type(value).kind in KINDS and type(value).kind not in DATA:
+            return KINDS[type(value).kind]
         found = self.ask("attribute", value, "__class__")
-        return kind if isinstance(found, type) else found
+        return type(value) if isinstance(found, type) else found
 
     def _mark(self, result, numbers):
         if is_theirs(result):
@@ -240,10 +235,14 @@ def serve_program(program, incoming, outgoing):
         raw.truncate()
         return text
 
-    runner = functools.cache(lambda: importlib.import_module("asyncio").Runner())
+    loops = []
 
-    async def result(awaitable):
-        return await awaitable
+    def wait(coroutine):
+        async def result():
+            return await coroutine
+
+        loops[:] = loops or [importlib.import_module("asyncio").new_event_loop()]
+        return loops[0].run_until_complete(result())
 
     try:
         exec(compile(program, "<program>", "exec"), module.__dict__)
@@ -254,8 +253,7 @@ def serve_program(program, incoming, outgoing):
     names = {name: one.__name__ if isinstance(one, ModuleType) else "" for name, one in module.__dict__.items()}
     link.send({"names": names})
     link.deeds |= {"name": lambda name: module.__dict__[name], "attribute": getattr, "set": setattr, "delete": delattr}
-    link.deeds |= {"copy": copy.copy, "deepcopy": copy.deepcopy}
-    link.deeds["await"] = lambda awaitable: runner().run(result(awaitable))
+    link.deeds |= {"copy": copy.copy, "deepcopy": copy.deepcopy, "await": wait}
     link.printed = printed
     while True:
         link.answer(link.read())

@@ -4,11 +4,10 @@ import ast
 import builtins
 import copy
 import importlib
-import math
 import sys
 
 from embodyrl.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
-from embodyrl.text.sandboxed_objects import Remote, number_of
+from embodyrl.text.sandboxed_objects import Own, Remote, number_of
 
 _TESTED = "tested "
 """Prefix of names in the syntax tree of a test that are looked up in the program, even if a built-in has the name."""
@@ -259,6 +258,12 @@ class _Prepare(ast.NodeTransformer):
                 keyword.value = self._copy(keyword.value)
         return node
 
+    def visit_Name(self, node):
+        test = self._test
+        if node.id in ("inf", "pi", "nan", "tau") and test.is_of_program(node.id) and node.id in self._kinds:
+            self.trusted[node.id] = getattr(importlib.import_module("math"), node.id)
+        return node
+
     def visit_Attribute(self, node):
         self.generic_visit(node)
         if node.attr == "__class__" and isinstance(node.ctx, ast.Load):
@@ -311,8 +316,24 @@ class _Names(dict):
         return found
 
 
+class _Copies:
+    """Copies of arguments that a test also compares with results of the program."""
+
+    def __init__(self):
+        self._made = []
+
+    def __call__(self, value):
+        """Return a copy of a container and its containers."""
+        made = _copy(value)
+        self._made.append((made, repr(made)))
+        return made
+
+    def changed(self):
+        """Return True if the program changed a copy."""
+        return any(repr(made) != before for made, before in self._made)
+
+
 def _copy(value):
-    """Return a copy of a container and its containers."""
     kind = type(value)
     if kind in (list, tuple, set, frozenset):
         return kind(map(_copy, value))
@@ -329,13 +350,11 @@ def run_test(source, incoming, outgoing):
     Raises:
         Exception: the test fails.
     """
-    link, copies = Link(incoming, outgoing, strict=True), []
+    link, copies = Link(incoming, outgoing, strict=True), _Copies()
     link.deeds |= {"attribute": read_attribute, "set": write_attribute}
 
-    def copied(value):
-        made = _copy(value)
-        copies.append((made, repr(made)))
-        return made
+    def kind(value):
+        return link.type_of(value) if issubclass(type(value), (Remote, Own)) else type(value)
 
     began = link.read()
     if "failed" in began:
@@ -345,14 +364,13 @@ def run_test(source, incoming, outgoing):
     modules = _trusted_modules(tree, kinds)
     prepare = _Prepare(_Analysis(tree, modules), kinds)
     tree = ast.fix_missing_locations(prepare.visit(tree))
-    constants = {name: vars(math)[name] for name in ("inf", "nan", "pi", "tau") if name in kinds}
-    names = _Names(link, kinds, constants | modules | prepare.trusted, {"_type": link.type_of, "_copied": copied})
+    names = _Names(link, kinds, modules | prepare.trusted, {"_type": kind, "_copied": copies})
     try:
         exec(compile(tree, "<test>", "exec"), names)
     except BaseException:
         if link.refusals:
             return link.refusals[-1]
-        if any(repr(made) != before for made, before in copies):
+        if copies.changed():
             return "compares a result of the program with an argument that the program changed"
         raise
     finally:

@@ -20,15 +20,17 @@ from typing import Any
 
 from embodyrl.text.sandboxed_objects import BASES, KINDS, SPECIAL, Foreign, is_theirs, number_of, proxy_class
 
-_TEXTS = (fractions.Fraction, decimal.Decimal, pathlib.PurePosixPath, pathlib.PosixPath, uuid.UUID)
-_DATES = (datetime.datetime, datetime.date, datetime.time)
-_PARTS = {
-    complex: ("real", "imag"),
-    **dict.fromkeys((range, slice), ("start", "stop", "step")),
-    datetime.timedelta: ("days", "seconds", "microseconds"),
+_TEXTS = {
+    kind.__name__: kind
+    for kind in (fractions.Fraction, decimal.Decimal, pathlib.PurePosixPath, pathlib.PosixPath, uuid.UUID)
 }
-_MAKERS = {kind.__name__: kind for kind in (*_TEXTS, *_PARTS)} | {kind.__name__: kind.fromisoformat for kind in _DATES}
-"""Functions that build an immutable value from its packed parts, by name of its type."""
+_DATES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
+_PARTS = {
+    "complex": (complex, ("real", "imag")),
+    "range": (range, ("start", "stop", "step")),
+    "slice": (slice, ("start", "stop", "step")),
+    "timedelta": (datetime.timedelta, ("days", "seconds", "microseconds")),
+}
 _VIEWS = {type(getattr({}, method)()).__name__: method for method in ("keys", "values", "items")}
 _CONSTANTS = {"Ellipsis": ..., "NotImplemented": NotImplemented}
 _PAIRS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
@@ -142,8 +144,14 @@ class Values:
             own[:] = array.array(more[0], items) if kind is array.array else items
         else:
             own.clear()
-            # The method of Counter would add.
-            (dict.update if kind in _PAIRS else kind.extend if kind is collections.deque else kind.update)(own, items)
+            update = (
+                kind.extend
+                if kind is collections.deque
+                else dict.update
+                if kind is collections.Counter
+                else kind.update
+            )
+            update(own, items)
 
     def pack(self, value):
         """Return a value as JSON data: plain data by value, containers and other objects by number."""
@@ -158,10 +166,10 @@ class Values:
                 self._shared[number] = None
                 self._queue.append(number)
             return ["ref", number]
-        if kind in _TEXTS or kind in _DATES:
-            return [name, value.isoformat() if kind in _DATES else str(value)]
-        if kind in _PARTS:
-            return [name, *(self.pack(getattr(value, part)) for part in _PARTS[kind])]
+        if kind in (_TEXTS.get(name), _DATES.get(name)):
+            return [name, value.isoformat() if name in _DATES else str(value)]
+        if name in _PARTS and kind is _PARTS[name][0]:
+            return [name, *(self.pack(getattr(value, part)) for part in _PARTS[name][1])]
         if name in _VIEWS and kind.__module__ == "builtins":
             return [name, self._pairs(dict(value.mapping))]
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
@@ -230,11 +238,15 @@ class Values:
             return (tuple if name == "tuple" else frozenset)(self._unpacked(parts[0]))
         if name in _VIEWS:
             return getattr(self._unpaired(parts[0]), _VIEWS[name])()
+        if name in _TEXTS:
+            return _TEXTS[name](parts[0])
+        if name in _DATES:
+            return _DATES[name].fromisoformat(parts[0])
         if name == "numpy":
             return _array(self._unpacked(parts[0]), *parts[1:])[()]
         if name in ("int", "bytes"):
             return int(parts[0], 16) if name == "int" else bytes.fromhex(parts[0])
-        return _CONSTANTS[parts[0]] if name == "constant" else _MAKERS[name](*self._unpacked(parts))
+        return _CONSTANTS[parts[0]] if name == "constant" else _PARTS[name][0](*self._unpacked(parts))
 
     def checked(self, kind):
         """Return a class that a name of the other process means."""

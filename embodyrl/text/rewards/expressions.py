@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from embodyrl.text.answers import chosen_letter, unstyled
+from embodyrl.text.answers import chosen_letter
 from embodyrl.text.rewards.numbers import only_number
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|[,;:! ]|[dtc](?=frac))(?![A-Za-z]{2})|[\s~$]|\.$")
+_STYLE = re.compile(r"\\(?:text(?:bf|it|rm|sc|normal)?|mbox|hbox|math(?:rm|bf|it|sf|tt|up))\s*\{([^{}]*)\}")
 _NAMES = r"sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|lim|int|sum|prod|pi|frac|cdot|times|infty"
 _TOKEN = re.compile(rf"\\?(?:{_NAMES})(?![a-z])|\\[A-Za-z]+|[A-Za-z]|[0-9]+(?:\.[0-9]+)?|[-+*/^=<>!|]")
 _NEUTRAL = {"+", "*", "cdot", "times", "0", "1"}
@@ -71,7 +72,10 @@ def _words(reference: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    return " ".join(re.sub(r"\\[ ,;:!]|[^\w]+", " ", unstyled(text).casefold()).split())
+    before = None
+    while before != text:
+        before, text = text, _STYLE.sub(r" \1 ", text)
+    return " ".join(re.sub(r"\\[ ,;:!]|[^\w]+", " ", text.casefold()).split())
 
 
 def _is_constant(side: str) -> bool:

@@ -106,8 +106,15 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     """
     numbers, _, target = reference.partition(":")
     expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [last_box(response) or response])[-1]
-    expression = re.sub(r"\\times|\\cdot|\u00d7", "*", expression)
-    expression = re.sub(r"\\div|\u00f7", "/", expression).replace("\u2212", "-")
+    for sign, plain in {
+        "\\times": "*",
+        "\\cdot": "*",
+        "\u00d7": "*",
+        "\u00f7": "/",
+        "\\div": "/",
+        "\u2212": "-",
+    }.items():
+        expression = expression.replace(sign, plain)
     expression = re.sub(rf"\s*=\s*{re.escape(target)}$", "", expression.strip(" \n$.`*"))
     if re.search(r"[^0-9+\-*/() ]", expression):
         return 0.0  # 3_7, 3.7 and True are not numbers of the list

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from embodyrl.text.answers import ASCII
-
 _GROUP = r"(?:,(?:\\!)?|\{,\}|\\,|\\ |[\u00a0\u2009\u202f'])"
 _DIGITS = rf"(?>(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _MONEY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\ ?)"
@@ -55,7 +53,10 @@ _UNEQUAL = re.compile(r"\\not\b|\\n?eq\b(?<!\\eq)|\\ne\b|[\u2260<>]|!=")
 _SIDES = re.compile(r":?=+|\\approx\b|\\simeq\b|\u2248")
 _LONGEST = 100
 """Maximum length of a number in characters, because conversion of longer numbers is slow or fails."""
-_REPLACED = ASCII | dict.fromkeys((0x2212, 0xFE63, 0x2013), "-") | {0x2044: "/"}
+_ASCII = str.maketrans(
+    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+    | {"\u2212": "-", "\ufe63": "-", "\u2013": "-", "\u2044": "/"}
+)
 _RAISED = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 
 
@@ -82,7 +83,7 @@ def numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
 def _ascii(text: str) -> str:
     text = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
     text = re.sub(r"[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
-    return text.translate(_REPLACED)
+    return text.translate(_ASCII)
 
 
 def _number(match: re.Match[str]) -> Number | None:

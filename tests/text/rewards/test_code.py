@@ -157,12 +157,13 @@ def test_sandbox_blocks_every_escape_attempt_of_doctor():
 
 @pytest.mark.integration
 def test_escape_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
-    """Otherwise they would show nothing."""
+    """Otherwise they would show nothing; kernels and containers may refuse some of them to everybody."""
     (tmp_path / "work").mkdir()
     source = sandbox.attempts().replace("/dev/shm/embodyrl", f"{tmp_path}/shm").replace("os.getppid()", "os.getpid()")
     done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path / "work", capture_output=True, text=True)
     assert not done.stderr
-    assert {*done.stdout.splitlines()} == {*sandbox._REACHES}
+    kept = {"kernel keys", "io_uring", "userfaultfd", "tracing"}
+    assert {*sandbox._REACHES} - {*done.stdout.splitlines()} <= kept
 
 
 def test_long_source_code_runs():
@@ -176,8 +177,7 @@ def test_program_has_no_environment_variables(monkeypatch):
 
 def test_program_can_access_its_own_folder_only(tmp_path: Path):
     """Attempts to leave files, exceed memory, affect other programs or reach the network."""
-    shared = "import ctypes, os, platform, socket, time\n"
-    shared += "libc, x86 = ctypes.CDLL(None), platform.machine() == 'x86_64'\n"
+    shared = "import ctypes, os, socket, time\nlibc = ctypes.CDLL(None)\n"
     attacks = [
         f"open('{tmp_path}/left', 'w')",
         "open('/dev/shm/embodyrl-left', 'w')",
@@ -190,11 +190,6 @@ def test_program_can_access_its_own_folder_only(tmp_path: Path):
         "end = time.monotonic() + 1\nfor k in range(100): open(str(k), 'w')\nwhile time.monotonic() < end: pass",
         "assert libc.shmget(0, 1 << 26, 0o600) >= 0",
         "assert libc.unshare(0x10000000) == 0",
-        "assert libc.syscall(250 if x86 else 219, 0, -3, 1) >= 0",  # keyctl
-        "assert libc.syscall(425, 1, bytes(120)) >= 0",  # io_uring_setup
-        "assert libc.syscall(323 if x86 else 282, 1) >= 0",  # userfaultfd
-        "assert libc.syscall(101 if x86 else 117, 0x4206, os.getppid(), 0, 0) >= 0",  # ptrace
-        "socket.socket(socket.AF_UNIX).bind('\\0embodyrl')",
     ]
     tmp_path.chmod(0o777)
     passed = run_tests(shared, ["assert libc.getpid() > 0", *attacks], seconds=60)
@@ -227,7 +222,7 @@ def test_program_reads_neither_tests_nor_data_nor_inherited_folders(tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text("4831907")
     places = [str(tmp_path / "rows.jsonl"), "/proc/1/cmdline", "/etc/passwd"]
     program = LEAKS.replace("PLACES", repr(places))
-    ((code, said),) = sandbox._carry_out(program, [{"input": "", "output": "4831907\n"}], seconds=30)
+    ((_, code, said),) = sandbox._carry_out(program, [{"input": "", "output": "4831907\n"}], seconds=30, each=30)
     assert (code, said) == (0, "[]\n")
 
 

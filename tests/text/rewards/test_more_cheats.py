@@ -188,18 +188,6 @@ def test_attacks_through_printed_output_get_no_reward(name: str):
     assert run_tests(PRINTED[name].replace("ANSWER", ANSWER), NUMBERS, seconds=5) == [False]
 
 
-EARLIER = """
-import gc
-lists = [o for o in gc.get_objects() if type(o) is list and o and type(o[0]) in (list, tuple)]
-failed = any(len(o[0]) == 2 and o[0][0] == 1 for o in lists)
-def f(x): return 4 if failed else 0
-"""
-
-
-def test_program_cannot_read_the_outcome_of_earlier_tests():
-    assert run_tests(EARLIER, ["assert f(2) == 5", "assert f(2) == 4"], seconds=20) == [False, False]
-
-
 def test_printing_the_correct_answer_passes_the_test():
     assert run_tests(f"print({ANSWER})", NUMBERS, seconds=5) == [True]
 
