@@ -16,7 +16,7 @@ from embodyrl.files import json_text, write_atomically
 from embodyrl.reports.card import CARD_JSON, CARD_TEXT
 from embodyrl_results.drift import compare, differences
 from embodyrl_results.foreign import read_foreign
-from embodyrl_results.page import OUT, PAGE, page_text, summary
+from embodyrl_results.page import PAGE, page_text, summary
 from embodyrl_results.queue import OUTDATED, Job, jobs_of, run_queue
 from embodyrl_results.table import (
     AFTER,
@@ -31,6 +31,7 @@ from embodyrl_results.table import (
 )
 from embodyrl_results.vla_eval import vla_eval_result
 
+OUT = "runs/results"
 _NO_CARD = "{out}: there is no new result card for these recipes. Run `embodyrl-results run NAME` first."
 
 
