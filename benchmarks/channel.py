@@ -35,11 +35,11 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
+from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.layout import Field, Record, RecordLayout
 from embodyrl.files import available_cores
-from embodyrl.leftovers import signal_at_parents_end
+from embodyrl.process_cleanup import signal_at_parents_end
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "3.1 MB": 8 * 2 * 256 * 256 * 3, "25 MB": 64 * 2 * 256 * 256 * 3}
 """Payload sizes; the last two are two 256x256 cameras of 8 and of 64 slots."""
@@ -89,7 +89,7 @@ def consume(receive: Callable[[], np.ndarray | None], answer: Callable[[], None]
 
 def _arena_side(handle: ArenaHandle, connection: Any, weight: Any) -> None:
     arena, channel = Arena.attach(handle), PipeChannel(connection)
-    held: list[Ticket] = []
+    held: list[int] = []
 
     def receive() -> np.ndarray | None:
         held[:] = [channel.get(DEADLINE_S)]

@@ -37,7 +37,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import EpisodeList, Wave
+from embodyrl.plan.episodes import EpisodeBatch, EpisodeList
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.untrained.policy import UntrainedFactory
 from embodyrl.scheduler import scheduler as scheduling
@@ -215,7 +215,7 @@ def measure(hosts: int, slots: int, rounds: int, per_host: int) -> Cost:
         )
         for slot in range(slots)
     ]
-    wave = Wave(queues=tuple(episodes), quota_chunks=rounds)
+    wave = EpisodeBatch(queues=tuple(episodes), quota_chunks=rounds)
     listed = EpisodeList(
         num_slots=slots, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena, int
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.config.paths import assets_dir
@@ -111,7 +111,7 @@ def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Con
     trainer.close()
 
 
-def fill(arena: Arena, run_plan: RunPlan) -> tuple[Ticket, ...]:
+def fill(arena: Arena, run_plan: RunPlan) -> tuple[int, ...]:
     rng, tickets = np.random.default_rng(0), tuple(arena.allocate() for _ in range(arena.capacity))
     for ticket in tickets:
         with arena.write(ticket) as record:

@@ -32,7 +32,7 @@ from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import EpisodeList, Wave
+from embodyrl.plan.episodes import EpisodeBatch, EpisodeList
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
@@ -175,7 +175,7 @@ def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) ->
             for i in range(chunks // EPISODE)
         )
 
-    wave = Wave(queues=tuple(queue(slot) for slot in range(slots)))
+    wave = EpisodeBatch(queues=tuple(queue(slot) for slot in range(slots)))
     plan = EpisodeList(
         num_slots=slots, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
     )

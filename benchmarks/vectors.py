@@ -20,7 +20,7 @@ from embodyrl.cluster.protocol import WorkerDied
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.files import available_cores
-from embodyrl.plan.build import deal_slots
+from embodyrl.plan.build import split_envs
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.types import EpisodeStart
@@ -82,7 +82,7 @@ class OurVector:
         self._arena = Arena.create(record_layout(spec, policy), 2 * count)
         self._folder = tempfile.TemporaryDirectory()
         self._launcher = LocalLauncher(Path(self._folder.name))
-        self._slots = {worker.name: worker.slots for worker in deal_slots(count, min(CORES, count))}
+        self._slots = {worker.name: worker.slots for worker in split_envs(count, min(CORES, count))}
         for worker, slots in self._slots.items():
             init = EnvWorkerInit(
                 env=cfg.env, context=replace(context, num_slots=len(slots)), video=cfg.video_cfg,

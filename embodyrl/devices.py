@@ -182,7 +182,7 @@ class Devices:
         return self.simulators[number % len(self.simulators)] if self.simulators else None
 
 
-def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
+def assign_devices(gpus: Sequence[str], policies: int) -> Devices:
     """Assign one GPU to each of n policy processes, and the remaining GPUs (or all, if none remain) to simulators."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

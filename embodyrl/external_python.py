@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.leftovers import owning
+from embodyrl.process_cleanup import owning
 
 _CLOSING_S = 10.0
 

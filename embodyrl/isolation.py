@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from embodyrl import errors
 from embodyrl.errors import EmbodyError
-from embodyrl.leftovers import (
+from embodyrl.process_cleanup import (
     children_left,
     end_children_at_exit,
     end_owned,

@@ -20,7 +20,7 @@ from embodyrl import parts
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.output import about
 from embodyrl.config import compose
-from embodyrl.config.settings import Key, Settings, field_docs, spell
+from embodyrl.config.settings import Key, Settings, field_docs, format_value
 from embodyrl.plan.keys import all_keys
 
 
@@ -252,7 +252,7 @@ def registered() -> str:
 def _key_list(keys: Iterable[Key]) -> Iterator[str]:
     """Yield keys with type, default and meaning; no tables, because names and types are long for a phone."""
     for key in keys:
-        default = "" if key.required else f", default `{spell(key.default)}`"
+        default = "" if key.required else f", default `{format_value(key.default)}`"
         yield f"`{key.name}`\n:   {key.doc or 'See its section.'} *({key.type_text}{default})*\n"
 
 

@@ -58,7 +58,7 @@ class Regression(Learner):
 
         parts = deal(np.ones(len(records), np.int64), trainer.ranks.rank_info, trainer.cfg.micro_batch_size, None)
         trainer.ranks.train()
-        taken = yield from trainer.descend(parts, request.step, imitate, weighted)
+        taken = yield from trainer.run_optimizer_step(parts, request.step, imitate, weighted)
         trainer.ranks.reshard()
         self.imitated += len(records)
         return {"imitated": float(self.imitated)} | (taken[0] if taken else {})

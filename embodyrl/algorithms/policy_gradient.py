@@ -15,12 +15,12 @@ from embodyrl.algorithms.policy_losses import (
     SUM_MODES,
     action_weights,
     bounded_ratio,
-    equal_shares,
-    mean_share,
+    equal_weights,
     scored_columns,
     to_units,
     unit_advantage,
     unit_mask,
+    weighted_token_mean,
 )
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, LossInputs, LossTerms, LossWeights, Measured, Scores, Units
 from embodyrl.algorithms.settings import (
@@ -32,7 +32,7 @@ from embodyrl.algorithms.settings import (
     TruncatedEpisodes,
     ValueSettings,
 )
-from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, shape_rewards, subtract_kl, within_bounds
+from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, filter_groups, shape_rewards, subtract_kl
 from embodyrl.algorithms.terms import IMPORTANCE_WEIGHTED, MAX_KL, kl, value_loss
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
@@ -197,9 +197,9 @@ class Algorithm:
         # dropped.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
         positive = valid & (batch.advantage[rows] > 0) & (self.settings.positive_nll_coef > 0)
-        return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
+        return LossWeights(policy=weight, value=equal_weights(counted), positive=equal_weights(positive))
 
-    def weighs_evenly(self, batch: PreparedBatch) -> bool:
+    def has_equal_weights(self, batch: PreparedBatch) -> bool:
         """Return True if all actions of an optimizer step have the same loss weight."""
         even = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
         return even and bool(batch.valid.all())
@@ -263,7 +263,7 @@ class Algorithm:
         if cfg.entropy_bonus:
             loss = loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
         if cfg.positive_nll_coef:  # a mean over the actions with a positive advantage
-            loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
+            loss = loss - cfg.positive_nll_coef * weighted_token_mean(new, inputs.positive_weight)
         rows = {
             "logprob": scored_columns(scores.logprob.detach(), valid.shape[1], self.scored),
             "old_logprob": scored_columns(inputs.old_logprob, valid.shape[1], self.scored),
@@ -323,8 +323,8 @@ class Algorithm:
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""
-        share = mean_share(units, weight)
-        # `mean_share` averages over the tokens of an action; multiply by their number for a sum.
+        share = weighted_token_mean(units, weight)
+        # `weighted_token_mean` averages over the tokens of an action; multiply by their number for a sum.
         return share * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
@@ -335,7 +335,7 @@ class Algorithm:
         cfg = self.settings
         if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))
-        return within_bounds(episodes, success=cfg.filter_rewards, returns=cfg.filter_returns)
+        return filter_groups(episodes, success=cfg.filter_rewards, returns=cfg.filter_returns)
 
     def _is_masked(self, episode: Episode) -> bool:
         """Return True if the loss excludes the episode because the episode reached a limit."""

@@ -69,7 +69,7 @@ def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLev
     return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
 
 
-def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weighted_token_mean(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Average over the tokens of each action or chunk, and return the weighted sum of the averages."""
     return shares(units, weight).sum()
 
@@ -80,7 +80,7 @@ def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
 
 
-def equal_shares(mask: BoolArray) -> FloatArray:
+def equal_weights(mask: BoolArray) -> FloatArray:
     """Return equal weights that sum to 1 for the entries in the mask, and 0 for all other entries."""
     return (mask / max(int(mask.sum()), 1)).astype(np.float32)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from embodyrl.config.settings import Count, Index, Must, Path, Positive, Settings, Share, Weight, only
+from embodyrl.config.settings import Constraint, Count, Index, Path, Positive, Settings, Share, Weight, valid_if
 from embodyrl.config.shared import SamplingSettings
 
 RewardLevel = StrEnum("RewardLevel", ["chunk_level", "action_level"])
@@ -17,7 +17,7 @@ TokenLevel = StrEnum("TokenLevel", ["token_level", "action_level", "chunk_level"
 RewardNorm = StrEnum("RewardNorm", ["none", "group", "batch"])
 TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"])
 OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
-_Address = Annotated[str, Field(pattern=r"^https?://\S+$"), Must("an address such as http://host:8000/v1")]
+_Address = Annotated[str, Field(pattern=r"^https?://\S+$"), Constraint("an address such as http://host:8000/v1")]
 WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
 WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
 AggregationMode = Literal[
@@ -26,9 +26,9 @@ AggregationMode = Literal[
 Bound = Annotated[float, Field(gt=1, le=10**9)]
 
 
-RISING = only(lambda v: len(v) == 2 and v[0] < v[1])
-_AROUND_ZERO = only(lambda v: len(v) == 2 and v[0] < 0 < v[1])
-_SHARES = only(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
+RISING = valid_if(lambda v: len(v) == 2 and v[0] < v[1])
+_AROUND_ZERO = valid_if(lambda v: len(v) == 2 and v[0] < 0 < v[1])
+_SHARES = valid_if(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
 class ActingAlgorithm(Settings):
@@ -95,7 +95,7 @@ class AlgorithmSettings(ActingAlgorithm):
     """Target KL per token of an adaptive kl_beta (with kl_in_reward); null: constant kl_beta."""
     kl_horizon: Count = 10000
     """Horizon of the adaptive kl_beta, in episodes."""
-    advantage_clip: Annotated[list[float], _AROUND_ZERO, Must("[low,high] with low < 0 < high")] | None = None
+    advantage_clip: Annotated[list[float], _AROUND_ZERO, Constraint("[low,high] with low < 0 < high")] | None = None
     """Clip advantages to [low, high]."""
     reward_scale: Weight = 1.0
     """Factor that multiplies all rewards, after reward_bias is added; 0 with kl_beta > 0: pure distillation."""
@@ -176,10 +176,10 @@ class GroupSettings(AlgorithmSettings):
     needs = {"filter_rewards or filter_returns": "filter_refills"}
 
     filter_rewards: (
-        Annotated[list[float], _SHARES, Must("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
+        Annotated[list[float], _SHARES, Constraint("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
     ) = None
     """[low, high]: exclude groups with a mean success outside this range from the update."""
-    filter_returns: Annotated[list[float], RISING, Must("two numbers [low,high] with low < high")] | None = None
+    filter_returns: Annotated[list[float], RISING, Constraint("two numbers [low,high] with low < high")] | None = None
     """[low, high]: exclude groups with a mean return (before reward_scale) outside this range. Intended for rewards
     other than success."""
     filter_refills: Index = 0

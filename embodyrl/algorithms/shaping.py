@@ -133,7 +133,7 @@ class ReturnScale:
         self._count = total
 
 
-def within_bounds(
+def filter_groups(
     episodes: Sequence[Episode], *, success: Sequence[float] | None, returns: Sequence[float] | None
 ) -> list[int]:
     """Return the indices of episodes whose group has a mean success and a mean return within the bounds."""

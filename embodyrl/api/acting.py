@@ -11,7 +11,7 @@ import numpy as np
 
 from embodyrl.api.environment import SingleEnv, env_of
 from embodyrl.commands.run_folder import first_weights
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
@@ -136,11 +136,11 @@ def load_policy(
         CheckpointError: the path contains no usable weights.
     """
     place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
-    named = write_word("ckpt", place)
+    named = format_override("ckpt", place)
     cfg = load_config("eval", [named, *words], base=base)
     # Compose without model.path first: the model determines whether this key exists.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
-        cfg = load_config("eval", [named, write_word("model.path", place), *words])
+        cfg = load_config("eval", [named, format_override("model.path", place), *words])
     return policy_of(cfg, trainable=trainable, device=device)
 
 

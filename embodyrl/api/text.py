@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.api.commands import compose, train
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import format_override
 
 if TYPE_CHECKING:
     from embodyrl.commands.train import TrainResult
@@ -55,11 +55,11 @@ class GRPO:
             # Rewards are always given a reference; rows without an answer have an empty one.
             lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
             rows.write_text("".join(lines), encoding="utf-8")
-            model = ["model=causal_lm", write_word("model.path", self.model)]
+            model = ["model=causal_lm", format_override("model.path", self.model)]
             if self.model == "tiny":
                 model = ["model=causal_lm_tiny"]
             reward = f"reward.path={_importable(self.reward, Path(folder))}"
-            mine = (write_word("data.path", str(rows)), reward)
+            mine = (format_override("data.path", str(rows)), reward)
             cfg = compose("train", "env=text/math", *model, *_PLAIN, *mine, *self.words)
             return train(cfg, **callbacks)
 

@@ -97,7 +97,7 @@ def _groups_and_keys() -> str:
     """Return the sections "groups" and "common keys" of the help of commands such as `train`."""
     from embodyrl.cli.output import about
     from embodyrl.config import compose
-    from embodyrl.config.settings import spell
+    from embodyrl.config.settings import format_value
     from embodyrl.plan.keys import all_keys
 
     lines, columns = ["groups (group=option; * = default):"], _columns()
@@ -112,7 +112,7 @@ def _groups_and_keys() -> str:
     lines += ["", "common keys (key=value):"]
     for name in _TEXTS["common_keys"]:
         key = all_keys()[name]
-        lines.append(f"  {name}: {key.type_text} = {spell(key.default)}")
+        lines.append(f"  {name}: {key.type_text} = {format_value(key.default)}")
         lines.append(textwrap.fill(key.doc, columns, initial_indent=" " * 6, subsequent_indent=" " * 6))
     lines += ["", "all keys: embodyrl show train"]
     return "\n".join(lines)

@@ -14,11 +14,11 @@ from typing import Any
 
 from embodyrl.cli.output import show_result
 from embodyrl.commands.run_folder import locked
-from embodyrl.config.compose import Setting, parse_word
+from embodyrl.config.compose import Setting, parse_override
 from embodyrl.config.settings import keys_of
 from embodyrl.data.conversion.settings import ConversionSettings, ConvertSettings
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.fanout import build_monitor
+from embodyrl.monitor.group import build_monitor
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.plan.checks import validated
 from embodyrl.registry import closest
@@ -50,7 +50,7 @@ def read_settings(words: Sequence[str]) -> ConversionSettings:
     settings: dict[str, Setting] = {}
     known = keys_of(ConvertSettings)
     for word in words:
-        name, value = parse_word(word)
+        name, value = parse_override(word)
         if name not in known:
             problems.append(f"unknown key '{name}'.{closest(name, known)} Keys: {', '.join(known)}.")
         settings[name] = Setting(name, value, "command line", word)

@@ -1,7 +1,7 @@
 """Output of `--dry-run`: a description of the run, built without worker processes."""
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.facts import evaluation_facts, facts, training_facts
+from embodyrl.commands.facts import evaluation_banner, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.schema import Config
@@ -29,7 +29,7 @@ def run_facts(cfg: Config) -> list[tuple[str, str]]:
         read_baseline(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     lines += training_facts(run_plan) if training else run_plan.resources.facts(run_plan)
-    return [*lines, *evaluation_facts(run_plan)]
+    return [*lines, *evaluation_banner(run_plan)]
 
 
 def _lines(cfg: Config) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from embodyrl.cli.commands import COMMANDS, of_packages, overview
 from embodyrl.cli.output import no_collecting, printable
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
-from embodyrl.leftovers import exit_in_spite_of_leftovers
+from embodyrl.process_cleanup import exit_in_spite_of_leftovers
 from embodyrl.registry import closest
 
 

@@ -21,10 +21,10 @@ def play(args: argparse.Namespace) -> int:
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.run_folder import locked
-    from embodyrl.config.compose import write_word
+    from embodyrl.config.compose import format_override
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import run_config
-    from embodyrl.play.desk import Desk
+    from embodyrl.play.desk import RequestHandlers
     from embodyrl.play.recording import Recording
     from embodyrl.play.scene import Scene
     from embodyrl.web_pages.loopback import Loopback
@@ -36,12 +36,12 @@ def play(args: argparse.Namespace) -> int:
         if args.record is not None:
             stack.enter_context(locked(Path(args.record)))
             # Later evaluations of the data have the time limit of the run.
-            environment = load_config("eval", [write_word("ckpt", str(run)), *trust], base=run_config(run))
+            environment = load_config("eval", [format_override("ckpt", str(run)), *trust], base=run_config(run))
             recording = Recording(Path(args.record), policy.run_plan, environment)
             stack.callback(recording.close)
         scene = Scene(policy, env, recording)
         stack.callback(scene.keep)
-        desk = Desk(run.name, scene)
+        desk = RequestHandlers(run.name, scene)
         server = Loopback(int(args.port), {"/": page}, desk.posts)
         server.show(open_page=args.open, name=f"{run.name}: ")
     return 0

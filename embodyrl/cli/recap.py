@@ -19,7 +19,7 @@ from embodyrl.commands.run_folder import locked
 from embodyrl.commands.sft import DECIDES, FREE
 from embodyrl.commands.sft_data import require_instructions
 from embodyrl.commands.unchanged_data import check_unchanged
-from embodyrl.config.compose import dir_flags, write_word
+from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import shell_command
 from embodyrl.data.cards import read_card
@@ -75,7 +75,7 @@ class Rounds:
         self.finished.append(Round(number=0, run=first.removeprefix("model.path="), **score))
         for number in range(1, self._cfg.rounds + 1):
             before = out / f"round_{number - 1}"
-            acting = [write_word("ckpt", str(before))] if number > 1 else list(self._arguments.model)
+            acting = [format_override("ckpt", str(before))] if number > 1 else list(self._arguments.model)
             data = out / f"episodes_{number}"
             self._collect(number, data, acting)
             learning, run = self._learning(number), out / f"round_{number}"
@@ -83,7 +83,7 @@ class Rounds:
             check_unchanged(learning, run, keys=DECIDES, free=FREE, instead="recap.out")
             if learning.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
                 COMMANDS.get("sft")(learning, resume=run if run.exists() else None)
-            score = self._evaluate(run.name, [write_word("ckpt", str(run))])
+            score = self._evaluate(run.name, [format_override("ckpt", str(run))])
             self.finished.append(Round(number=number, run=str(run), data=str(data), values=values, **score))
             lines = write_report(out, self.finished, self._commands)
         return self.finished, lines
@@ -94,7 +94,7 @@ class Rounds:
 
     def _collect(self, number: int, data: Path, acting: list[str]) -> None:
         """Collect episodes with the policy of the previous round; each round has a different seed."""
-        named = [write_word("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
+        named = [format_override("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
         fixed = ["collect.filter=all", "eval.sampling_params.do_sample=true", *named]
         cfg = self._compose("collect", [*acting, *self._words("collect"), *fixed, *self._run_words(f"{data.name}_run")])
         COMMANDS.get("collect")(cfg)
@@ -126,7 +126,7 @@ class Rounds:
 
     def _learning_words(self, number: int) -> list[str]:
         more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
-        words = [more, "data.val_share=0", write_word("objective.labels", str(self._labels(number)))]
+        words = [more, "data.val_share=0", format_override("objective.labels", str(self._labels(number)))]
         named = self._run_words(f"round_{number}")
         return [*self._arguments.model, *self._words("sft"), *words, *named]
 
@@ -146,7 +146,7 @@ class Rounds:
         return self._arguments.words[stage]
 
     def _run_words(self, name: str) -> list[str]:
-        folder = write_word("runner.output_dir", str(self._arguments.out))
+        folder = format_override("runner.output_dir", str(self._arguments.out))
         return [folder, f"runner.experiment_name={name}", "runner.on_existing=resume"]
 
     def _compose(self, command: str, words: list[str]) -> Config:

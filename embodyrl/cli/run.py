@@ -13,7 +13,7 @@ from typing import Any
 from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
-from embodyrl.config.compose import dir_flags, write_word
+from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
@@ -67,7 +67,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
             raise ConfigError("--resume uses the saved settings of the evaluation; remove key=value and --config-dir.")
         found = _resumed(args)
         if (found / "checkpoints").is_dir():
-            run, weights = map(shlex.quote, (str(found), write_word("ckpt", str(found))))
+            run, weights = map(shlex.quote, (str(found), format_override("ckpt", str(found))))
             raise ConfigError(
                 f"{found} is a training run. Resume it: embodyrl train --resume {run}. "
                 f"Evaluate its checkpoint: embodyrl eval {weights}."
@@ -82,7 +82,7 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
     A first argument without `=` is the value of `ckpt`.
     """
     if args.words and "=" not in args.words[0]:
-        args.words[0] = write_word("ckpt", args.words[0])
+        args.words[0] = format_override("ckpt", args.words[0])
     return load_with_ckpt(args.command, args.words, config_dirs=args.config_dir)
 
 

@@ -136,7 +136,7 @@ class _Running:
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command until it exits; return its exit code."""
-        from embodyrl.leftovers import signal_at_parents_end
+        from embodyrl.process_cleanup import signal_at_parents_end
 
         self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
         if self.stopped:  # a signal arrived just before the process started

@@ -17,14 +17,14 @@ from embodyrl.channels.messages import Request
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ON_THIS_HOST, ClusterSettings, Event, LauncherSettings, WorkerDied
-from embodyrl.leftovers import end_owned, owning
+from embodyrl.process_cleanup import end_owned, owning
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
 _TICK_S = 1.0
 _LAST_RESORT_S = 10
 
 
-class Abandoned(BaseException):
+class RequestInterrupted(BaseException):
     """The running request was interrupted. Not an `Exception`, because simulators may catch exceptions."""
 
 
@@ -47,7 +47,7 @@ class Deadline:
 
     @contextmanager
     def limit(self, seconds: float, *, stoppable: bool) -> Iterator[None]:
-        """Raise `Abandoned` in the block after `seconds`, or at a call of `interrupt` if the block is `stoppable`."""
+        """Raise `RequestInterrupted` in the block after `seconds`, or at `interrupt` if the block is `stoppable`."""
         if not self._works:
             yield
             return
@@ -66,7 +66,7 @@ class Deadline:
     def interrupt(self) -> None:
         """Interrupt the current block of `limit` if the block is stoppable; called by a signal handler."""
         if self._stoppable:
-            raise Abandoned("was interrupted")
+            raise RequestInterrupted("was interrupted")
 
     def close(self) -> None:
         """Remove the signal handler and the watchdog; idempotent."""
@@ -79,7 +79,7 @@ class Deadline:
         self._watch()
         # No deadline under a debugger.
         if self._clock.now() >= self._due and sys.gettrace() is None:
-            raise Abandoned(f"did not respond for {self._limit_s:g} s")
+            raise RequestInterrupted(f"did not respond for {self._limit_s:g} s")
 
     def _watch(self) -> None:
         """Postpone the watchdog's stack dump at most once per second, because each call starts a thread."""
@@ -125,7 +125,7 @@ class InlineLauncher:
         try:
             with self._deadline.limit(timeout_s, stoppable=spec.simulates), self._owning(spec.simulates):
                 worker = spec.build()
-        except (Exception, SystemExit, Abandoned) as error:
+        except (Exception, SystemExit, RequestInterrupted) as error:
             self._died(spec.name, error)
             return
         self._workers[spec.name] = worker
@@ -154,7 +154,7 @@ class InlineLauncher:
         try:
             with self._deadline.limit(timeout_s, stoppable=simulates), self._owning(simulates):
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
-        except (Exception, SystemExit, Abandoned) as error:
+        except (Exception, SystemExit, RequestInterrupted) as error:
             del self._workers[name]
             # The restarted worker must not get requests of the dead one.
             self._requests = deque(waiting for waiting in self._requests if waiting[0] != name)
@@ -167,7 +167,7 @@ class InlineLauncher:
 
     def _died(self, name: str, error: BaseException) -> None:
         failure = describe_failure(error)
-        raised = not isinstance(error, Abandoned)
+        raised = not isinstance(error, RequestInterrupted)
         reason = f"raised {failure.error}" if raised else str(error)
         died = WorkerDied(
             reason=reason, log="", traceback=failure.traceback, exit_code=failure.exit_code, raised=raised

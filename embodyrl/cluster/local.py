@@ -23,7 +23,7 @@ from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
-from embodyrl.leftovers import end_owned, owning
+from embodyrl.process_cleanup import end_owned, owning
 
 if TYPE_CHECKING:
     from embodyrl.channels.messages import Request

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from embodyrl import parts
 from embodyrl.clock import RunClock
-from embodyrl.config.settings import Index, Must, Seconds, Settings
+from embodyrl.config.settings import Constraint, Index, Seconds, Settings
 from embodyrl.errors import WorkerError
 from embodyrl.registry import Registry
 
@@ -60,7 +60,7 @@ class ProcessSettings(LauncherSettings):
     """Config keys for launchers with worker processes."""
 
     env_workers: Annotated[
-        Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Must("auto or an integer of at least 1")
+        Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Constraint("auto or an integer of at least 1")
     ] = "auto"
     """Number of env worker processes; auto: one per core, at most one per slot."""
 

@@ -283,7 +283,7 @@ class Supervisor:
         self._launcher.interrupt()
 
     @contextmanager
-    def shield(self) -> Iterator[None]:
+    def defer_signals(self) -> Iterator[None]:
         """Finish the block (an update, a checkpoint) before a signal takes effect."""
         previous, self._shielded = self._shielded, True
         try:

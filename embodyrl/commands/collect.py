@@ -15,8 +15,8 @@ from embodyrl.checkpoint.store import step_of
 from embodyrl.commands.demonstration_episodes import demonstration_episodes
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
-from embodyrl.commands.session import announce, screen_only
-from embodyrl.config.compose import write_word
+from embodyrl.commands.session import build_console_monitor, print_banner
+from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout, differences
@@ -26,8 +26,8 @@ from embodyrl.data.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.files import write_atomically
-from embodyrl.monitor.fanout import Fanout
-from embodyrl.plan.build import build_run_plan, count_env_workers, deal_slots
+from embodyrl.monitor.group import MonitorGroup
+from embodyrl.plan.build import build_run_plan, count_env_workers, split_envs
 from embodyrl.plan.experts import find_expert
 from embodyrl.plan.initial_states import selected_tasks
 from embodyrl.plan.run_plan import RunPlan
@@ -76,7 +76,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     with (
         locked(Path(cfg.collect.out)),
         closing(open_run(cfg, "collect", overrides, None)) as folder,
-        closing(screen_only(cfg)) as monitor,
+        closing(build_console_monitor(cfg)) as monitor,
     ):
         return _Collecting(run_plan, monitor, weights).run(folder)
 
@@ -109,7 +109,7 @@ def draw_collection(cfg: Config) -> RunPlan:
     slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     return replace(
         base,
-        env_workers=deal_slots(slots, count_env_workers(cfg, base.env, base.devices, slots)),
+        env_workers=split_envs(slots, count_env_workers(cfg, base.env, base.devices, slots)),
         # The running episode of each slot, and its open requests.
         capacity=slots * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
@@ -174,7 +174,7 @@ def card_of(run_plan: RunPlan) -> Card:
 class _Collecting:
     """A running collection: the run plan, and the numbers of trials and of kept episodes."""
 
-    def __init__(self, run_plan: RunPlan, monitor: Fanout, weights: Path | None) -> None:
+    def __init__(self, run_plan: RunPlan, monitor: MonitorGroup, weights: Path | None) -> None:
         self.run_plan = run_plan
         self.cfg = run_plan.cfg
         self.monitor = monitor
@@ -199,7 +199,7 @@ class _Collecting:
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
             continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
-            announce(
+            print_banner(
                 self.monitor,
                 self.cfg,
                 folder,
@@ -301,7 +301,7 @@ class _Collecting:
                 f"{result.wall_s:.1f} s ({speed:.2f} s per episode)"
             )
         self.monitor.text(f"  data     {result.folder}: {result.episodes} episodes, {result.frames} frames")
-        self.monitor.text(f"  next     embodyrl sft {shlex.quote(write_word('data.path', str(result.folder)))}")
+        self.monitor.text(f"  next     embodyrl sft {shlex.quote(format_override('data.path', str(result.folder)))}")
 
 
 def source_of(episode: Episode, *, trial: int, version: int) -> Source:

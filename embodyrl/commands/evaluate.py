@@ -20,14 +20,14 @@ import numpy as np
 from embodyrl.checkpoint.store import step_of
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
-from embodyrl.commands.facts import evaluation_facts, facts
-from embodyrl.commands.kept import keeps_episodes, open_writer, with_every_step
+from embodyrl.commands.facts import evaluation_banner, facts
+from embodyrl.commands.kept import open_writer, stores_episodes, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
-from embodyrl.commands.session import announce, screen_only
-from embodyrl.config.trust import shell_command, trust_words
+from embodyrl.commands.session import build_console_monitor, print_banner
+from embodyrl.config.trust import shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import json_text, write_atomically
-from embodyrl.monitor.fanout import Fanout
+from embodyrl.monitor.group import MonitorGroup
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
@@ -36,7 +36,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
 from embodyrl.reports.samples import pick_samples, sample_lines
-from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
+from embodyrl.scheduler.rollout import Rollout, RolloutResult, RolloutStats, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
@@ -55,7 +55,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=False)
-    if keeps_episodes(run_plan):
+    if stores_episodes(run_plan):
         run_plan = with_every_step(run_plan)
     read_baseline(cfg)  # check before workers start
     weights = first_weights(cfg, run_plan.env)
@@ -67,15 +67,15 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             f"{resume} evaluates {begun[-1]}, but ckpt={cfg.ckpt} is a checkpoint of step {step}. Remove --resume to "
             "start a new evaluation."
         )
-    with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
+    with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(build_console_monitor(cfg)) as monitor:
         lines = [
             *facts(run_plan),
-            *evaluation_facts(run_plan),
+            *evaluation_banner(run_plan),
             *run_plan.resources.facts(run_plan),
             *weight_facts(cfg, weights, run_plan.env),
             ("output", str(folder.root)),
         ]
-        announce(monitor, cfg, folder, "eval", lines)
+        print_banner(monitor, cfg, folder, "eval", lines)
         folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume works
         try:
             workers = start_workers(run_plan, folder.logs, monitor.text, start_from=weights)
@@ -85,7 +85,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # a resumed evaluation would fail again
             said, *details = str(error).splitlines()
-            again = ["eval", "--resume", str(folder.root), *trust_words(cfg)]
+            again = ["eval", "--resume", str(folder.root), *trust_overrides(cfg)]
             said += f"; resume with: {shell_command(again, cfg)}"
             error.args = ("\n".join([said, *details]),)
             raise
@@ -94,7 +94,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
 
 
 def run_evaluation(
-    run_plan: RunPlan, workers: Workers, run: RunFolder, monitor: Fanout, step: int, *, resume: bool = False
+    run_plan: RunPlan, workers: Workers, run: RunFolder, monitor: MonitorGroup, step: int, *, resume: bool = False
 ) -> EvalResult:
     """Evaluate the workers' weights and write `eval.json` and `episodes.jsonl` into the folder of the step.
 
@@ -218,7 +218,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
     if not rows or not saved:
         return None
-    spent = Tally(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
+    spent = RolloutStats(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
     return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=spent), env, folder)
 
 

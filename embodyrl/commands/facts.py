@@ -7,14 +7,14 @@ from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.commands.held_out import held_out_facts, rendering_facts
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import format_override
 from embodyrl.envs import ENVS
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.plan.episodes import count_asked, eval_episodes, train_episodes
+from embodyrl.plan.episodes import count_requested_episodes, eval_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import THIS_HOST, Config
 from embodyrl.policies.inputs import gripper_text
@@ -77,13 +77,13 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     return list(lines.items())
 
 
-def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+def evaluation_banner(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about an evaluation."""
     cfg, env = run_plan.cfg, run_plan.env
     plan = eval_episodes(cfg, env, run_plan.policy)
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
     text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
-    if (asked := count_asked(cfg, env)) > plan.num_episodes:
+    if (asked := count_requested_episodes(cfg, env)) > plan.num_episodes:
         text += f"; {asked} episodes were requested, but the others would be exact copies"
     return [("evaluation", text), *held_out_facts(run_plan), *rendering_facts(run_plan), *_facts_of_env(cfg)]
 
@@ -113,7 +113,7 @@ def preset_facts(cfg: Config) -> list[tuple[str, str]]:
             and section in ("model", "env", "eval")
             and file.parent.name in _PRESET_GROUPS
         ):
-            found.setdefault(source, []).append(write_word(key, cfg.get(key)))
+            found.setdefault(source, []).append(format_override(key, cfg.get(key)))
     text = "; ".join(f"{source}: {' '.join(words)}" for source, words in found.items())
     return [("presets", text)] if found else []
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from embodyrl.config.compose import flat
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import plain, spell
+from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.data.cards import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
@@ -46,7 +46,9 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         return []
     made, here = flat(read_plain_yaml(file)), dict(cfg.leaves())
     keys = [f"env.{key}" for key in _RENDERING] if made.get("env.env_type") == here["env.env_type"] else []
-    changed = [f"{key}={spell(made[key])}" for key in keys if key in made and key in here and made[key] != here[key]]
+    changed = [
+        f"{key}={format_value(made[key])}" for key in keys if key in made and key in here and made[key] != here[key]
+    ]
     fix = f"{' '.join(changed)} renders the images of {cfg.ckpt}'s training"
     return [("rendering", f"warning: the images differ from those of training; {fix}")] if changed else []
 
@@ -96,7 +98,9 @@ def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec
     if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
-    if other_worlds(made, plain(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}):
+    if other_worlds(
+        made, to_builtin(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}
+    ):
         return None
     if cfg.rows.val_path or cfg.rows.val_split or not isinstance(share, float):
         return env

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EPISODES_FOLDER = "episodes"
 
 
-def keeps_episodes(run_plan: RunPlan) -> bool:
+def stores_episodes(run_plan: RunPlan) -> bool:
     """Return True if the run stores episodes (`runner.keep_episodes` is not none).
 
     Raises:
@@ -44,7 +44,7 @@ def open_writer(
     run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
 ) -> Iterator[KeptEpisodesWriter | None]:
     """Open the writer of a run's episodes, and close it after the block; yield None if the run stores no episodes."""
-    if not keeps_episodes(run_plan):
+    if not stores_episodes(run_plan):
         yield None
         return
     from embodyrl.commands.episode_writer import KeptEpisodesWriter

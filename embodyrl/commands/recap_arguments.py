@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import parse_word
+from embodyrl.config.compose import parse_override
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import validated
@@ -79,7 +79,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     model: list[str] = []
     stages: dict[str, list[str]] = {stage: [] for stage in sorted(STAGES)}
     for word in words:
-        name, given_value = parse_word(word)
+        name, given_value = parse_override(word)
         given[name] = given_value
         section = name.partition(".")[0]
         if section == "model":

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.config.compose import dir_flags, write_word
-from embodyrl.config.settings import plain
+from embodyrl.config.compose import dir_flags, format_override
+from embodyrl.config.settings import to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl.files import json_text
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
@@ -98,7 +98,7 @@ def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Se
         raise ConfigError(f"--until-significant evaluates two runs in folders of their own; remove {' '.join(own)}.")
     sides = [_Side(run, words, config_dirs) for run in runs]
     first, second = (side.compose() for side in sides)
-    if differs := other_worlds(plain(first), plain(second), {*state_keys(), *JUDGED}):
+    if differs := other_worlds(to_builtin(first), to_builtin(second), {*state_keys(), *JUDGED}):
         raise ConfigError(
             f"--until-significant: the runs have different initial states, horizons or success keys ({differs}). Set "
             "these keys to one value for both."
@@ -182,7 +182,7 @@ class _Side:
         self.run = run
         self.rows: Sequence[EpisodeRow] = ()
         self.folder: Path | None = None
-        self._words = [*words, write_word("ckpt", run)]
+        self._words = [*words, format_override("ckpt", run)]
         self._config_dirs = config_dirs
 
     def compose(self, *more: str) -> Config:

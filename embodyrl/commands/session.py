@@ -17,10 +17,10 @@ from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import RunFolder
-from embodyrl.config.trust import shell_command, trust_words
+from embodyrl.config.trust import shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import write_atomically
-from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.group import MonitorGroup, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.plan.schema import Config
@@ -38,13 +38,13 @@ Facts = Sequence[tuple[str, str]]
 """Banner lines as (label, text)."""
 
 
-def screen_only(cfg: Config) -> Fanout:
+def build_console_monitor(cfg: Config) -> MonitorGroup:
     """Build a monitor with only the console backend, for commands that log no training steps."""
     return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
 
 
-def announce(
-    monitor: Fanout,
+def print_banner(
+    monitor: MonitorGroup,
     cfg: Config,
     folder: RunFolder,
     command: str,
@@ -127,7 +127,7 @@ class Session:
         self.restarts = int(before[-1].get("env/restarts") or 0) if before else 0
         return latest
 
-    def owes_validation(self, interval: int) -> dict[str, float]:
+    def interrupted_validation_metrics(self, interval: int) -> dict[str, float]:
         """Return the metrics of the resumed step if its validation was interrupted, else an empty mapping.
 
         The step is logged again with the results.
@@ -135,11 +135,13 @@ class Session:
         row = {name: math.nan if value is None else value for name, value in self._row.items() if name != "step"}
         return row if self.step and self.due(interval) and "time/validate" not in row else {}
 
-    def announce(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
+    def print_banner(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
         """Open the monitor and print the banner of a run of `total` steps."""
         self.total = total
         self._store.root.mkdir(exist_ok=True)
-        announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
+        print_banner(
+            self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step
+        )
         for line in self._warnings:
             self.monitor.text(f"warning: {line}; training continues from step {self.step}")
         if self.step >= total:
@@ -181,7 +183,7 @@ class Session:
             self.total = self.step
 
     @contextmanager
-    def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
+    def save_on_interrupt(self, save: Callable[[], Path]) -> Iterator[None]:
         """Save a checkpoint if the block ends by a signal, lost workers without training state, or a callback."""
         try:
             yield
@@ -286,10 +288,10 @@ class Session:
         return interruption
 
     def _resume_line(self) -> str:
-        again = [self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
+        again = [self._command, "--resume", str(self.folder.root), *trust_overrides(self.cfg)]
         return f"resume with: {shell_command(again, self.cfg)}"
 
-    def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
+    def print_summary(self, checkpoint: Path, *uses: Sequence[str]) -> None:
         """Print the folders of a finished run, and suggest commands for the next steps."""
         known = [shell_command(use, self.cfg) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]

@@ -18,9 +18,9 @@ from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
 from embodyrl.commands.sft_setup import action_log_std, augments, load_material, sft_facts
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.trust import trust_words
+from embodyrl.config.trust import trust_overrides
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import ENVIRONMENT_PATH
 from embodyrl.data.samples import Samples
@@ -100,7 +100,7 @@ class _Sft:
         where = [("output", str(folder.root)), folder.following]
         scaled = [("scaling", self.material.scaled)] if self.material.scaled else []
         warnings = [("warning", doubt) for doubt in self.material.doubts]
-        session.announce([*self.facts, samples, *scaled, *warnings, *where], self._total_steps())
+        session.print_banner([*self.facts, samples, *scaled, *warnings, *where], self._total_steps())
         request = PolicyRequest(
             env=self.material.env,
             device="auto",
@@ -131,7 +131,7 @@ class _Sft:
         return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.material.train) / batch))
 
     def _train(self, actors: SupervisedActors, start: Path | None) -> SftResult:
-        with self.session.keeping(partial(self._save, actors)):
+        with self.session.save_on_interrupt(partial(self._save, actors)):
             if start is not None:
                 actors.loop.call(LoadRequest(folder=str(start)))
             self._loop(actors)
@@ -140,26 +140,26 @@ class _Sft:
         root = self.session.folder.root
         told = root / ENVIRONMENT_FILE
         shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
-        weights, trust = write_word("ckpt", str(root)), trust_words(self.cfg, shown)
+        weights, trust = format_override("ckpt", str(root)), trust_overrides(self.cfg, shown)
         # Rows of text and third-party data name no environment.
         where = [] if told.is_file() else ["env=..."]
         uses = [["eval", weights, *where, *trust], ["train", weights, *where, *trust]]
         if self.cfg.objective.rates:
-            uses = [["train", "env=...", write_word("reward.path", str(checkpoint / POLICY_FOLDER))]]
-        self.session.conclude(checkpoint, *uses, ["report", str(root)])
+            uses = [["train", "env=...", format_override("reward.path", str(checkpoint / POLICY_FOLDER))]]
+        self.session.print_summary(checkpoint, *uses, ["report", str(root)])
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
 
     def _loop(self, actors: SupervisedActors) -> None:
         session, runner = self.session, self.cfg.runner
         if session.step == 0 and runner.val_check_interval != -1:
             self.monitor.log(0, self._measure(actors))
-        elif row := session.owes_validation(runner.val_check_interval):
+        elif row := session.interrupted_validation_metrics(runner.val_check_interval):
             self.monitor.log(session.step, row | self._measure(actors))
         losses: list[float] = []
         began = time.perf_counter()
         while session.step < session.total:
             actors.supervisor.pump(0.0)  # signals take effect between two steps
-            with actors.supervisor.shield():
+            with actors.supervisor.defer_signals():
                 row = self._update(actors)
                 session.step += 1
             session.tell(self.on_step, row)
@@ -250,5 +250,5 @@ class _Sft:
 
     def _save(self, actors: SupervisedActors) -> Path:
         meta = {"model": self.material.policy.name, "data": self.cfg.data.path}
-        with actors.supervisor.shield():
+        with actors.supervisor.defer_signals():
             return self.session.save(actors.save, meta)

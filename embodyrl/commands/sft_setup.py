@@ -55,7 +55,7 @@ _CONSTANT = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class SftInputs:
     """Training data and model of an SFT run."""
 
     env: EnvSpec
@@ -93,7 +93,7 @@ class Material:
         return record_layout(env, policy)
 
 
-def load_material(cfg: Config, folder: Path) -> Material:
+def load_material(cfg: Config, folder: Path) -> SftInputs:
     """Load the training data; create a checkpoint folder `folder` that contains the statistics of the demonstrations.
 
     Raises:
@@ -119,7 +119,7 @@ def load_material(cfg: Config, folder: Path) -> Material:
     return material
 
 
-def _demonstrations(cfg: Config, folder: Path) -> Material:
+def _demonstrations(cfg: Config, folder: Path) -> SftInputs:
     env, model = read_card(resolve_asset(str(cfg.demonstrations.path)), cfg.demonstrations).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
     measured = model.weights is not None and not ranked
@@ -143,7 +143,9 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     foreign = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
     doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
     env = replace(env, longest_demonstration=train.demos.longest)
-    return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled)
+    return SftInputs(
+        env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled
+    )
 
 
 def _spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
@@ -318,7 +320,7 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     return rows, env, policy
 
 
-def _text(cfg: Config) -> Material:
+def _text(cfg: Config) -> SftInputs:
     """Load text rows; the target of a row is the reference answer with an end token.
 
     Raises:
@@ -327,7 +329,7 @@ def _text(cfg: Config) -> Material:
     rows, env, policy = _text_parts(cfg)
     split = len(rows) - rows.held_out
     train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
-    return Material(
+    return SftInputs(
         env=env, policy=policy, model=cfg.model, train=train, validation=held_out if len(held_out) else None
     )
 

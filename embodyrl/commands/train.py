@@ -18,13 +18,13 @@ from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
 from embodyrl.commands.eval_result import EvalResult, changes
 from embodyrl.commands.evaluate import Compared, read_evaluation, run_evaluation
-from embodyrl.commands.facts import evaluation_facts, facts, require_disk
-from embodyrl.commands.kept import keeps_episodes, open_writer
+from embodyrl.commands.facts import evaluation_banner, facts, require_disk
+from embodyrl.commands.kept import open_writer, stores_episodes
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, weight_facts
 from embodyrl.commands.session import OnStep, Session
-from embodyrl.config.compose import write_word
-from embodyrl.config.trust import trust_words
+from embodyrl.config.compose import format_override
+from embodyrl.config.trust import trust_overrides
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.build import build_run_plan
@@ -83,7 +83,7 @@ def train(
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=True)
-    keeps_episodes(run_plan)  # raises if episodes cannot be stored
+    stores_episodes(run_plan)  # raises if episodes cannot be stored
     require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
     weights = first_weights(cfg, run_plan.env)
     if resume is not None:
@@ -119,9 +119,9 @@ class _Training:
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 enables it)"
         where = [("output", f"{folder.root}{validation}"), folder.following]
-        held_out = evaluation_facts(self.run_plan) if self._validates else []
+        held_out = evaluation_banner(self.run_plan) if self._validates else []
         lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), *held_out, *where]
-        session.announce(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
+        session.print_banner(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
         # Also for a resumed run, because the reference uses the initial weights; the actor loads the checkpoint.
         start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)
         with session.running(start_all) as workers:
@@ -143,7 +143,7 @@ class _Training:
             workers.scheduler.abandon()  # episodes of steps that will not run
             return self._save(workers, actors)
 
-        with self.session.keeping(save):
+        with self.session.save_on_interrupt(save):
             if start is not None:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
@@ -174,7 +174,7 @@ class _Training:
             known = [s for s in range(self.session.step + 1) if folder.eval_folder(s).is_dir()]
             self.first = read_evaluation(folder.eval_folder(0), env)
             self.last = read_evaluation(folder.eval_folder(known[-1]), env) if known[1:] else None
-            if row := self.session.owes_validation(self.cfg.runner.val_check_interval):
+            if row := self.session.interrupted_validation_metrics(self.cfg.runner.val_check_interval):
                 self.last = self._validate(workers)
                 row |= self.last.metrics() | {"time/validate": self.last.wall_s}
                 self.monitor.log(self.session.step, row)
@@ -205,7 +205,7 @@ class _Training:
             self._check_rewards(rollout, workers, actors)
             if writer is not None:
                 writer.add(rollout.episodes, step)
-            with workers.supervisor.shield():
+            with workers.supervisor.defer_signals():
                 if self.cfg.algorithm.curriculum:
                     ended = [*rollout.episodes, *rollout.filtered]
                     by_task = weighs_tasks(self.run_plan.env, self.cfg.env.train)
@@ -279,7 +279,7 @@ class _Training:
         return result
 
     def _save(self, workers: Workers, actors: Actors) -> Path:
-        with workers.supervisor.shield():
+        with workers.supervisor.defer_signals():
             meta = {"env": self.run_plan.env.name, "model": self.run_plan.policy.name}
             return self.session.save(actors.save, meta)
 
@@ -291,9 +291,9 @@ class _Training:
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
-        root, trust = str(self.session.folder.root), trust_words(self.cfg)
-        uses = [["report", root, "--open"], ["eval", write_word("ckpt", root), *trust], ["play", root, *trust]]
-        self.session.conclude(checkpoint, *(uses if self.run_plan.env.simulator.renders else uses[:2]))
+        root, trust = str(self.session.folder.root), trust_overrides(self.cfg)
+        uses = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
+        self.session.print_summary(checkpoint, *(uses if self.run_plan.env.simulator.renders else uses[:2]))
         joined = self.compared.videos[:4] if self.compared else ()
         for path in joined or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

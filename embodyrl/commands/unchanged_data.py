@@ -7,7 +7,7 @@ import yaml
 
 from embodyrl.config.compose import flat
 from embodyrl.errors import ConfigError
-from embodyrl.plan.saved import dump_config, lies_below, read_saved
+from embodyrl.plan.saved import dump_config, is_key_or_subkey, read_saved
 from embodyrl.plan.schema import Config
 
 
@@ -24,7 +24,7 @@ def check_unchanged(
     keys, free = list(keys), list(free)
     old = {setting.key: setting.value for setting in read_saved(file)}
     new = flat(yaml.safe_load(dump_config(cfg)))
-    named = [name for name in {**old, **new} if lies_below(name, keys) and not lies_below(name, free)]
+    named = [name for name in {**old, **new} if is_key_or_subkey(name, keys) and not is_key_or_subkey(name, free)]
     if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
         raise ConfigError(
             f"{run} was created with {', '.join(differs)} and cannot resume with other values. Use the same settings, "

@@ -71,7 +71,7 @@ def compose(
     Raises:
         ConfigError: the files cannot be composed; the problems are included.
     """
-    groups, typed = split_words(command, words, config_dirs, problems)
+    groups, typed = split_overrides(command, words, config_dirs, problems)
     for group in [group for group in groups if group in unread]:
         typed.append(Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}"))
     try:
@@ -103,7 +103,7 @@ def _has_other_weights(values: Sequence[Setting], typed: Sequence[Setting], conf
     return any(not isinstance(name, str) or resolve_asset(name).resolve() != own for name in named)
 
 
-def split_words(
+def split_overrides(
     command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], list[Setting]]:
     """Separate `group=option` from `key=value` arguments; append a message to `problems` for each invalid argument."""
@@ -111,7 +111,7 @@ def split_words(
     settings: list[Setting] = []
     for text in words:
         try:
-            name, value = parse_word(text)
+            name, value = parse_override(text)
         except ConfigError as error:
             problems += error.problems
             continue
@@ -128,10 +128,10 @@ def split_words(
     return groups, settings
 
 
-def parse_word(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
     """Parse `name=value` with Hydra's grammar, and return the name and the typed value.
 
-    >>> parse_word("actor.optim.lr=1e-4")
+    >>> parse_override("actor.optim.lr=1e-4")
     ('actor.optim.lr', 0.0001)
 
     Raises:
@@ -165,15 +165,15 @@ def parse_word(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def write_word(name: str, value: object) -> str:
-    """Return the argument `name=value`, from which `parse_word` reads an equal value; text is quoted if necessary.
+def format_override(name: str, value: object) -> str:
+    """Return the argument `name=value`, from which `parse_override` reads an equal value; text is quoted if necessary.
 
-    >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)"), write_word("env.kwargs.x", ["1e5", 2, None])
-    ('ckpt=runs/a', 'ckpt="runs/a (1)"', 'env.kwargs.x=["1e5",2,null]')
+    >>> format_override("ckpt", "runs/a (1)"), format_override("env.kwargs.x", ["1e5", 2, None])
+    ('ckpt="runs/a (1)"', 'env.kwargs.x=["1e5",2,null]')
     """
-    from embodyrl.config.settings import plain  # here, because `list` needs no pydantic
+    from embodyrl.config.settings import to_builtin  # here, because `list` needs no pydantic
 
-    return f"{name}={_written(plain(value))}"
+    return f"{name}={_written(to_builtin(value))}"
 
 
 def _written(value: object) -> str:
@@ -184,7 +184,7 @@ def _written(value: object) -> str:
     if not isinstance(value, str):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     try:
-        if value and parse_word(f"a=[{value}]") == ("a", [value]) and parse_word(f"a={value}") == ("a", value):
+        if value and parse_override(f"a=[{value}]") == ("a", [value]) and parse_override(f"a={value}") == ("a", value):
             return value
     except ConfigError:
         pass  # brackets, commas, an equals sign, ...

@@ -25,8 +25,8 @@ from pydantic.fields import FieldInfo
 from embodyrl.errors import ConfigError
 
 
-def only(holds: Callable[[Any], bool]) -> AfterValidator:
-    """Return a validator that rejects values for which `holds` is false; the error text is the field's `Must`."""
+def valid_if(holds: Callable[[Any], bool]) -> AfterValidator:
+    """Return a validator that rejects values for which `holds` is false; the error text is the field's `Constraint`."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -37,32 +37,32 @@ def only(holds: Callable[[Any], bool]) -> AfterValidator:
 
 
 @dataclass(frozen=True, slots=True)
-class Must:
+class Constraint:
     """Annotation of a type with the description of its constraint, printed in errors after "must be"."""
 
     wording: str
 
 
-class NumbersStates:
+class ChangesStateIds:
     """Annotation of keys whose value changes the initial states that the state ids refer to."""
 
 
 Count = Annotated[int, Field(ge=1, le=10**6)]
 """Integer from 1 to 10^6."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]
-CountOrAll = Annotated[int, Field(ge=-1, le=10**9), only(bool), Must("at least 1, or -1")]
+CountOrAll = Annotated[int, Field(ge=-1, le=10**9), valid_if(bool), Constraint("at least 1, or -1")]
 """Integer of at least 1, or -1 for all or no limit."""
 Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
 # No file system supports longer names, and opening such a path raises an unclear error.
-_short = only(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
-Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Must("a path")]
+_short = valid_if(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
+Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Constraint("a path")]
 Name = Annotated[
     str,
     Field(pattern=r"^[^./\s\x00][^/\s\x00]*$", max_length=100),
-    Must("a name without '/' and spaces that does not begin with a dot"),
+    Constraint("a name without '/' and spaces that does not begin with a dot"),
 ]
 
 
@@ -217,7 +217,7 @@ class Key:
     def expectation(self) -> str:
         """Description of the valid type and range, which error messages print after "must be"."""
         hint, metadata, optional = self._type
-        said = next((item.wording for item in metadata if isinstance(item, Must)), None)
+        said = next((item.wording for item in metadata if isinstance(item, Constraint)), None)
         if said is None:
             said = f"one of {', '.join(self.choices)}" if self.choices else _noun(hint, metadata)
         return f"{said} or null" if optional and "null" not in said else said
@@ -308,28 +308,28 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def plain(value: object) -> Any:
+def to_builtin(value: object) -> Any:
     """Convert enum members to their values and settings to mappings, also inside containers."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Settings):
-        return nested({name: plain(leaf) for name, leaf in value.leaves()})
+        return nested({name: to_builtin(leaf) for name, leaf in value.leaves()})
     if isinstance(value, Mapping):
-        return {k: plain(v) for k, v in value.items()}
+        return {k: to_builtin(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [to_builtin(v) for v in value]
     return value
 
 
-def spell(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value as on the command line, for example null, true, [0,1] or {a:1}."""
-    value = plain(value)
+    value = to_builtin(value)
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(spell(v) for v in value)}]"
+        return f"[{','.join(format_value(v) for v in value)}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{spell(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
     return str(value)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import conf_dir, write_word
+from embodyrl.config.compose import conf_dir, format_override
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Settings
 from embodyrl.registry import current_path, installed
@@ -37,7 +37,7 @@ STARTED = ("env.python", "model.python")
 """Keys whose value is the path of a program that a run starts."""
 
 
-def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
+def find_untrusted_values(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
     """Return one line for each value of a saved config that could run code or call a server.
 
     Accepted values: names of registered components, module paths that an installed package registers or the included
@@ -53,7 +53,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
         return []
     return [
         f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
-        f"author of this run, add {TRUST}; to allow only this value, add {write_word(key, value)}."
+        f"author of this run, add {TRUST}; to allow only this value, add {format_override(key, value)}."
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in (key, *_texts(value))
@@ -68,12 +68,12 @@ def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 
-def trust_words(cfg: Settings, further: Mapping[str, Any] | None = None) -> list[str]:
+def trust_overrides(cfg: Settings, further: Mapping[str, Any] | None = None) -> list[str]:
     """Return ["trust=true"] if a command that loads the run's config needs this argument, else an empty list.
 
     The argument is needed if the config, or the values in `further`, name code to import.
     """
-    return [TRUST] if distrusted({**dict(cfg.leaves()), **(further or {})}, {}, Path()) else []
+    return [TRUST] if find_untrusted_values({**dict(cfg.leaves()), **(further or {})}, {}, Path()) else []
 
 
 def own_sources(cfg: Settings) -> dict[str, Path]:

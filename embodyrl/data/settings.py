@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Must, Path, Positive, Seconds, Settings, only
+from embodyrl.config.settings import Constraint, Count, Path, Positive, Seconds, Settings, valid_if
 from embodyrl.text.settings import DataSettings
 
 
@@ -24,7 +24,9 @@ class DemonstrationSettings(DataSettings):
     cameras: dict[str, str] = {}
     """Column of each camera to read, for example {front: observation.image}; default: all columns named
     observation.images.<camera>. Use the camera names of the environment."""
-    gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
+    gripper: (
+        Annotated[list[float], valid_if(lambda v: len(set(v)) == len(v) == 2), Constraint("[open,closed]")] | None
+    ) = None
     """Action values that open and close the gripper, for example [1,0].
     Without this key, the policy is rejected in environments that declare a gripper."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1

@@ -168,7 +168,7 @@ class EnvFactory(Protocol[S]):
         ...
 
 
-class GoalJudge(Protocol):
+class GoalReward(Protocol):
     """Interface of reward functions for relabelled goals (hindsight experience replay)."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
@@ -189,7 +189,7 @@ class GoalJudge(Protocol):
 class GoalFactory(EnvFactory[S], Protocol[S]):
     """Interface of factories of environments whose `EnvSpec` has a `goal`."""
 
-    def judge(self, cfg: S) -> GoalJudge:
+    def judge(self, cfg: S) -> GoalReward:
         """Build the reward function for relabelled goals in this process."""
         ...
 

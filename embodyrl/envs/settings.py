@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
-from embodyrl.config.settings import Count, Must, NumbersStates, Positive, Settings, only
+from embodyrl.config.settings import ChangesStateIds, Constraint, Count, Positive, Settings, valid_if
 
 if TYPE_CHECKING:
     from embodyrl.types import EnvSpec
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
 
-_RANGE = only(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
-_DELAYS = only(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
-_TASKS = only(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
+_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
+_DELAYS = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
+_TASKS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
 RewardFactor = Annotated[
-    float, Field(ge=-(10**6), le=10**6), only(bool), Must("different from 0 (0 removes every reward)")
+    float, Field(ge=-(10**6), le=10**6), valid_if(bool), Constraint("different from 0 (0 removes every reward)")
 ]
 Slots = Annotated[int, Field(ge=1, le=65536)]
 
@@ -32,9 +32,9 @@ class EnvSplit(Settings):
     """If true, episodes continue after the task is completed or failed, until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
-    task_ids: Annotated[list[int], _TASKS, Must("a list of different task numbers, [0,1]")] | None = None
+    task_ids: Annotated[list[int], _TASKS, Constraint("a list of different task numbers, [0,1]")] | None = None
     """Task ids to use; default: all."""
-    state_ids: Annotated[list[int], _RANGE, Must("[first,last] with 0 <= first <= last")] | None = None
+    state_ids: Annotated[list[int], _RANGE, Constraint("[first,last] with 0 <= first <= last")] | None = None
     """Range [first, last] of the initial states of each task that this split uses; default: all."""
 
     def time_limit(self, env: "EnvSpec") -> int:
@@ -46,7 +46,8 @@ class TrainSplit(EnvSplit):
     """Config keys for training episodes."""
 
     task_weights: (
-        Annotated[list[Positive], Field(min_length=2), Must("a list of two or more numbers above 0, [1,0.5]")] | None
+        Annotated[list[Positive], Field(min_length=2), Constraint("a list of two or more numbers above 0, [1,0.5]")]
+        | None
     ) = None
     """Relative sampling frequency of the selected tasks; null: uniform."""
 
@@ -67,7 +68,7 @@ class ControlSettings(Settings):
 
     latency_steps: Annotated[
         Annotated[list[int], _DELAYS] | Annotated[int, Field(ge=0, le=1000)],
-        Must("a number from 0 to 1000, or [low,high] with 0 <= low <= high"),
+        Constraint("a number from 0 to 1000, or [low,high] with 0 <= low <= high"),
     ] = 0
     """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk
     continues. [low,high]: sampled uniformly for each chunk. The first chunk of an episode has no delay."""
@@ -82,7 +83,7 @@ class ControlSettings(Settings):
 class EnvSettings(Settings):
     """Config keys of every environment: its name, and its training and evaluation episodes."""
 
-    env_type: Annotated[str, NumbersStates]
+    env_type: Annotated[str, ChangesStateIds]
     """Name of a registered environment, or package.module:attr."""
     train: TrainSplit = TrainSplit()
     eval: EnvSplit = EnvSplit()

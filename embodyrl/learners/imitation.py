@@ -82,7 +82,7 @@ class ImitationLearner(Learner):
             return self._measure(records)
         # Seeded by sample and not by rank: the images are the same on any number of ranks.
         draws = self._draws(request.augment, len(records))
-        taken = yield from self._trainer.descend(
+        taken = yield from self._trainer.run_optimizer_step(
             self._deal(records),
             request.step,
             lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),

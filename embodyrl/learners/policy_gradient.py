@@ -129,7 +129,7 @@ class PolicyGradientLearner(Learner):
             parts = next(planned)
             if not parts:
                 continue
-            taken = yield from self._trainer.descend(
+            taken = yield from self._trainer.run_optimizer_step(
                 parts, step + number / total, self._score, self._loss, values_only=warming_up
             )
             skipped += taken is None
@@ -197,7 +197,7 @@ class PolicyGradientLearner(Learner):
         Samples without a gradient are skipped in the forward pass, but count in the weights of all samples. Inputs of
         small networks are gathered once per epoch, because gathering each micro-batch would dominate the run time.
         """
-        inert, same = self._algorithm.inert(batch), self._algorithm.weighs_evenly(batch)
+        inert, same = self._algorithm.inert(batch), self._algorithm.has_equal_weights(batch)
         weights: list[LossWeights] = []
         chosen: list[IntArray] = []
         counts: list[list[bool]] = []

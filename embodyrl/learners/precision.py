@@ -6,7 +6,7 @@ VALUE_HEAD = "value_head"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def halve(module: nn.Module, *, sharded: bool) -> None:
+def cast_to_bfloat16(module: nn.Module, *, sharded: bool) -> None:
     """Store weights in bfloat16 if every use casts them to bfloat16 anyway, so that results do not change.
 
     Autocast casts the weights of matrix products and convolutions; FSDP casts all weights of a layer.

@@ -214,7 +214,7 @@ class Trainer:
         )
         self._skips_nonfinite = skips_nonfinite
 
-    def descend(
+    def run_optimizer_step(
         self,
         parts: Sequence[tuple[P, bool]],
         position: float,

@@ -12,7 +12,7 @@ from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
-from embodyrl.devices import Devices, deal_devices, visible_gpus
+from embodyrl.devices import Devices, assign_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import CameraSettings, EnvSplit
 from embodyrl.errors import ConfigError
@@ -82,7 +82,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         algorithm=algorithm,
         layout=layout,
         capacity=_capacity(learner, env, algorithm, slots),
-        env_workers=deal_slots(slots, count_env_workers(cfg, env, devices, slots)),
+        env_workers=split_envs(slots, count_env_workers(cfg, env, devices, slots)),
         total_steps=_total_steps(learner, env) if learner else 0,
         optimizer_steps_per_step=updates,
         max_samples=samples,
@@ -191,7 +191,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     return problems
 
 
-def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
+def split_envs(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
     """Divide the slots into contiguous blocks of nearly equal size, one per worker, so that groups stay together."""
     env_workers, start = [], 0
     for worker in range(num_workers):
@@ -220,7 +220,7 @@ def count_ranks(cfg: Config) -> int:
     """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU if the run supports several ranks."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    acting = cfg.acting_processes if cfg.acts else 0
+    acting = cfg.rollout_processes if cfg.acts else 0
     asynchronous = cfg.trains and cfg.algorithm.max_staleness > 0
     has_engine = cfg.acts and cfg.rollout.backend != "hf"
     replay = cfg.trains and cfg.algorithm.transitions
@@ -243,11 +243,11 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
     (`cluster/ray_cluster`).
     """
-    acting = cfg.acting_processes if training and cfg.acts else 0
+    acting = cfg.rollout_processes if training and cfg.acts else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
     placed = [place_policy(nodes, number, ranks) for number in range(ranks + acting)]
     if len({0, *placed, *nodes["env"]}) == 1:
-        return deal_devices(gpus, ranks + acting)
+        return assign_devices(gpus, ranks + acting)
     turns = [placed[:number].count(node) for number, node in enumerate(placed)]
     return Devices(policies=tuple(gpus[turn % len(gpus)] for turn in turns) if gpus else (), simulators=gpus)
 

@@ -13,17 +13,17 @@ from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
 from embodyrl.config.compose import Setting
-from embodyrl.config.settings import Key, Settings, find_key, keys_of, nested, parents_of, plain, spell
+from embodyrl.config.settings import Key, Settings, find_key, format_value, keys_of, nested, parents_of, to_builtin
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError, short
 from embodyrl.learners.settings import FsdpSettings
-from embodyrl.monitor.fanout import missing_loggers
+from embodyrl.monitor.group import missing_loggers
+from embodyrl.plan.command_sections import get_command_sections
 from embodyrl.plan.data import data_problems
 from embodyrl.plan.experts import find_expert
 from embodyrl.plan.generation import generation_problems
-from embodyrl.plan.reads import get_reads
 from embodyrl.plan.schema import Config, Schema, TopSettings
 from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.text import text_problems
@@ -60,7 +60,7 @@ def checked(
         raise ConfigError(problems)
     cfg.note({name: last[name].source for name in read})
     if cfg.has("env"):
-        cfg.env.play(get_reads(cfg.command).plays)
+        cfg.env.play(get_command_sections(cfg.command).plays)
     if problems := [*contradictions(cfg)]:
         raise ConfigError(problems)
     cfg.note(warnings=[*unread, *inert(cfg, cfg.changed, cfg.conditions)])
@@ -124,15 +124,15 @@ def _wrong_values(
         if key is None or one["type"] == "missing":
             yield f"{name} is not set."
             continue
-        value = plain(setting.value if setting else one["input"])
-        source = f"{setting.where if setting else ''}{name}={short(spell(value))} "
+        value = to_builtin(setting.value if setting else one["input"])
+        source = f"{setting.where if setting else ''}{name}={short(format_value(value))} "
         if setting and setting.typed:
             source = setting.where
         yield f"{source}{_rule(key, value)}"
 
 
 def _rule(key: Key, value: Any) -> str:
-    default = "" if key.required else f" Default: {spell(key.default)}."
+    default = "" if key.required else f" Default: {format_value(key.default)}."
     return f"must be {key.expectation}.{closest(str(value), key.choices)}{default}"
 
 
@@ -142,7 +142,7 @@ def wrong_value(key: Key, value: Any) -> list[str]:
     try:
         TypeAdapter(kind, config=Settings.model_config).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError:
-        return [f"{key.name}={short(spell(value))} {_rule(key, value)}"]
+        return [f"{key.name}={short(format_value(value))} {_rule(key, value)}"]
     return []
 
 
@@ -163,16 +163,16 @@ def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Ite
         prefix, text = conditions.get(found, ("", ""))
         condition, _, reason = text.partition(": ")
         alternatives = [one[1:] if one.startswith("/") else prefix + one for one in condition.split(" or ")]
-        if condition and not any(_holds(root, one) for one in alternatives):
+        if condition and not any(_condition_is_met(root, one) for one in alternatives):
             yield f"{name} has no effect" + (f": {reason}." if reason else f" without {' or '.join(alternatives)}.")
 
 
-def _holds(root: Settings, condition: str) -> bool:
+def _condition_is_met(root: Settings, condition: str) -> bool:
     name, operator, choices = re.split("(!=|=|$)", condition, maxsplit=1)
     value = root.get(name)
     if not operator:
         return bool(value)
-    return (spell(value) in choices.split("|")) is (operator == "=")
+    return (format_value(value) in choices.split("|")) is (operator == "=")
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
@@ -189,7 +189,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     # The section exists only with a launcher that brings it along.
     if cfg.has("cluster"):
         try:
-            apart = cfg.acting_processes > 0
+            apart = cfg.rollout_processes > 0
             LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, separate=apart)
         except ConfigError as error:
             yield str(error)
@@ -224,7 +224,7 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
     size = cfg.actor.fsdp.size
     if size > 1 and LAUNCHERS.get(cfg.launcher.name).in_process:
         yield f"actor.fsdp.size={size}: launcher={cfg.launcher.name} has one process; use launcher=local or one rank."
-    elif size > 1 and cfg.trains and cfg.rollout.backend != "hf" and not cfg.rollout.acting_processes:
+    elif size > 1 and cfg.trains and cfg.rollout.backend != "hf" and not cfg.rollout.rollout_processes:
         yield (
             f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
             "rollout.mode=disaggregated, or rollout.backend=hf."
@@ -279,7 +279,7 @@ def check_components(cfg: Config) -> None:
         CheckpointError: `algorithm.reference_path` has no weights.
         ConfigError: problems reported by a component, and missing keys of the command; one line each.
     """
-    problems = [*_missing_keys(cfg)]
+    problems = [*_find_missing_keys(cfg)]
     if cfg.has("dagger"):
         problems += name_problems("dagger.expert", [cfg.dagger.expert], find_expert)
     if cfg.has("runner"):
@@ -299,7 +299,7 @@ def check_components(cfg: Config) -> None:
         raise ConfigError(problems)
 
 
-def _missing_keys(cfg: Config) -> Iterator[str]:
+def _find_missing_keys(cfg: Config) -> Iterator[str]:
     """Yield an error, with its fix, for each required key of the command that is not set.
 
     Raises:

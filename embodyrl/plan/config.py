@@ -10,15 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_word, split_words
+from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_override, split_overrides
 from embodyrl.config.paths import is_on_hub, resolve_run
-from embodyrl.config.settings import find_key, nested, parents_of, plain
+from embodyrl.config.settings import find_key, nested, parents_of, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan.checks import checked, contradictions, validated_config
 from embodyrl.plan.data import derived_from_data
 from embodyrl.plan.keys import unused_keys
-from embodyrl.plan.saved import check_trust, command_of, config_of_ckpt, on_base, read_saved, settings_of_weights
+from embodyrl.plan.saved import (
+    check_trust,
+    command_of,
+    config_of_ckpt,
+    merge_with_base,
+    read_saved,
+    settings_of_weights,
+)
 from embodyrl.plan.schema import SELECTORS, THIS_HOST, Config, choose, selectors
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.registry import closest
@@ -58,11 +65,11 @@ def load_config(
     unread = SELECTORS.keys() - selectors(command)
     groups, typed, chosen = compose(command, words, config_dirs, problems, unread=unread, on_run=base is not None)
     if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
-        chosen = on_base(base, command, groups, chosen, typed, problems)
+        chosen = merge_with_base(base, command, groups, chosen, typed, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in typed):
         chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
     own, warnings = settings_of_weights(command, [*chosen, *typed], problems, fetch=fetch)
-    settings = [*chosen, *own, *_protocol([*chosen, *typed], problems), *typed]
+    settings = [*chosen, *own, *_get_protocol_settings([*chosen, *typed], problems), *typed]
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
 
 
@@ -79,7 +86,7 @@ def require_ckpt(words: Sequence[str]) -> None:
         CheckpointError: the path does not exist; suggests runs with a similar name.
     """
     named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
-    path = str(parse_word(f"ckpt={named[-1]}")[1]) if named else "null"
+    path = str(parse_override(f"ckpt={named[-1]}")[1]) if named else "null"
     if path in ("null", "None", "") or "${" in path or is_on_hub(path) or resolve_run(path).exists():
         return
     runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
@@ -106,7 +113,7 @@ def load_saved_config(
     problems: list[str] = []
     saved = read_saved(file)
     command = command or command_of(saved)
-    groups, typed = split_words(command, words, (), problems)
+    groups, typed = split_overrides(command, words, (), problems)
     problems += [_no_group(command, group, option) for group, option in groups.items()]
     looked_up = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unread)]
     check_trust(looked_up, typed, file, problems)
@@ -122,14 +129,14 @@ def _no_group(command: str, group: str, option: str) -> str:
     return f"{group}={option}: a saved run accepts no group options; override single keys, for example {example}."
 
 
-def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
+def _get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """Return the settings in `eval.protocol.settings`, which override values from files."""
     said = [setting for setting in settings if setting.key == "eval.protocol.settings"][-1:]
     found = [Setting("eval.episodes", None, setting.source) for setting in said if setting.value]
     for setting in said:
         for word in setting.value if isinstance(setting.value, list) else ():
             try:
-                key, value = parse_word(str(word))
+                key, value = parse_override(str(word))
             except ConfigError as error:
                 problems += error.problems
                 continue
@@ -149,12 +156,12 @@ def _finish(
     if fetch:
         latest = {setting.key: setting for setting in settings}
         settings = [
-            replace(s, value=located(s.key, s.value)) if s.key in DATA_KEYS and latest[s.key] is s else s
+            replace(s, value=download_repositories(s.key, s.value)) if s.key in DATA_KEYS and latest[s.key] is s else s
             for s in settings
         ]
-    last = _last(settings)
+    last = _get_last_settings(settings)
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
-    values = _resolved(last, command, problems)
+    values = _resolve(last, command, problems)
     schema, unclear = choose(command, values, problems)
     # A typed empty mapping removes the values that files set under the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
@@ -173,29 +180,29 @@ def _finish(
     cfg = checked(schema, read, last, [*unread, *warnings], problems)
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
-    cfg = cfg.updated(_derived(cfg))
-    return cfg.updated(_located(cfg)) if fetch else cfg
+    cfg = cfg.updated(_derive_values(cfg))
+    return cfg.updated(_get_host_values(cfg)) if fetch else cfg
 
 
-def _last(settings: Sequence[Setting]) -> dict[str, Setting]:
+def _get_last_settings(settings: Sequence[Setting]) -> dict[str, Setting]:
     """Return the effective setting of each key; later settings replace earlier settings."""
     last: dict[str, Setting] = {}
     for setting in settings:
-        for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
+        for covered in [k for k in last if _is_below(setting.key, k) or _is_below(k, setting.key)]:
             # An empty mapping sets no value; any other value replaces values above and below its key.
-            if not (_covers(setting.key, covered) and setting.value == {}):
+            if not (_is_below(setting.key, covered) and setting.value == {}):
                 del last[covered]
-        if setting.value != {} or not any(_covers(setting.key, k) for k in last):
+        if setting.value != {} or not any(_is_below(setting.key, k) for k in last):
             last.pop(setting.key, None)
             last[setting.key] = setting
     return last
 
 
-def _covers(name: str, other: str) -> bool:
+def _is_below(name: str, other: str) -> bool:
     return other.startswith(f"{name}.")
 
 
-def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
+def _resolve(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
     """Resolve `${...}` and reject `???` in values; report and remove each value that cannot be resolved."""
     values = {name: setting.value for name, setting in last.items()}
     marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
@@ -209,7 +216,7 @@ def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) ->
     schema, _ = choose(command, {name: value for name, value in values.items() if name not in marked}, [])
     said = {at for name in values for at in (name, *parents_of(name))}
     unset = {
-        name: plain(key.default)
+        name: to_builtin(key.default)
         for name, key in schema.keys.items()
         if name not in said and values.keys().isdisjoint(parents_of(name)) and not key.required
     }
@@ -233,7 +240,7 @@ def _env_value(name: str, *default: str | None) -> Any:
     return value
 
 
-def _derived(cfg: Config) -> dict[str, Any]:
+def _derive_values(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
     found = dict(derived_from_data(cfg))
     if cfg.acts and cfg.env.max_chunks:
@@ -248,9 +255,9 @@ def _derived(cfg: Config) -> dict[str, Any]:
     return found
 
 
-def _located(cfg: Config) -> dict[str, Any]:
+def _get_host_values(cfg: Config) -> dict[str, Any]:
     """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
-    found = {key: located(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
+    found = {key: download_repositories(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
     found |= {key: _download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
     if cfg.trains and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
@@ -263,14 +270,14 @@ def _located(cfg: Config) -> dict[str, Any]:
     return found
 
 
-def located(key: str, value: Any) -> Any:
+def download_repositories(key: str, value: Any) -> Any:
     """Download all hub repositories (`owner/name[@revision]`) in a config value, and pin each to a commit.
 
     Raises:
         ConfigError: a repository does not exist, or the hub cannot be reached.
     """
     if isinstance(value, list):
-        return [located(key, item) for item in value]
+        return [download_repositories(key, item) for item in value]
     if not isinstance(value, str) or not is_on_hub(value):
         return value
     return _download(key, value, "dataset" if key in DATA_KEYS else "model", programs=False)

@@ -21,7 +21,7 @@ _EVAL_SEED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
+class EpisodeBatch:
     """A set of episodes that may run concurrently; waves run one after another."""
 
     queues: tuple[Sequence[EpisodeSpec], ...]
@@ -42,7 +42,7 @@ class EpisodeList:
     """Maximum number of chunks; longer episodes are truncated."""
     ignore_terminations: bool
     """True if episodes continue after a success until the time limit."""
-    waves: tuple[Wave, ...]
+    waves: tuple[EpisodeBatch, ...]
     """Waves in the order of execution."""
 
     @property
@@ -85,16 +85,18 @@ def train_episodes(
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
     groups = _reset_id_stream(cfg, env, step, seen)
-    waves: list[Wave] = []
+    waves: list[EpisodeBatch] = []
     for epoch in range(algorithm.rollout_epoch):
         reset_ids = [groups[(epoch * slots + slot) // size] for slot in range(slots)]
         if counts_chunk_steps:
             waves.append(_quota_wave(cfg, env, step, epoch, reset_ids))
         else:
             index = epoch * slots + np.arange(slots)
-            waves.append(Wave(queues=(tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids)),)))
+            waves.append(
+                EpisodeBatch(queues=(tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids)),))
+            )
     if not counts_chunk_steps and split.auto_reset:
-        waves = [Wave(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
+        waves = [EpisodeBatch(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
     return _episode_list(cfg, split, waves, slots)
 
 
@@ -126,7 +128,7 @@ def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) ->
     return not noisy and task not in env.seeded_tasks
 
 
-def count_asked(cfg: Config, env: EnvSpec) -> int:
+def count_requested_episodes(cfg: Config, env: EnvSpec) -> int:
     """Return the number of episodes requested for an evaluation."""
     each = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
     return each * cfg.eval.samples
@@ -151,7 +153,7 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     split = cfg.env.eval
     tasks = selected_tasks(env, split, across=True)
     episodes = []
-    asked = count_asked(cfg, env)
+    asked = count_requested_episodes(cfg, env)
     for i in range(asked):
         sample, place = divmod(i, asked // cfg.eval.samples)
         task, reset_id, seed = eval_start(env, split, place)
@@ -177,10 +179,12 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
 
 def one_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
     """Return an episode list with a single wave: the episodes start in order, in any free slot."""
-    return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
+    return _episode_list(
+        cfg, split, [EpisodeBatch(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes))
+    )
 
 
-def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -> EpisodeList:
+def _episode_list(cfg: Config, split: EnvSplit, waves: list[EpisodeBatch], slots: int) -> EpisodeList:
     return EpisodeList(
         num_slots=slots,
         max_episode_steps=split.max_episode_steps,
@@ -213,7 +217,7 @@ def _permutation(seed: int, lap: int, count: int) -> IntArray:
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 
-def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
+def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> EpisodeBatch:
     """Return a wave with one queue per slot; each queue suffices for the quota if all episodes end after one chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
@@ -234,7 +238,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     def queue(slot: int) -> Sequence[EpisodeSpec]:
         return _LazyEpisodes(lambda nth: specs(nth)[slot], per_slot)
 
-    return Wave(queues=tuple(map(queue, range(len(reset_ids)))), quota_chunks=quota)
+    return EpisodeBatch(queues=tuple(map(queue, range(len(reset_ids)))), quota_chunks=quota)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +276,9 @@ def _train_episodes(
     return _LazyEpisodes(create, len(index))
 
 
-def _deal(wave: Wave, slots: int) -> Wave:
+def _deal(wave: EpisodeBatch, slots: int) -> EpisodeBatch:
     """Distribute a shared queue over one queue per slot, so that slots do not depend on the order of completion."""
     if len(wave.queues) != 1 or slots == 1:
         return wave
     (queue,) = wave.queues
-    return Wave(queues=tuple(queue[slot::slots] for slot in range(slots)), quota_chunks=wave.quota_chunks)
+    return EpisodeBatch(queues=tuple(queue[slot::slots] for slot in range(slots)), quota_chunks=wave.quota_chunks)

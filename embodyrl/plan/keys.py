@@ -13,12 +13,21 @@ from typing import Any
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.config.compose import Setting, default_options
-from embodyrl.config.settings import Key, NumbersStates, Settings, find_key, keys_of, parents_of, plain, spell
+from embodyrl.config.settings import (
+    ChangesStateIds,
+    Key,
+    Settings,
+    find_key,
+    format_value,
+    keys_of,
+    parents_of,
+    to_builtin,
+)
 from embodyrl.config.trust import TRUST
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, short
 from embodyrl.plan.checks import wrong_value
-from embodyrl.plan.reads import reads
+from embodyrl.plan.command_sections import reads
 from embodyrl.plan.schema import Config, Schema, TopSettings, choose, classes, selectors
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
@@ -47,7 +56,9 @@ def unused_keys(
     for name in names:
         if name in _DELETED and not last[name].typed:
             if values[name] != _DELETED[name]:
-                lost.append(f"{last[name].where}{name}={spell(values[name])} is ignored: the key has been deleted.")
+                lost.append(
+                    f"{last[name].where}{name}={format_value(values[name])} is ignored: the key has been deleted."
+                )
             continue
         if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
             continue
@@ -81,7 +92,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
 def state_keys() -> frozenset[str]:
     """Return the keys and groups that determine which initial state a state id refers to."""
     found = {**keys_below("env"), **keys_below("data")}
-    return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
+    return frozenset(name for name, key in found.items() if ChangesStateIds in key.metadata)
 
 
 _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
@@ -238,7 +249,7 @@ def _report_unread(
         problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")
     elif found == name and (wrong := wrong_value(known[name], value)):
         problems += wrong
-    elif value != plain(known[found].default):
+    elif value != to_builtin(known[found].default):
         unread.setdefault(reader, []).append(name)
 
 

@@ -84,7 +84,7 @@ def _advice(run_plan: RunPlan, plan: MemoryPlan, drawn: int | None = None) -> st
 def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
     """Return the bytes of policy processes and the number of env workers on the host with the highest memory demand."""
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
-    for number in range(run_plan.ranks + run_plan.cfg.acting_processes):
+    for number in range(run_plan.ranks + run_plan.cfg.rollout_processes):
         trains = number < run_plan.ranks
         own = plan.policy if trains else plan.acting
         policies[run_plan.policy_node(number)] += PROCESS + plan.offloaded * trains if gpus else own

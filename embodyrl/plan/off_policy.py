@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from embodyrl.algorithms.off_policy.estimator import ReplaySettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
-from embodyrl.config.compose import flat, write_word
+from embodyrl.config.compose import flat, format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import to_builtin
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import ENVIRONMENT_PATH, Card, is_ours
 from embodyrl.data.rewarded import changed_reward
@@ -67,7 +67,7 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
         yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
         return
     if not resolve_asset(folder).is_dir():
-        out = shlex.quote(write_word("collect.out", folder))
+        out = shlex.quote(format_override("collect.out", folder))
         yield f"algorithm.demonstrations: {folder} is not a folder; create one with `embodyrl collect {out}`."
         return
     card = read_card(resolve_asset(folder))
@@ -117,7 +117,7 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
             f"run has {own and own['path']}, or other reward settings. Collect with the same reward."
         )
     told = resolve_asset(folder) / ENVIRONMENT_PATH
-    saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))
+    saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": to_builtin(cfg.env)}))
     differs = [key for key in saved if "reward" in key and saved[key] != mine.get(key)]
     if differs:
         yield (

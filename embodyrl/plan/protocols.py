@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodyrl.config.compose import parse_word
-from embodyrl.config.settings import plain, spell
+from embodyrl.config.compose import parse_override
+from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 
@@ -25,9 +25,9 @@ def departures(cfg: Config, env: EnvSpec) -> list[str]:
     """
     values = dict(cfg.leaves())
     found = [
-        f"{key}={spell(values[key])} instead of {spell(value)}"
+        f"{key}={format_value(values[key])} instead of {format_value(value)}"
         for key, value in _asked(cfg, env).items()
-        if key in values and plain(values[key]) != value
+        if key in values and to_builtin(values[key]) != value
     ]
     return [*found, *cfg.eval.protocol.departures]
 
@@ -43,7 +43,11 @@ def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
 
 def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
     """Return {key: value} of the settings that the protocol requires."""
-    asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
+    asked = {
+        "eval.episodes": None,
+        "eval.samples": 1,
+        **dict(parse_override(word) for word in cfg.eval.protocol.settings),
+    }
     if (horizon := cfg.eval.protocol.horizon(env.name)) is not None:
         asked["env.eval.max_episode_steps"] = horizon
     return asked

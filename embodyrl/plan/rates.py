@@ -118,7 +118,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     found = _speed(run_plan.gpus, measured)
     speed = found or UNKNOWN
     flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
-    acting = cfg.acting_processes or run_plan.ranks
+    acting = cfg.rollout_processes or run_plan.ranks
     batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # With a small batch, inference is bound by reading all weights once per pass.
     reading = costs.act_passes * item * costs.num_parameters / speed.bandwidth

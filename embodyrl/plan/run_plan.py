@@ -83,7 +83,7 @@ class RunPlan:
     @property
     def is_disaggregated(self) -> bool:
         """True if rollout and actor are different processes; only training has actors."""
-        return self.algorithm is not None and self.cfg.acting_processes > 0
+        return self.algorithm is not None and self.cfg.rollout_processes > 0
 
     @property
     def policy_costs(self) -> PolicyCosts:

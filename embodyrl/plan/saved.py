@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import Setting, flat, parse_word, write_word
+from embodyrl.config.compose import Setting, flat, format_override, parse_override
 from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
-from embodyrl.config.settings import plain, spell
-from embodyrl.config.trust import distrusted
+from embodyrl.config.settings import format_value, to_builtin
+from embodyrl.config.trust import find_untrusted_values
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
@@ -59,7 +59,7 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
     """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
-        return run_config(_described("ckpt", str(parse_word(named[-1])[1]))) if named else None
+        return run_config(_described("ckpt", str(parse_override(named[-1])[1]))) if named else None
     return None
 
 
@@ -73,7 +73,7 @@ def dump_config(cfg: Config, only: str | None = None) -> str:
 
     Values of environment variables are written as `${oc.env:NAME}`.
     """
-    values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
+    values = to_builtin(cfg) if only is None else {only: to_builtin(getattr(cfg, only))}
     return dump_plain_yaml(_masked(values))
 
 
@@ -99,9 +99,9 @@ def read_saved(file: Path) -> list[Setting]:
 def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (key, value, default) of each changed key of a saved config, formatted as on the command line."""
     return [
-        (name, spell(value), spell(defaults[name]) if name in defaults else "")
+        (name, format_value(value), format_value(defaults[name]) if name in defaults else "")
         for name, value in flat(config).items()
-        if name not in defaults or value != plain(defaults[name])
+        if name not in defaults or value != to_builtin(defaults[name])
     ]
 
 
@@ -115,7 +115,7 @@ def command_of(saved: Sequence[Setting]) -> str:
     return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
 
 
-def on_base(
+def merge_with_base(
     base: Path,
     command: str,
     groups: Mapping[str, str],
@@ -168,14 +168,14 @@ def _base_settings(
         saved += _played_environment(base.parent, saved, problems)
     if command == "train" and made_by != "train":
         saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
-    return [s for s in saved if lies_below(s.key, kept) or not lies_below(s.key, left)]
+    return [s for s in saved if is_key_or_subkey(s.key, kept) or not is_key_or_subkey(s.key, left)]
 
 
 def _value_of(key: str, settings: Sequence[Setting]) -> Any:
     return next((setting.value for setting in reversed(settings) if setting.key == key), None)
 
 
-def lies_below(name: str, keys: Iterable[str]) -> bool:
+def is_key_or_subkey(name: str, keys: Iterable[str]) -> bool:
     """Return True if `name` is one of `keys`, or a subkey of one of them."""
     return any(f"{name}.".startswith(f"{key}.") for key in keys)
 
@@ -241,7 +241,7 @@ def settings_of_weights(
         text = f"{last[_CHUNK].where}the weights {named.value} output chunks of {own} actions. Use at most {own}."
         problems += [text] if longer else []
     changed = [s for s in found if s.key in last and last[s.key].typed and last[s.key].value != s.value]
-    typed, own = (" ".join(write_word(s.key, one[s.key]) for s in changed) for one in (_values(settings), made))
+    typed, own = (" ".join(format_override(s.key, one[s.key]) for s in changed) for one in (_values(settings), made))
     warnings = [f"{typed}: the weights {named.value} were trained with {own}."] if changed else []
     return [s for s in found if named.typed or s.key not in last or last[s.key].source != named.source], warnings
 
@@ -280,5 +280,5 @@ def _values(settings: Sequence[Setting]) -> dict[str, Any]:
 
 def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
     """Raise an error for untrusted values in a saved config. Call this function before any component is imported."""
-    if found := distrusted(_values(saved), _values(typed), file):
+    if found := find_untrusted_values(_values(saved), _values(typed), file):
         raise ConfigError([*problems, *found])

@@ -17,7 +17,7 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSettings, FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.settings import Index, Key, Path, Settings, keys_of, parents_of, plain, spell
+from embodyrl.config.settings import Index, Key, Path, Settings, format_value, keys_of, parents_of, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.data.settings import CollectSettings, DaggerSettings, DemonstrationSettings, ObjectiveSettings
 from embodyrl.devices import multiplies_bfloat16
@@ -27,13 +27,13 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import ActorSettings, CriticSettings
-from embodyrl.plan.reads import get_reads, reads
+from embodyrl.plan.command_sections import get_command_sections, reads
 from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSettings, RunnerSettings, VideoChoice
 from embodyrl.policies import POLICIES
 from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.text.dataset import holds_text
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import PairSettings, RowSettings
 
 THIS_HOST = "this host"
@@ -97,7 +97,7 @@ class Config(TopSettings):
     critic: CriticSettings
     checkpoint: CheckpointSettings
     data: DemonstrationSettings | RowSettings | PairSettings
-    reward: JudgeSettings | StepRewardSettings
+    reward: TextRewardSettings | StepRewardSettings
     collect: CollectSettings
     dagger: DaggerSettings
     objective: ObjectiveSettings
@@ -173,9 +173,9 @@ class Config(TopSettings):
         return max(1, self.model.num_action_chunks - self.env.delay[1])
 
     @property
-    def acting_processes(self) -> int:
+    def rollout_processes(self) -> int:
         """Number of processes that only run inference for rollouts; 0: training processes also act."""
-        return self.rollout.acting_processes if self.trains else 0
+        return self.rollout.rollout_processes if self.trains else 0
 
     @property
     def prefers_float32(self) -> bool:
@@ -193,12 +193,15 @@ class Config(TopSettings):
     def changed(self) -> list[str]:
         """Command-line keys whose value differs from the default."""
         keys = self._schema.keys
-        return [n for n, value in self.leaves() if self.typed(n) and plain(value) != plain(keys[n].default)]
+        return [n for n, value in self.leaves() if self.typed(n) and to_builtin(value) != to_builtin(keys[n].default)]
 
     @property
     def conditions(self) -> dict[str, str]:
         """{condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
-        found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **get_reads(self.command).needs}
+        found = {
+            "reward.path=null or reward.mode=add": "env.use_rel_reward",
+            **get_command_sections(self.command).needs,
+        }
         return found | (_TEXT_NEEDS if self.reads_rows else {})
 
     @property
@@ -227,7 +230,7 @@ class Config(TopSettings):
 
 def selectors(command: str) -> dict[str, str]:
     """Return the name of the key that selects the settings class, by group; other groups have a fixed class."""
-    read = get_reads(command).sections.split()  # acting alone takes keys that all algorithms have
+    read = get_command_sections(command).sections.split()  # acting alone takes keys that all algorithms have
     return {g: key for g, (key, _) in SELECTORS.items() if g in read and (g != "algorithm" or "critic" in read)}
 
 
@@ -246,7 +249,7 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
         sections["algorithm"] = ActingAlgorithm
     factory = ENVS.get(values["env.env_type"]) if "env" in chosen else None
     if getattr(factory, "reads_rows", False):
-        sections |= {"data": RowSettings, "reward": JudgeSettings}
+        sections |= {"data": RowSettings, "reward": TextRewardSettings}
     elif getattr(factory, "rewards_steps", False) and reads(command, "rollout"):
         sections["reward"] = StepRewardSettings
     if command == "sft":
@@ -281,7 +284,7 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
     """
     value = values.get(key, default)
     if not isinstance(value, str):
-        raise ConfigError(f"{key}={spell(value):.200} must be a name or package.module:attr.")
+        raise ConfigError(f"{key}={format_value(value):.200} must be a name or package.module:attr.")
     return value
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, CountOrAll, Must, Name, Path, Positive, Settings, Share, only
+from embodyrl.config.settings import Constraint, Count, CountOrAll, Name, Path, Positive, Settings, Share, valid_if
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
 OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
@@ -16,17 +16,19 @@ KeptEpisodes = StrEnum("KeptEpisodes", ["none", "all", "failures", "successes"])
 VideoChoice = Annotated[
     str,
     Field(pattern=r"^(none|failures|all|(first|changed):[1-9]\d{0,5})$"),
-    Must("one of none, failures, first:N, changed:N, all"),
+    Constraint("one of none, failures, first:N, changed:N, all"),
 ]
 
 
-_DIFFERENT = only(lambda names: len(set(names)) == len(names))
+_DIFFERENT = valid_if(lambda names: len(set(names)) == len(names))
 
 
 class LoggerSettings(Settings):
     """Config keys for metric loggers."""
 
-    backends: Annotated[list[str], _DIFFERENT, Must("a list of different names, for example [console,jsonl,wandb]")] = [
+    backends: Annotated[
+        list[str], _DIFFERENT, Constraint("a list of different names, for example [console,jsonl,wandb]")
+    ] = [
         "console",
         "jsonl",
         "tensorboard",
@@ -59,7 +61,7 @@ class RunnerSettings(Settings):
     val_check_interval: CountOrAll = -1
     """Number of training steps between validations, which also run before the first and after the last step; -1: no
     validation."""
-    val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
+    val_suites: Annotated[list[str], _DIFFERENT, Constraint("a list of different names")] = []
     """Additional suites for evaluations and validations, as a list, or [all]. LIBERO: base, object, swap, lan, task,
     camera, robot, noise, language. Tabletop: colours, positions, phrasings."""
     save_interval: CountOrAll = 50
@@ -98,7 +100,7 @@ class VllmSettings(Settings):
     """Free the engine's GPU memory during updates; default: on if the KV cache of all slots and training do not fit
     together."""
 
-    tensor_parallel_size: Annotated[Literal[1], Must("1; more needs rollout.backend=server")] | None = None
+    tensor_parallel_size: Annotated[Literal[1], Constraint("1; more needs rollout.backend=server")] | None = None
     """Number of GPUs per model: 1, because the engine runs inside a process with one GPU; for more, use
     rollout.backend=server and `vllm serve --tensor-parallel-size`."""
 
@@ -125,7 +127,9 @@ class RolloutSettings(Settings):
     backend: Literal["hf", "vllm", "server"] = "hf"
     """Inference engine: hf (the policy's own module), or for language models vllm or server (an OpenAI-style
     completions server)."""
-    url: Annotated[str, Field(pattern=r"^https?://\S+$"), Must("an address such as http://host:8000/v1")] | None = None
+    url: (
+        Annotated[str, Field(pattern=r"^https?://\S+$"), Constraint("an address such as http://host:8000/v1")] | None
+    ) = None
     """backend=server: URL of the completions server, including /v1."""
     served_model: str | None = None
     """backend=server: model name on the server; default: the server's first model."""
@@ -137,7 +141,7 @@ class RolloutSettings(Settings):
     """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
 
     @property
-    def acting_processes(self) -> int:
+    def rollout_processes(self) -> int:
         """Number of processes that only run inference for rollouts; 0: training processes also act."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 

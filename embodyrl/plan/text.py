@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.reward_runner import build_judge
+from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.envs.text.reward_runner import problems as judge_problems
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
@@ -14,7 +14,7 @@ from embodyrl.text.dataset import TextRows, open_rows, rendered_prompt
 from embodyrl.text.gguf import language_model_folder
 from embodyrl.text.rewards.programs import reference_problems
 from embodyrl.text.rewards.services import COMPARING
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import RowSettings
 
 _SHOWN = 600
@@ -27,8 +27,8 @@ def give_task(cfg: Config, context: EnvContext) -> EnvContext:
     Raises:
         ConfigError: a file, a row or a reward setting is invalid.
     """
-    assert isinstance(cfg.reward, JudgeSettings)
-    judge = build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
+    assert isinstance(cfg.reward, TextRewardSettings)
+    judge = build_reward_runner(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
     rows = checked_rows(cfg, cfg.rows, json_answers=not {*judge.names} & {*COMPARING})
     if "code" in judge.names:
         _check_tests(rows)
@@ -91,7 +91,7 @@ def prompt_facts(cfg: Config, folder: Path) -> list[tuple[str, str]]:
 
 def text_problems(cfg: Config) -> list[str]:
     """Return errors in the sections `data` and `reward`, one line each."""
-    assert isinstance(cfg.reward, JudgeSettings)
+    assert isinstance(cfg.reward, TextRewardSettings)
     problems = judge_problems(cfg.reward)
     if cfg.data.path is None:
         problems.append(

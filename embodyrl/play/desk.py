@@ -25,7 +25,7 @@ class _Client:
     answer: Answer | None = field(default=None, repr=False)
 
 
-class Desk:
+class RequestHandlers:
     """Request handlers of the page `play`.
 
     `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated

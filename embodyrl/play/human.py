@@ -20,7 +20,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.config import overridden
 from embodyrl.plan.schema import Config
-from embodyrl.play.desk import Desk
+from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import Recording
 from embodyrl.play.scene import Scene
 from embodyrl.play.start import page
@@ -48,7 +48,7 @@ class HumanExpert:
         self._cfg = cfg.dagger
         self._steps = cfg.runner.max_steps
         self._round = 0
-        self.desk = Desk(cfg.runner.experiment_name or "dagger")
+        self.desk = RequestHandlers(cfg.runner.experiment_name or "dagger")
         self.server = Loopback(cfg.dagger.port, {"/": page}, self.desk.posts)
         # Simulators with OpenGL windows belong to the thread that answers requests.
         self._thread = threading.Thread(target=self.server.answer_forever, name="cockpit", daemon=True)

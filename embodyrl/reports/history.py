@@ -13,7 +13,7 @@ from typing import Any
 
 from embodyrl.config.compose import flat
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import plain, spell
+from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl.files import by_number, read_tail
 from embodyrl.monitor.history import (
@@ -198,7 +198,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
     history = read_history(run)
     if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
-    if differs := other_worlds(history.config, plain(cfg), {*state_keys(), *JUDGED}):
+    if differs := other_worlds(history.config, to_builtin(cfg), {*state_keys(), *JUDGED}):
         raise ConfigError(
             f"eval.baseline={run}: its initial states, horizon or success key are different ({differs}), so episodes "
             "cannot be paired. "
@@ -218,4 +218,4 @@ def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Coll
     )
     # Earlier versions lack keys.
     differ = [key for key in one.keys() & other.keys() if one[key] != other[key]]
-    return ", ".join(f"{key}={spell(one[key])} and {spell(other[key])}" for key in sorted(differ)) or None
+    return ", ".join(f"{key}={format_value(one[key])} and {format_value(other[key])}" for key in sorted(differ)) or None

@@ -19,7 +19,7 @@ class Card:
     """One video with the outcome of its episode."""
 
     media: str
-    """Key of the video in `Shelf.sources`."""
+    """Key of the video in `VideoIndex.sources`."""
     run: str
     step: int
     episode: EpisodeRow
@@ -31,7 +31,7 @@ class Card:
 
 
 @dataclass(slots=True)
-class Shelf:
+class VideoIndex:
     """Embedded or linked videos of a page, by key."""
 
     page: Path
@@ -52,7 +52,7 @@ class Shelf:
         return self._keys[video]
 
 
-def cards_of(history: History, shelf: Shelf) -> list[Card]:
+def cards_of(history: History, shelf: VideoIndex) -> list[Card]:
     """Return the existing videos of the evaluations of a run, newest evaluation first."""
     cards = []
     for evaluation in reversed(history.evaluations):
@@ -84,7 +84,7 @@ def animate_changes(history: History, out: Path) -> None:
     """
     from embodyrl.reports.side_by_side import animate
 
-    shelf = Shelf(page=out, budget=0)
+    shelf = VideoIndex(page=out, budget=0)
     films = {card.media: card for card in cards_of(history, shelf)}
     chosen: dict[str, tuple[Path, Path]] = {}
     for first, last in pairs_of(films.values()):

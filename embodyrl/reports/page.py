@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from embodyrl.config.compose import flat
-from embodyrl.config.settings import spell
+from embodyrl.config.settings import format_value
 from embodyrl.files import by_number, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
@@ -28,7 +28,7 @@ from embodyrl.reports.charts import (
     wants_log,
 )
 from embodyrl.reports.history import JUDGED, History, other_worlds, read_history, samples_of
-from embodyrl.reports.media import EMBED_BYTES, Shelf, cards_of, pairs_of
+from embodyrl.reports.media import EMBED_BYTES, VideoIndex, cards_of, pairs_of
 from embodyrl.reports.paired import pair_suites
 from embodyrl.reports.seeds import SeedGroup, improvement, seed_groups
 from embodyrl.version import __version__
@@ -75,7 +75,7 @@ def write_report(
         ConfigError: a folder is not a run.
     """
     histories = [read_history(folder) for folder in folders]
-    shelf = Shelf(page=out, budget=embed_bytes)
+    shelf = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in cards_of(history, shelf)]
     tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
     lines = _summary(histories, states)
@@ -94,7 +94,7 @@ def write_report(
         pairs=pairs_of(cards),
         replies=[sample for history in histories for sample in samples_of(history, _MAX_REPLIES)],
         sources=json.dumps(shelf.sources).replace("<", "\\u003c"),
-        differences=[(k, [spell(v) for v in values]) for k, values in differing([h.config for h in histories])],
+        differences=[(k, [format_value(v) for v in values]) for k, values in differing([h.config for h in histories])],
     )
     write_atomically(out, text)
     return lines

@@ -101,7 +101,7 @@ class PolicyClient:
         """False from the start of an update until its weights are published."""
 
     @property
-    def num_acting(self) -> int:
+    def num_rollout_processes(self) -> int:
         """Number of acting processes."""
         return len(self._acting)
 
@@ -121,7 +121,7 @@ class PolicyClient:
         idle = next((name for name in present if not self._open[name]), None)
         self._send(idle or min(present, key=lambda name: len(self._open[name])), request, on_done)
 
-    def ask_acting(self, request: Request) -> Replies:
+    def ask_rollout_processes(self, request: Request) -> Replies:
         """Send a request to all acting processes."""
         return self._ask(self._acting, request)
 

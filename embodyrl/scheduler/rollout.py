@@ -22,7 +22,7 @@ VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
 
 
 @dataclass
-class Tally:
+class RolloutStats:
     """Counts and times of a rollout, for all workers together."""
 
     env_steps: int = 0
@@ -37,7 +37,7 @@ class Tally:
     inferences: int = 0
     inferred: int = 0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: RolloutStats) -> None:
         """Add the counts and times of another tally."""
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
@@ -58,7 +58,7 @@ class RolloutResult:
     """Number of additional groups that were run to replace filtered groups."""
     greedy: dict[int, Episode] = field(default_factory=dict)
     """Greedy episode of each group by group id, if the algorithm needs greedy episodes."""
-    tally: Tally = field(default_factory=Tally)
+    tally: RolloutStats = field(default_factory=RolloutStats)
     video_problems: list[str] = field(default_factory=list)
     continues: bool = False
     """True if the next rollout continues the episodes that are unfinished at the end of this rollout."""
@@ -105,7 +105,7 @@ class Queue:
             self._next += 1
         return spec
 
-    def put_back(self, spec: EpisodeSpec) -> None:
+    def requeue(self, spec: EpisodeSpec) -> None:
         """Put an episode back at the head of the queue."""
         self._back.append(spec)
 
@@ -162,11 +162,11 @@ class Rollout:
         np.subtract.at(self._waiting, queues, 1)
         return [self._queues[queue].pop() for queue in queues]
 
-    def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
+    def discard_attempt(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
         """Discard an attempt at an episode without using quota. With `again`, return the episode to the queue."""
         if again:
             self._waiting[queue := self._queue_of(slot)] += 1
-            self._queues[queue].put_back(spec)
+            self._queues[queue].requeue(spec)
             self.openings += 1
 
     def spend(self, slot: int, chunks: int) -> None:

@@ -27,7 +27,7 @@ from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
+from embodyrl.scheduler.rollout import Rollout, RolloutResult, RolloutStats
 from embodyrl.scheduler.slot import Open, Phase, Slots, StageKey, Stages, following_action
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
@@ -62,7 +62,7 @@ class RolloutScheduler(EventLoop):
         self._version = 0
         self._rollouts: list[Rollout] = []
         self._num_opened = 0
-        self._tally = Tally()
+        self._tally = RolloutStats()
         self._tally_since: float | None = None
         """Time at which open rollouts began to progress outside of `finish`; None: no rollout is open."""
         self._ready_since = 0.0
@@ -95,7 +95,7 @@ class RolloutScheduler(EventLoop):
         if self._needs_values and rollout.keep:
             self._bootstrap(out)
         out.episodes.sort(key=lambda e: e.spec.episode_id)
-        out.tally, self._tally = self._tally, Tally()
+        out.tally, self._tally = self._tally, RolloutStats()
         now = time.perf_counter()
         out.tally.wall_s = now - started
         out.tally.span_s = now - (started if self._tally_since is None else self._tally_since)
@@ -140,7 +140,7 @@ class RolloutScheduler(EventLoop):
         """Handle reports and deaths of env workers; callback for `Supervisor`."""
         if isinstance(message, EnvReport):
             self._stages.close(worker, message)
-            self._tally.add(Tally(sim_s=message.sim_s, render_s=message.render_s, reset_s=message.reset_s))
+            self._tally.add(RolloutStats(sim_s=message.sim_s, render_s=message.render_s, reset_s=message.reset_s))
         elif isinstance(message, WorkerReady):
             self._task_limits[worker] = message.task_limit
             self._stages.note_worker(worker)
@@ -202,9 +202,9 @@ class RolloutScheduler(EventLoop):
         starting = np.concatenate(started)
         goes_on = np.array([self._slots.each[row].open is not None for row in starting.tolist()])
         fresh = starting[~goes_on]
-        # In this order: `go_on` fills the targets that `begin` allocates.
+        # In this order: `continue_episodes` fills the targets that `begin` allocates.
         self._slots.begin(np.concatenate([fresh, starting[goes_on]]))
-        self._slots.go_on(starting[goes_on])
+        self._slots.continue_episodes(starting[goes_on])
         return tuple(self._slots.reset_requests(fresh, self._stages.first[worker]))
 
     def _next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
@@ -252,7 +252,7 @@ class RolloutScheduler(EventLoop):
             return False
         now = time.monotonic()
         self._ready_since = self._ready_since or now
-        active, acting = int(np.count_nonzero(slots.phase)), self._policy.num_acting
+        active, acting = int(np.count_nonzero(slots.phase)), self._policy.num_rollout_processes
         target = max(1, active // (self._num_stages * acting))
         if len(ready) < target and self._stages.busy and now - self._ready_since < _SHORT_WAIT_S:
             return True
@@ -394,7 +394,7 @@ class RolloutScheduler(EventLoop):
         # `_on_stepped` appended the record of the final observation to those of the chunks.
         tickets = np.array([out.tickets[e.spec.episode_id][-1] for e in pending])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
-        self.run_until(self._policy.ask_acting(request).complete)
+        self.run_until(self._policy.ask_rollout_processes(request).complete)
         for episode, values in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
             place = following_action(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
             episode.bootstrap_value[:] = values[place]

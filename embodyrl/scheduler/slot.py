@@ -153,7 +153,7 @@ class Slots:
             stem, keep = choice or (None, "all")
             yield ResetRequest(slot=row - first, start=start, target=target, video_stem=stem, keep_video=keep)
 
-    def go_on(self, rows: IntArray) -> None:
+    def continue_episodes(self, rows: IntArray) -> None:
         """Continue cut episodes: the policy gets their current observation without a simulation step."""
         for row in rows.tolist():
             held = self.each[row].open
@@ -272,7 +272,7 @@ class Slots:
         slot, phase = self.each[row], self.phase[row]
         assert slot.episode is not None and slot.rollout is not None
         # Before the slot is idle: `Rollout.ended` must find the episode in its queue.
-        slot.rollout.lose(slot.index, slot.episode, again=again)
+        slot.rollout.discard_attempt(slot.index, slot.episode, again=again)
         tickets = self._taken[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
         tickets += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Must, NumbersStates, Path, Settings, only
+from embodyrl.config.settings import ChangesStateIds, Constraint, Count, Path, Settings, valid_if
 
 
 def is_function(path: str) -> bool:
@@ -27,12 +27,12 @@ class DataSettings(Settings):
 
     needs = {"val_path=null": "val_share"}
 
-    path: Annotated[Path | None, NumbersStates] = None
+    path: Annotated[Path | None, ChangesStateIds] = None
     """Folder of demonstrations in the format of `embodyrl collect`.
     For text: a .jsonl or .parquet file, a folder of such files, or package.module:function."""
-    val_path: Annotated[Path | None, NumbersStates] = None
+    val_path: Annotated[Path | None, ChangesStateIds] = None
     """Validation data; default: a fraction of data.path."""
-    val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
+    val_share: Annotated[float, Field(ge=0, lt=1), ChangesStateIds] = 0.1
     """Fraction of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
     """If true, rows are sampled in random order."""
@@ -41,22 +41,24 @@ class DataSettings(Settings):
 class RowSettings(DataSettings):
     """Config keys for text rows."""
 
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
+    kwargs: Annotated[dict[str, Any], ChangesStateIds] = {}
     """Keyword arguments for the function in data.path=package.module:function."""
-    subset: Annotated[str | None, NumbersStates] = None
+    subset: Annotated[str | None, ChangesStateIds] = None
     """Subset of a Hugging Face data set: the subfolder that contains the rows."""
-    split: Annotated[str | None, NumbersStates] = None
+    split: Annotated[str | None, ChangesStateIds] = None
     """Training split of a folder or repository: file name prefix (train-00000-of-00002.parquet) or subfolder; default:
     all files."""
-    val_split: Annotated[str | None, NumbersStates] = None
+    val_split: Annotated[str | None, ChangesStateIds] = None
     """Validation split; default: the last rows of the data (fraction data.val_share)."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages with role and content."""
     answer_key: str = "answer"
     """Column of the reference answer, also the target of `embodyrl sft`; a.b is field b of column a."""
-    answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
+    answer_pattern: Annotated[str, valid_if(_is_pattern), Constraint("a regular expression")] | None = None
     """Regular expression whose first group matches the reference in the answer column, for example '#### (.+)'."""
-    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
+    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Constraint("text that contains {prompt}")] = (
+        "{prompt}"
+    )
     """Template of each prompt; {prompt} is replaced by the text of the prompt column, or of the last user message."""
     system_prompt: str | None = None
     """System message that precedes each prompt; rows with a system message of their own are rejected."""
@@ -66,7 +68,7 @@ class RowSettings(DataSettings):
     max_image_edge: Count | None = None
     """Maximum length of the longer image edge in pixels; larger images are scaled down. Memory for the largest image is
     reserved in each sample."""
-    max_prompt_length: Annotated[Count | None, NumbersStates] = 512
+    max_prompt_length: Annotated[Count | None, ChangesStateIds] = 512
     """Maximum prompt length in tokens, with the chat template and without images; longer prompts are dropped; null: no
     limit."""
 

@@ -8,7 +8,7 @@ from typing import cast
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
-from embodyrl.learners.precision import halve
+from embodyrl.learners.precision import cast_to_bfloat16
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.training import Trainer
@@ -37,7 +37,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     )
 
 
-def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
+def casts_to_bfloat16(init: PolicyHostInit, policy: Policy) -> bool:
     """Return True if storing frozen float32 weights in the compute precision does not change results.
 
     Models with adapters or steering store them in half precision already; trained weights stay in float32.
@@ -75,8 +75,8 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
     if path is None:
         whole = build_policy(init)
         reference = getattr(whole, "alone", whole)
-        if halves_weights(init, policy):
-            halve(reference.module, sharded=init.shards)
+        if casts_to_bfloat16(init, policy):
+            cast_to_bfloat16(reference.module, sharded=init.shards)
         return reference
     request = replace(init.request, device=best_device(), trainable=False, backend="hf", critic=None)
     reference = POLICIES.get(init.model.model_type).build(init.model.whole(path), request)

@@ -24,9 +24,9 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import PARENT_EXITED, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log, read_tail
 from embodyrl.learners.settings import ActorSettings
-from embodyrl.leftovers import end_children_at_exit, signal_at_parents_end, skip_destructors
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.process_cleanup import end_children_at_exit, signal_at_parents_end, skip_destructors
 
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

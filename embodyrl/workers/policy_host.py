@@ -34,7 +34,7 @@ from embodyrl.channels.messages import (
 from embodyrl.checkpoint.tensors import writing
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
-from embodyrl.learners.precision import halve
+from embodyrl.learners.precision import cast_to_bfloat16
 from embodyrl.learners.protocol import Learner
 from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.training import InParts, Trainer
@@ -42,7 +42,7 @@ from embodyrl.policies.protocol import HasEngine, Policy
 from embodyrl.policies.tensors import seed_everything
 from embodyrl.specs import GripperConvention, convert_gripper
 from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray
-from embodyrl.workers.building import build_learner, build_policy, halves_weights, open_ranks
+from embodyrl.workers.building import build_learner, build_policy, casts_to_bfloat16, open_ranks
 from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.noise import token_noise
 from embodyrl.workers.weights import describe_weights, publish, take
@@ -82,9 +82,9 @@ class PolicyHost:
             )
             self._learner = build_learner(init, self._trainer, self._arena, algorithm)
             self._ranks.reshard()
-        elif self._bucket_arena is not None and halves_weights(init, self.policy):
+        elif self._bucket_arena is not None and casts_to_bfloat16(init, self.policy):
             # Inference-only process with copies of the actors' weights.
-            halve(self.policy.module, sharded=init.sharded)
+            cast_to_bfloat16(self.policy.module, sharded=init.sharded)
 
     def ready(self) -> WorkerReady:
         """Return the `WorkerReady` message, with a description of weights that are transferred between processes."""

@@ -73,7 +73,7 @@ def test_samples_are_weighted_by_executed_actions():
     """Equal numbers of samples have equal weights only if all actions were executed."""
     algorithm = Algorithm(algorithm_of(group_size=2))
     whole = algorithm.prepare([make_episode([[1.0, 0.0]]), make_episode([[0.0, 0.0]], episode_id=1, first_record=1)])
-    assert algorithm.weighs_evenly(whole)
+    assert algorithm.has_equal_weights(whole)
     ragged = algorithm.prepare(groups((1.0, 0.0)))
-    assert not algorithm.weighs_evenly(ragged)
-    assert not Algorithm(algorithm_of(group_size=2, loss_agg_func="seq-mean-token-mean")).weighs_evenly(whole)
+    assert not algorithm.has_equal_weights(ragged)
+    assert not Algorithm(algorithm_of(group_size=2, loss_agg_func="seq-mean-token-mean")).has_equal_weights(whole)

@@ -12,7 +12,7 @@ from embodyrl import parts
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import compose
-from embodyrl.config.settings import Key, keys_of, plain, spell
+from embodyrl.config.settings import Key, format_value, keys_of, to_builtin
 from embodyrl.data.conversion.settings import ConvertSettings
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.envs import ENVS
@@ -35,7 +35,7 @@ OF_COMMANDS = {"convert": keys_of(ConvertSettings), "recap": keys_of(RecapSettin
 
 def key_line(name: str, key: Key) -> str:
     """Return a key with its type and default."""
-    return f"key {name}: {key.type_text} = {'(required)' if key.required else spell(plain(key.default))}"
+    return f"key {name}: {key.type_text} = {'(required)' if key.required else format_value(to_builtin(key.default))}"
 
 
 def interface() -> list[str]:

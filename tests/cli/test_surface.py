@@ -20,7 +20,7 @@ import embodyrl
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config import compose
-from embodyrl.config.compose import write_word
+from embodyrl.config.compose import format_override
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
@@ -141,7 +141,9 @@ def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     """The commands are parsed by real shells; `ckpt=` of a run needs the settings of that run."""
     folder = tmp_path / 'it\'s $HOME (1), a=b; [c] \\ "d"'
     words = toy_words(Path("X"), "runner.max_steps=1", "launcher=inline", "video=none")
-    words = [write_word("runner.output_dir", str(folder)) if w.startswith("runner.output_dir=") else w for w in words]
+    words = [
+        format_override("runner.output_dir", str(folder)) if w.startswith("runner.output_dir=") else w for w in words
+    ]
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = [line[11:] for line in done.stdout.splitlines() if line[11:].startswith(f"{SETS_PATH}embodyrl ")]

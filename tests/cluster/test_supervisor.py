@@ -89,7 +89,7 @@ def test_error_of_an_env_worker_is_raised_after_the_update():
     launcher = InlineLauncher(Path())
     one = supervisor.Supervisor(launcher, FaultSettings(max_restarts_per_worker=0), lambda line: None)
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
-    with one.shield():
+    with one.defer_signals():
         one._on_worker_death("env_0", SEGV)
         one.pump(0.0)
         assert one.starting == {"env_0"}, "the worker gets no requests"

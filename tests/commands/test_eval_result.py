@@ -11,7 +11,7 @@ from toy_env import toy_spec
 
 from embodyrl.commands.eval_result import EvalResult, changes, episode_row, summarise
 from embodyrl.monitor.history import EpisodeRow
-from embodyrl.scheduler.rollout import RolloutResult, Tally
+from embodyrl.scheduler.rollout import RolloutResult, RolloutStats
 from embodyrl.types import BenchmarkSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
 
 
@@ -37,7 +37,7 @@ def row(
 
 
 def table(rows: list[EpisodeRow], env: EnvSpec, **kept: object) -> EvalResult:
-    collection = RolloutResult(tally=Tally(env_steps=99, wall_s=3.0), **kept)  # type: ignore[arg-type]
+    collection = RolloutResult(tally=RolloutStats(env_steps=99, wall_s=3.0), **kept)  # type: ignore[arg-type]
     return summarise(rows, collection, env, Path("nowhere"))
 
 

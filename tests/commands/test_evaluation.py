@@ -21,7 +21,7 @@ from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.console import ConsoleMonitor
-from embodyrl.monitor.fanout import Fanout
+from embodyrl.monitor.group import MonitorGroup
 from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.build import build_run_plan
@@ -288,7 +288,7 @@ def test_evaluation_without_success_signal_reports_no_success() -> None:
 
 def table_of(result: EvalResult) -> list[str]:
     out = StringIO()
-    print_table(result, Fanout({"console": ConsoleMonitor(out)}).text)
+    print_table(result, MonitorGroup({"console": ConsoleMonitor(out)}).text)
     return out.getvalue().splitlines()
 
 

@@ -10,7 +10,7 @@ import pytest
 from toy_runs import rows, train_toy
 
 from embodyrl.commands.metrics import rollout_metrics
-from embodyrl.scheduler.rollout import RolloutResult, Tally
+from embodyrl.scheduler.rollout import RolloutResult, RolloutStats
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -130,7 +130,7 @@ def test_success_rate_is_not_biased_towards_short_episodes():
 
 
 def test_overlapped_rollout_time_counts_only_while_waiting():
-    tally = Tally(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
+    tally = RolloutStats(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
     metrics = rollout_metrics(RolloutResult(tally=tally), ENV, num_workers=1, restarts=0)
     assert metrics["time/infer"] == pytest.approx(1.0)
     assert metrics["time/simulate"] == pytest.approx(0.5)
@@ -145,7 +145,7 @@ def test_step_metrics_match_hand_computed_values():
     failed = replace(lost, components=np.zeros((6, 2), np.float32))
     # A filtered group is a group that was played: success must not lose the ones that were all alike.
     alike = replace(held, spec=replace(held.spec, reset_id=3))
-    tally = Tally(
+    tally = RolloutStats(
         env_steps=100,
         wall_s=2.0,
         span_s=4.0,

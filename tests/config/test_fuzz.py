@@ -7,12 +7,12 @@ import random
 import pytest
 
 from embodyrl.config import compose
-from embodyrl.config.settings import spell
+from embodyrl.config.settings import format_value
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components, validated_config
+from embodyrl.plan.command_sections import COMMANDS
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
-from embodyrl.plan.reads import COMMANDS
 
 pytestmark = pytest.mark.integration
 
@@ -121,7 +121,7 @@ def word(rng: random.Random) -> str:
     elif kind < 0.4:
         name = name.rpartition(".")[0] or "env"
     elif kind < 0.6:  # what the key is anyway; where the command reads it, that is fine
-        return f"{name}={spell(all_keys()[name].default)}"
+        return f"{name}={format_value(all_keys()[name].default)}"
     return f"{name}={rng.choice(VALUES)}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from embodyrl.config.compose import compose_files, parse_word, write_word
+from embodyrl.config.compose import compose_files, format_override, parse_override
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml, type_of
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config
@@ -64,7 +64,7 @@ OTHERS = [
 
 def test_saved_config_gives_equal_values(tmp_path: Path) -> None:
     values = {f"x{i}": value for i, value in enumerate([*TEXTS, *OTHERS]) if value != "???"}
-    words = [write_word(f"env.kwargs.{name}", value) for name, value in values.items() if "${" not in str(value)]
+    words = [format_override(f"env.kwargs.{name}", value) for name, value in values.items() if "${" not in str(value)]
     cfg = load_config("train", [*GYM, *words, "runner.experiment_name=1e-4", "model.path=null"])
     assert cfg.env.kwargs == {name: value for name, value in values.items() if "${" not in str(value)}
     for name in ("1e-4", "007", "2026_11_24", "on", "null", "1e5"):
@@ -82,7 +82,7 @@ def test_random_texts_round_trip(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(dump_plain_yaml({"texts": texts}), encoding="utf-8")
     assert read_plain_yaml(tmp_path / "a.yaml")["texts"] == texts
     for text in texts[:100]:
-        assert parse_word(write_word("a.b", [text, {"c": text}])) == ("a.b", [text, {"c": text}])
+        assert parse_override(format_override("a.b", [text, {"c": text}])) == ("a.b", [text, {"c": text}])
 
 
 @pytest.mark.parametrize("word", [*NUMBERS.split(), *WORDS.split()])
@@ -95,7 +95,7 @@ def test_option_file_agrees_with_the_command_line(word: str, tmp_path: Path) -> 
         return next(setting.value for setting in found if setting.key == "env.kwargs.x")
 
     try:
-        expected = parse_word(f"env.kwargs.x={word}")[1]
+        expected = parse_override(f"env.kwargs.x={word}")[1]
     except ConfigError:
         return
     try:
@@ -110,7 +110,7 @@ def test_type_of_words_is_that_of_hydra() -> None:
     kinds = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str"}
     for word in {*NUMBERS.split(), *WORDS.split(), "1e5_0", "1._5", "1_.5", "-.5e-3", "+inf", "nAn", "00", "0_1"}:
         try:
-            value = parse_word(f"a={word}")[1]
+            value = parse_override(f"a={word}")[1]
         except ConfigError:
             continue
         assert type_of(word) == kinds[type(value)], word

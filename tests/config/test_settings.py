@@ -9,10 +9,10 @@ from pydantic import ValidationError, create_model
 
 from embodyrl.config.compose import flat
 from embodyrl.config.settings import (
+    Constraint,
     Count,
     CountOrAll,
     Index,
-    Must,
     Name,
     Path,
     Positive,
@@ -21,10 +21,10 @@ from embodyrl.config.settings import (
     Share,
     Weight,
     find_key,
+    format_value,
     keys_of,
     nested,
-    plain,
-    spell,
+    to_builtin,
 )
 from embodyrl.errors import ConfigError
 from embodyrl.plan.keys import all_keys
@@ -89,9 +89,9 @@ def test_key_has_description_type_and_expected_value() -> None:
 def test_updated_changes_one_value_only() -> None:
     assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
     assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
-    assert plain(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}
-    assert nested(flat(plain(Paint()))) == plain(Paint())
-    assert spell({"a": [True, None]}) == "{a:[true,null]}"
+    assert to_builtin(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}
+    assert nested(flat(to_builtin(Paint()))) == to_builtin(Paint())
+    assert format_value({"a": [True, None]}) == "{a:[true,null]}"
 
 
 def test_every_number_has_an_upper_bound() -> None:
@@ -128,7 +128,7 @@ def test_bounds_of_every_value_type_are_checked(kind: Any, fits: list, wrong: li
 
 
 def test_constraint_wording_can_be_customized() -> None:
-    assert any(isinstance(m, Must) for m in all_keys()["video"].metadata)
+    assert any(isinstance(m, Constraint) for m in all_keys()["video"].metadata)
 
 
 def test_mutable_defaults_are_not_shared() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_saved_config
 from embodyrl.registry import load
@@ -26,7 +26,7 @@ DELETED = {"rollout.dump", "model.use_film"}
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_stored_config_loads_with_its_values(run: Path) -> None:
     stored = dict(_leaves(read_plain_yaml(run / "config.yaml")))
-    found = dict(_leaves(plain(load_saved_config(run, [], command=run.name.partition("_")[0]))))
+    found = dict(_leaves(to_builtin(load_saved_config(run, [], command=run.name.partition("_")[0]))))
     # Which keys of data there are depends on its path: version 0.1 also wrote those of other paths.
     missing = [k for k in stored.keys() - found.keys() if not k.startswith("data.") and k not in DELETED]
     assert missing == []

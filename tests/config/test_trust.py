@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from embodyrl.config.trust import TRUST, distrusted, own_sources, python_path, shell_command, split_trust, trust_words
+from embodyrl.config.trust import (
+    TRUST,
+    find_untrusted_values,
+    own_sources,
+    python_path,
+    shell_command,
+    split_trust,
+    trust_overrides,
+)
 from embodyrl.plan.config import load_config
 
 FILE = Path("run/config.yaml")
@@ -38,29 +46,29 @@ FINE = [
 
 @pytest.mark.parametrize("value", DOORS, ids=str)
 def test_code_paths_from_files_are_refused_unless_on_the_command_line(value: Any) -> None:
-    (line,) = distrusted({"env.x": value, "seed": 1}, {"env.y": "typed", "trust": "true"}, FILE)
+    (line,) = find_untrusted_values({"env.x": value, "seed": 1}, {"env.y": "typed", "trust": "true"}, FILE)
     assert line.startswith(f"{FILE}: env.x: ")
     assert f"add {TRUST};" in line
-    assert not distrusted({"env.x": value}, {"env.x": "typed"}, FILE)
-    assert not distrusted({"env.x": value}, {"trust": True}, FILE)
-    assert not distrusted({"runner.experiment_name": value, "video": value, "video.x": value}, {}, FILE)
-    assert distrusted({"video_cfg.base_dir": value, "trust": True}, {}, FILE)
+    assert not find_untrusted_values({"env.x": value}, {"env.x": "typed"}, FILE)
+    assert not find_untrusted_values({"env.x": value}, {"trust": True}, FILE)
+    assert not find_untrusted_values({"runner.experiment_name": value, "video": value, "video.x": value}, {}, FILE)
+    assert find_untrusted_values({"video_cfg.base_dir": value, "trust": True}, {}, FILE)
 
 
 @pytest.mark.parametrize("value", FINE, ids=str)
 def test_component_names_and_file_paths_are_trusted(value: Any) -> None:
-    assert not distrusted({"env.x": value}, {}, FILE)
+    assert not find_untrusted_values({"env.x": value}, {}, FILE)
 
 
 def test_code_path_in_a_key_is_untrusted() -> None:
-    assert distrusted({"reward.weights.mine:f": 0.5}, {}, FILE)
+    assert find_untrusted_values({"reward.weights.mine:f": 0.5}, {}, FILE)
 
 
 def test_trust_flag_is_a_separate_argument() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
-    assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []
+    assert trust_overrides(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []
     own = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.text.tasks:other"])
-    assert trust_words(own) == [TRUST]
+    assert trust_overrides(own) == [TRUST]
 
 
 OWN = {

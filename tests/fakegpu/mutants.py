@@ -75,7 +75,7 @@ BUGS = {
     "the reference stays in float32": Bug(
         "dtype",
         "embodyrl.workers.building",
-        "            halve(reference.module, sharded=init.shards)",
+        "            cast_to_bfloat16(reference.module, sharded=init.shards)",
         "            pass",
         check="reference",
     ),

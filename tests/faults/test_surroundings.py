@@ -20,7 +20,7 @@ from toy_runs import comparable, resume_toy, rows, toy_words, train_toy
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Field, RecordLayout
 from embodyrl.cluster.local import LocalLauncher
-from embodyrl.monitor.fanout import build_monitor
+from embodyrl.monitor.group import build_monitor
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.workers.lifecycle import WorkerSpec
 

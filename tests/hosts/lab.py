@@ -149,7 +149,7 @@ class Lab:
         if host in self._nodes:
             self._nodes.pop(host).wait()
 
-    def lose(self, host: int) -> None:
+    def discard_attempt(self, host: int) -> None:
         """Kill all processes of a host, and wait until the cluster has noticed."""
         self.kill(host)
         self.wait_for_nodes(COUNT - 1)

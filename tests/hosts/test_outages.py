@@ -96,13 +96,13 @@ def test_run_continues_or_resumes_identically_after_losing_a_host(lab, tmp_path,
         assert "10.77.0.2" in command.err.read_text(), command.printed
         resume = resume_command(command)
         outcome.check_leftovers()
-        lab.lose(phase.host)
+        lab.discard_attempt(phase.host)
         lab.switch.restore()
         lab.start_ray()
         more = lab.run(tmp_path, *resume)
         assert more.wait(400) == 0, more.printed
     assert result(tmp_path / "run") == expected
-    lab.lose(phase.host)
+    lab.discard_attempt(phase.host)
     outcome.show("continues, same numbers" if phase.survives else "exit 4, resumed: same numbers")
 
 
@@ -188,7 +188,7 @@ def test_workers_exit_if_the_cluster_is_unreachable(lab, tmp_path, fault):
     lab.gate.with_suffix(".open").touch()
     assert command.wait(400) == 0, command.printed
     if fault == "cut":
-        lab.lose(ROLLOUT.host)
+        lab.discard_attempt(ROLLOUT.host)
 
 
 def test_run_with_too_few_hosts_saves_and_stops(lab, tmp_path, outcome):
@@ -202,5 +202,5 @@ def test_run_with_too_few_hosts_saves_and_stops(lab, tmp_path, outcome):
     assert f"saved {tmp_path / 'run' / 'checkpoints'}" in command.printed
     assert resume_command(command)
     outcome.check_leftovers()
-    lab.lose(ROLLOUT.host)
+    lab.discard_attempt(ROLLOUT.host)
     outcome.show("exit 4")

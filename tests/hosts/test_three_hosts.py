@@ -46,7 +46,7 @@ def test_run_continues_after_an_env_host_loses_power(lab, tmp_path, outcome):
     assert "its running episodes start again" in command.printed
     assert result(tmp_path / "run") == expected
     outcome.check_leftovers()
-    lab.lose(ROLLOUT.host)
+    lab.discard_attempt(ROLLOUT.host)
     outcome.show("continues, same numbers")
 
 
@@ -65,5 +65,5 @@ def test_run_that_lost_a_rank_resumes_on_one_host(lab, tmp_path, outcome):
     more = lab.run(tmp_path, *resume, "launcher.name=local")
     assert more.wait(300) == 0, more.printed
     assert result(tmp_path / "run") == expected
-    lab.lose(UPDATE.host)
+    lab.discard_attempt(UPDATE.host)
     outcome.show("exit 4, resumed on one host: same numbers")

@@ -11,7 +11,7 @@ from hub_server import Hub, Repository
 from huggingface_hub import constants
 
 from embodyrl.cli.main import main
-from embodyrl.config.trust import distrusted
+from embodyrl.config.trust import find_untrusted_values
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
@@ -66,9 +66,9 @@ def test_hub_environment_needs_trust(hub: Hub) -> None:
 
 def test_saved_config_with_a_hub_environment_needs_trust() -> None:
     saved = {"env.id": f"me/cart@{COMMIT}", "model.path": f"me/model@{COMMIT}"}
-    (problem,) = distrusted(saved, {}, Path("config.yaml"))
+    (problem,) = find_untrusted_values(saved, {}, Path("config.yaml"))
     assert "env.id" in problem
-    assert distrusted(saved, {"trust": True}, Path("config.yaml")) == []
+    assert find_untrusted_values(saved, {"trust": True}, Path("config.yaml")) == []
 
 
 @pytest.mark.parametrize(

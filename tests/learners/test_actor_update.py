@@ -317,7 +317,7 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     (parts,) = learner._plan(batch, proximal, [np.arange(RECORDS)])
     found = []
     for more in ([], [(parts[0][0], False)]):
-        step = learner._trainer.descend([*parts, *more], 0.0, learner._score, learner._loss)
+        step = learner._trainer.run_optimizer_step([*parts, *more], 0.0, learner._score, learner._loss)
         metrics, said = returned(step)
         found.append([metrics["loss"], metrics["grad_norm"], len(said)])
     assert found[1] == pytest.approx(found[0], rel=1e-5)

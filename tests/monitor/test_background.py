@@ -10,7 +10,7 @@ import pytest
 
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.background import BackgroundMonitor
-from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.group import MonitorGroup, build_monitor
 from embodyrl.monitor.jsonl import JsonlMonitor
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
@@ -52,8 +52,8 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-def run_of(tmp_path: Path, stuck: Stuck, **limits: float) -> Fanout:
-    fanout = Fanout({"jsonl": JsonlMonitor(), "hosted": BackgroundMonitor(stuck, **limits)})
+def run_of(tmp_path: Path, stuck: Stuck, **limits: float) -> MonitorGroup:
+    fanout = MonitorGroup({"jsonl": JsonlMonitor(), "hosted": BackgroundMonitor(stuck, **limits)})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     return fanout
 

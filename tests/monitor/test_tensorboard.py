@@ -48,7 +48,7 @@ def test_non_finite_values_do_not_raise(tmp_path: Path):
 @pytest.mark.integration
 def test_tensorboard_logger_does_not_import_torch(tmp_path: Path):
     code = (
-        "import pathlib, sys, embodyrl.monitor.fanout as m; from embodyrl.monitor.tensorboard import *;"
+        "import pathlib, sys, embodyrl.monitor.group as m; from embodyrl.monitor.tensorboard import *;"
         "m.build_monitor(['console', 'jsonl', 'tensorboard']); events = TensorboardMonitor();"
         "events.open(pathlib.Path(sys.argv[1]), RunInfo(run_id='r', resume_step=1, summary={}));"
         "events.log(1, {'actor/loss': 1.0}); events.close();"

@@ -8,8 +8,8 @@ import pytest
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import inert
+from embodyrl.plan.command_sections import COMMANDS, get_command_sections
 from embodyrl.plan.config import load_config
-from embodyrl.plan.reads import COMMANDS, get_reads
 
 GYM = "env=gym env.id=CartPole-v1 model=mlp"
 FLOW = "model=flow_small"
@@ -171,8 +171,8 @@ def test_key_conditions_name_existing_keys() -> None:
     for command in COMMANDS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = cfg.schema.keys.keys() | cfg.schema.branches | {"data.val_split"}  # of rows of text
-        assert {name for names in get_reads(command).needs.values() for name in names.split()} <= keys
-        list(inert(cfg, cfg.schema.keys, get_reads(command).needs))
+        assert {name for names in get_command_sections(command).needs.values() for name in names.split()} <= keys
+        list(inert(cfg, cfg.schema.keys, get_command_sections(command).needs))
 
 
 @pytest.mark.integration

@@ -14,7 +14,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
-from embodyrl.devices import Gpus, deal_devices, visible_gpus
+from embodyrl.devices import Gpus, assign_devices, visible_gpus
 from embodyrl.plan.build import build_run_plan, count_env_workers
 from embodyrl.scheduler.start import env_spec, plan_hosts
 from embodyrl.types import SimulatorSpec
@@ -33,7 +33,7 @@ APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1"
     ],
 )
 def test_simulators_use_the_remaining_gpus_or_share_all(gpus, policies, acting, drawing):
-    dealt = deal_devices(gpus, policies)
+    dealt = assign_devices(gpus, policies)
     assert ("".join(dealt.policies), "".join(dealt.simulators)) == (acting, drawing)
 
 
@@ -148,10 +148,10 @@ def test_batched_simulator_has_one_worker_per_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("embodyrl.plan.build.available_cores", lambda: 16)
     cfg, env = toy_config(tmp_path, "launcher=local"), build_run_plan(toy_config(tmp_path), training=True).env
     batched = replace(env, simulator=SimulatorSpec(lockstep=True, on_gpu=True))
-    workers = [count_env_workers(cfg, batched, deal_devices("0123"[:gpus], 1), 64) for gpus in (0, 1, 2, 4)]
+    workers = [count_env_workers(cfg, batched, assign_devices("0123"[:gpus], 1), 64) for gpus in (0, 1, 2, 4)]
     assert workers == [1, 1, 1, 3], "GPUs without a policy process come first"
-    assert count_env_workers(cfg, batched, deal_devices("01", 2), 64) == 2
-    assert count_env_workers(cfg, env, deal_devices("01", 2), 64) == 16
+    assert count_env_workers(cfg, batched, assign_devices("01", 2), 64) == 2
+    assert count_env_workers(cfg, env, assign_devices("01", 2), 64) == 16
 
 
 def test_weight_averaging_supports_several_gpus(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import read_episodes
 from embodyrl.play.controls import action_of
-from embodyrl.play.desk import Desk
+from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import VIDEOS, Recording
 from embodyrl.play.scene import Scene
 
@@ -56,7 +56,7 @@ def scene(policy: LoadedPolicy, tmp_path: Path) -> Iterator[Scene]:
 class Client:
     """A page without a browser."""
 
-    def __init__(self, desk: Desk, name: str) -> None:
+    def __init__(self, desk: RequestHandlers, name: str) -> None:
         self.desk, self.name, self.seq = desk, name, 0
 
     def act(self, do: str, **more: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def parts(answer: tuple[str, bytes]) -> tuple[dict[str, Any], bytes]:
 
 
 def test_recording_contains_executed_actions_and_their_actor(scene: Scene, policy: LoadedPolicy) -> None:
-    page = Client(Desk("run", scene), "a")
+    page = Client(RequestHandlers("run", scene), "a")
     seen, _ = (env := policy.make_env()).reset(options={"reset_id": 5})
     chunk = policy.act(seen)
     assert len(chunk) > 2, "the take-over is in the middle of a chunk"
@@ -102,7 +102,7 @@ def test_recording_contains_executed_actions_and_their_actor(scene: Scene, polic
 
 
 def test_finished_episodes_are_saved_with_a_video_that_shows_the_actor(scene: Scene) -> None:
-    page = Client(Desk("run", scene), "a")
+    page = Client(RequestHandlers("run", scene), "a")
     root = scene._recording.root
     for number in range(3):
         page.act("tick", inputs={str(X): 1})
@@ -117,7 +117,7 @@ def test_finished_episodes_are_saved_with_a_video_that_shows_the_actor(scene: Sc
 
 
 def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> None:
-    page = Client(Desk("run", scene), "a")
+    page = Client(RequestHandlers("run", scene), "a")
     path = [{str(X): 1}, {str(AWAY): 1}, {}, {str(X): 0.5}]
     for each in path:
         page.act("tick", inputs=each)
@@ -160,7 +160,7 @@ def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_pa
 
 
 def test_repeated_requests_have_no_further_effect(scene: Scene) -> None:
-    desk = Desk("run", scene)
+    desk = RequestHandlers("run", scene)
     request = {"client": "a", "seq": 1, "do": "tick", "inputs": {str(X): 1}}
     first = desk.act(request)
     assert [desk.act(dict(request)) for _ in range(3)] == [first] * 3
@@ -173,7 +173,7 @@ def test_repeated_requests_have_no_further_effect(scene: Scene) -> None:
 
 
 def test_only_one_client_controls_the_episode(scene: Scene) -> None:
-    desk = Desk("run", scene)
+    desk = RequestHandlers("run", scene)
     one, two = Client(desk, "one"), Client(desk, "two")
     assert one.hello()["free"]
     one.act("tick", inputs=None)
@@ -203,7 +203,7 @@ BAD = [
 
 
 def test_refused_requests_leave_the_scene_unchanged(scene: Scene) -> None:
-    desk = Desk("run", scene)
+    desk = RequestHandlers("run", scene)
     before = scene.state()
     for bad in BAD:
         with pytest.raises(ValueError, match=r"'|no earlier state|recorded episode"):
@@ -228,7 +228,7 @@ def test_refused_requests_leave_the_scene_unchanged(scene: Scene) -> None:
 
 def test_typed_instruction_reaches_the_policy(policy: LoadedPolicy) -> None:
     scene = Scene(policy, policy.make_env())
-    page = Client(Desk("run", scene), "a")
+    page = Client(RequestHandlers("run", scene), "a")
     page.act("next", task=0)
     assert page.hello()["speaks"]
     page.act("say", instruction="touch  the blue block")
@@ -266,7 +266,7 @@ def test_pressed_key_selects_a_discrete_action(tmp_path: Path) -> None:
     policy, env = policy_with_env(run, ["trust=true"])
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, env, recording)
-    page = Client(Desk("run", scene), "a")
+    page = Client(RequestHandlers("run", scene), "a")
     told = page.hello()
     assert (told["rewinds"], told["recorded"], told["speaks"]) == (False, True, False)
     keys = [control.key for control in controls_of(env.layout.action)]

@@ -14,7 +14,7 @@ import embodyrl
 from embodyrl.cli.play import page
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
-from embodyrl.play.desk import Desk
+from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import Recording
 from embodyrl.play.scene import Scene
 from embodyrl.web_pages.loopback import Loopback
@@ -30,7 +30,7 @@ window.pad = {connected: true, buttons, axes: [0, 0, 0, 0]}; navigator.getGamepa
 
 
 @contextmanager
-def serving(desk: Desk) -> Iterator[str]:
+def serving(desk: RequestHandlers) -> Iterator[str]:
     server = Loopback(0, {"/": page}, desk.posts)
     thread = threading.Thread(target=server.answer_forever)
     thread.start()
@@ -55,7 +55,7 @@ def test_person_and_policy_share_episodes_in_the_browser(tmp_path: Path) -> None
     policy = embodyrl.load_policy("assets/flow_small_tabletop", *WORDS, device="cpu")
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, policy.make_env(), recording)
-    desk = Desk("table", scene)
+    desk = RequestHandlers("table", scene)
     with serving(desk) as url, browser(tmp_path / "one", width=400) as one, browser(tmp_path / "two") as two:
         open_page(one, url)
         assert one.run("return document.documentElement.scrollWidth") <= 400, "no sideways scrolling on a phone"

@@ -12,7 +12,7 @@ import pytest
 
 from embodyrl.errors import ConfigError
 from embodyrl.monitor import MONITORS
-from embodyrl.monitor.fanout import Fanout, build_monitor, missing_loggers
+from embodyrl.monitor.group import MonitorGroup, build_monitor, missing_loggers
 from embodyrl.monitor.jsonl import JsonlMonitor
 from embodyrl.monitor.protocol import RunInfo
 
@@ -50,7 +50,7 @@ def test_unknown_logger_error_suggests_a_name() -> None:
 
 @pytest.mark.integration
 def test_configuring_a_logger_does_not_import_its_package() -> None:
-    code = "import sys; from embodyrl.monitor.fanout import MONITORS, missing_loggers as m; m(MONITORS.names()); "
+    code = "import sys; from embodyrl.monitor.group import MONITORS, missing_loggers as m; m(MONITORS.names()); "
     code += f"print([n for n in {list(HOSTED)} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -84,7 +84,7 @@ def test_run_is_logged_offline(name: str, run: Path) -> None:
 @pytest.mark.integration
 def test_failing_logging_service_does_not_stop_the_run(run: Path) -> None:
     pytest.importorskip("mlflow")
-    monitor = Fanout({"mlflow": MONITORS.get("mlflow")(), "jsonl": JsonlMonitor()})
+    monitor = MonitorGroup({"mlflow": MONITORS.get("mlflow")(), "jsonl": JsonlMonitor()})
     monitor.open(run, RunInfo(run_id="my_run", offline=True))
     monitor.log(1, {"x": 1.0})
     shutil.rmtree(run / "mlflow")

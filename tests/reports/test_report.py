@@ -224,7 +224,7 @@ def test_report_page_loads_no_external_resources(tmp_path: Path) -> None:
 def test_recordings_beyond_the_budget_are_linked(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "a", videos=2)
     size = max(p.stat().st_size for p in (tmp_path / "videos" / "a").iterdir())
-    shelf = media.Shelf(page=run / "report.html", budget=size)
+    shelf = media.VideoIndex(page=run / "report.html", budget=size)
     cards = media.cards_of(read_history(run), shelf)
     sources = [shelf.sources[card.media] for card in cards]
     assert len(cards) == 4

@@ -77,12 +77,12 @@ def test_requests_up_to_one_mebibyte_are_accepted() -> None:
 
 
 def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
-    from embodyrl.play.desk import Desk
+    from embodyrl.play.desk import RequestHandlers
     from embodyrl.play.scene import Scene
 
     policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
     scene = Scene(policy, policy.make_env())
-    desk = Desk("run", scene)
+    desk = RequestHandlers("run", scene)
     rng = random.Random(0)
     fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(500)]
     for body in fuzzed:
@@ -104,10 +104,10 @@ def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
 
 def test_every_request_body_gets_a_response_without_an_active_episode(capfd) -> None:
     """The page of `dagger.expert=human` between two rounds."""
-    from embodyrl.play.desk import Desk
+    from embodyrl.play.desk import RequestHandlers
 
     valid = {"client": "a", "seq": 1, "do": "tick", "after": 0, "inputs": {"0": 1.0}, "task": 0, "steps": 1}
-    with answering({}, Desk("dagger").posts) as server:
+    with answering({}, RequestHandlers("dagger").posts) as server:
         for number, body in enumerate(bodies(valid, 500, seed=2)):
             code, text = post(server, ("/hello", "/view", "/act")[number % 3], body)
             assert code in (200, 400), (body[:80], code, text)

@@ -16,7 +16,7 @@ from embodyrl.algorithms.policy_losses import (
 )
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
 from embodyrl.algorithms.settings import RISING
-from embodyrl.config.settings import Must, Positive, Settings, Weight
+from embodyrl.config.settings import Constraint, Positive, Settings, Weight
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class CovarianceSettings(Settings):
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Settings of the loss `clip_cov`."""
 
-    cov_bounds: Annotated[list[float], RISING, Must("[low,high] with low < high")] = [1.0, 5.0]
+    cov_bounds: Annotated[list[float], RISING, Constraint("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range can
     be selected."""
 

@@ -62,10 +62,10 @@ def _extras() -> list[dict[str, str]]:
 
 def _runs_folder(overrides: list[str]) -> Path:
     """Return the folder that the override `runner.output_dir=DIR` selects, or the default folder."""
-    from embodyrl.config.compose import parse_word
+    from embodyrl.config.compose import parse_override
     from embodyrl.plan.settings import RunnerSettings
 
-    given = dict(map(parse_word, overrides))
+    given = dict(map(parse_override, overrides))
     folder = given.pop("runner.output_dir", RunnerSettings().output_dir)
     if given:
         raise ConfigError(f"embodyrl list runs accepts only the key runner.output_dir; remove '{next(iter(given))}'.")
@@ -85,10 +85,10 @@ def _rate(success: float | None) -> str:
 def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`, which prints config keys with their values and documentation."""
     from embodyrl.cli.discover.schema import json_schema
-    from embodyrl.config.settings import plain, spell
+    from embodyrl.config.settings import format_value, to_builtin
+    from embodyrl.plan.command_sections import COMMANDS as CONFIGURED
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
-    from embodyrl.plan.reads import COMMANDS as CONFIGURED
 
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
     group, equals, _ = what.partition("=")
@@ -111,10 +111,18 @@ def show(args: argparse.Namespace) -> int:
         key = keys[name]
         # A free mapping may have been set through one of its entries.
         places = [place for at, place in cfg.sources.items() if at == name or at.startswith(f"{name}.")]
-        row = {"key": name, "type": key.type_text, "value": plain(values[name]), "default": plain(key.default)}
+        row = {
+            "key": name,
+            "type": key.type_text,
+            "value": to_builtin(values[name]),
+            "default": to_builtin(key.default),
+        }
         rows.append(row | {"doc": key.doc, "source": places[-1] if places else "default"})
-        changed = "" if key.required or row["value"] == row["default"] else f" (default {spell(row['default'])})"
-        lines += [f"{name}: {key.type_text} = {spell(values[name])}{changed}  [{rows[-1]['source']}]", f"    {key.doc}"]
+        changed = "" if key.required or row["value"] == row["default"] else f" (default {format_value(row['default'])})"
+        lines += [
+            f"{name}: {key.type_text} = {format_value(values[name])}{changed}  [{rows[-1]['source']}]",
+            f"    {key.doc}",
+        ]
     show_result(args, rows, lines)
     return 0
 

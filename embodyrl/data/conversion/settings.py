@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Must, Positive, Settings, only
+from embodyrl.config.settings import Constraint, Positive, Settings, valid_if
 from embodyrl.data.settings import FrameFormat
 
 
@@ -32,12 +32,14 @@ class ConversionSettings(Settings):
 
     keys: Annotated[
         dict[str, str],
-        only(lambda v: all(_is_target(name) for name in v.values())),
-        Must(f"names of {', '.join(Target)} or {CAMERA}<camera>, by column of the source"),
+        valid_if(lambda v: all(_is_target(name) for name in v.values())),
+        Constraint(f"names of {', '.join(Target)} or {CAMERA}<camera>, by column of the source"),
     ] = {}
     """Target column name of each source column to convert, for example {image: observation.images.front, actions:
     action}; columns with the same target are concatenated. Default: the columns of LIBERO."""
-    gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
+    gripper: (
+        Annotated[list[float], valid_if(lambda v: len(set(v)) == len(v) == 2), Constraint("[open,closed]")] | None
+    ) = None
     """Action values that open and close the gripper, for example [1,0]. Default: [-1,1] for the columns of LIBERO."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
     """Index of the gripper in the action vector."""

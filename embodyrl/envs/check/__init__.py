@@ -19,7 +19,7 @@ from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.leftovers import end_children_at_exit, end_owned, owning, signal_at_parents_end, skip_destructors
+from embodyrl.process_cleanup import end_children_at_exit, end_owned, owning, signal_at_parents_end, skip_destructors
 
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 

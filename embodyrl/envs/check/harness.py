@@ -7,11 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import to_builtin
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.leftovers import children_left
+from embodyrl.process_cleanup import children_left
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 SLOTS = 2
@@ -161,8 +161,8 @@ class Harness:
     @property
     def can_ignore(self) -> bool:
         """True if `validate` accepts `ignore_terminations`, which lets episodes continue after termination."""
-        train = plain(self.cfg.train) | {"ignore_terminations": True}
-        return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
+        train = to_builtin(self.cfg.train) | {"ignore_terminations": True}
+        return not self.factory.validate(type(self.cfg).model_validate(to_builtin(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
         """Return the start settings of an episode; `ignore`: continue after termination, if supported."""

@@ -20,7 +20,7 @@ Array = Any
 """Alias of `jax.Array`, typed as Any because type checkers run without JAX."""
 
 
-class Moment(NamedTuple):
+class StepResult(NamedTuple):
     """Result of a reset or a step, of one environment or (with a leading batch axis) of a batch."""
 
     carry: Any
@@ -42,11 +42,11 @@ class Functions(Protocol):
     info_keys: tuple[str, ...]
     """Keys of info and metrics; empty before `step` is called or traced."""
 
-    def reset(self, key: Array) -> Moment:
+    def reset(self, key: Array) -> StepResult:
         """Reset the environment with a random key."""
         ...
 
-    def step(self, carry: Any, action: Array, key: Array) -> Moment:
+    def step(self, carry: Any, action: Array, key: Array) -> StepResult:
         """Execute one action; `key` is the random key of the step."""
         ...
 
@@ -92,11 +92,11 @@ class _Gymnax:
         self.action = _action(env.action_space(params))
         self.info_keys = ()
 
-    def reset(self, key: Array) -> Moment:
+    def reset(self, key: Array) -> StepResult:
         obs, state = self._env.reset_env(key, self._params)
         return _moment(state, obs, 0.0, False, False, False)
 
-    def step(self, carry: Any, action: Array, key: Array) -> Moment:
+    def step(self, carry: Any, action: Array, key: Array) -> StepResult:
         obs, state, reward, done, info = self._env.step_env(key, carry, action, self._params)
         self.info_keys = tuple(map(str, info))
         ended = done & self._env.is_terminal(state, self._endless)
@@ -114,26 +114,26 @@ class _States:
         self.action = ActionSpec(dim=int(size)) if size is not None else _action(space)
         self.info_keys = ()
 
-    def reset(self, key: Array) -> Moment:
+    def reset(self, key: Array) -> StepResult:
         return self._read(self._env.reset(key))
 
-    def step(self, carry: Any, action: Array, key: Array) -> Moment:
+    def step(self, carry: Any, action: Array, key: Array) -> StepResult:
         return self._read(self._env.step(carry, action))
 
-    def _read(self, state: Any) -> Moment:
+    def _read(self, state: Any) -> StepResult:
         said = {**(getattr(state, "info", None) or {}), **(getattr(state, "metrics", None) or {})}
         self.info_keys = tuple(map(str, said))
         return _moment(state, state.obs, state.reward, state.done, False, _success(said, self._key))
 
 
-def _moment(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> Moment:
+def _moment(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> StepResult:
     if isinstance(obs, Mapping):
         raise ConfigError(
             f"env.id: the environment returns a dict of observations ({', '.join(obs)}), expected one array."
         )
     flags = [jnp.asarray(flag).astype(jnp.bool_).reshape(()) for flag in (terminated, truncated, success)]
     numbers = jnp.asarray(reward, jnp.float32).reshape(())
-    return Moment(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
+    return StepResult(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
 
 
 def _success(said: Mapping[str, Any], key: str | None) -> Any:

@@ -6,7 +6,7 @@ import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from embodyrl.envs.functional.functions import Array, Functions, Moment
+from embodyrl.envs.functional.functions import Array, Functions, StepResult
 from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
 
@@ -27,7 +27,7 @@ class FunctionalSims(Simulators):
         self._ids = np.zeros(num_slots, np.uint32)
         self._times = np.zeros(num_slots, np.uint32)
         self._reset, self._step = _compiled(functions, self._discrete)
-        self._now: Moment = self._reset.all(self._ids.copy())
+        self._now: StepResult = self._reset.all(self._ids.copy())
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start an episode in each of the slots; all other slots keep their state."""
@@ -82,24 +82,24 @@ class _Resets:
     def __init__(self, functions: Functions) -> None:
         every = jax.vmap(lambda name: functions.reset(_key(name, 0)))
 
-        def some(now: Moment, chosen: Array, names: Array) -> Moment:
+        def some(now: StepResult, chosen: Array, names: Array) -> StepResult:
             return _where(chosen, every(names), now)
 
         self.all, self.some = jax.jit(every), jax.jit(some)
 
 
 def _compiled(functions: Functions, discrete: bool) -> tuple[_Resets, Any]:
-    def one(carry: Any, action: Array, name: Array, time: Array) -> Moment:
+    def one(carry: Any, action: Array, name: Array, time: Array) -> StepResult:
         chosen = jnp.rint(action[0]).astype(jnp.int32) if discrete else action
         return functions.step(carry, chosen, _key(name, time))
 
-    def some(now: Moment, chosen: Array, actions: Array, names: Array, times: Array) -> Moment:
+    def some(now: StepResult, chosen: Array, actions: Array, names: Array, times: Array) -> StepResult:
         return _where(chosen, jax.vmap(one)(now.carry, actions, names, times), now)
 
     return _Resets(functions), jax.jit(some)
 
 
-def _where(chosen: Array, new: Moment, old: Moment) -> Moment:
+def _where(chosen: Array, new: StepResult, old: StepResult) -> StepResult:
     """Merge two batches: `new` where `chosen` [N] is True, else `old`."""
 
     def pick(new: Array, old: Array) -> Array:

@@ -8,7 +8,7 @@ from functools import partial
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spec import spec_of
-from embodyrl.envs.protocol import EnvContext, GoalJudge
+from embodyrl.envs.protocol import EnvContext, GoalReward
 from embodyrl.envs.simulators import Simulators
 from embodyrl.types import EnvSpec
 
@@ -68,7 +68,7 @@ class GymFactory(SimFactory[GymSettings]):
             return VectorSims(cfg, spec, found, build, context.num_slots)
         return GymSims(cfg, spec, found, build)
 
-    def judge(self, cfg: GymSettings) -> GoalJudge:
+    def judge(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.goals import GymGoals

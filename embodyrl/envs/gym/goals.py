@@ -53,7 +53,7 @@ class GymGoals:
         self._terminated = None if ends is None else _in_batches(ends, *pair)
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
-        """Return rewards [n] and terminations [n] for goals `desired` [n, G] (see `GoalJudge`)."""
+        """Return rewards [n] and terminations [n] for goals `desired` [n, G] (see `GoalReward`)."""
         shape = (len(achieved), *(self._space.shape or ()))
         goals = [one.astype(self._space.dtype).reshape(shape) for one in (achieved, desired)]
         try:

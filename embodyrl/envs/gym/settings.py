@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import NumbersStates
+from embodyrl.config.settings import ChangesStateIds
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
@@ -15,16 +15,16 @@ class GymSettings(EnvSettings, RewardSettings):
 
     program_keys = ("id",)
 
-    id: Annotated[str | None, NumbersStates] = None
+    id: Annotated[str | None, ChangesStateIds] = None
     """Gymnasium id, package.module:Class, or owner/name@commit of a Hugging Face repository with an env.py (needs
     trust=true)."""
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
+    kwargs: Annotated[dict[str, Any], ChangesStateIds] = {}
     """Keyword arguments of the environment's constructor."""
-    wrappers: Annotated[list[str | dict[str, Any]], NumbersStates] = []
+    wrappers: Annotated[list[str | dict[str, Any]], ChangesStateIds] = []
     """Wrappers, innermost first: package.module:attr of a callable env -> env, or {name: package.module:attr, argument:
     value}."""
 
-    suite: Annotated[str | None, NumbersStates] = None
+    suite: Annotated[str | None, ChangesStateIds] = None
     """Environment to use if env.id returns several environments: suite or suite/task; null: the first environment."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
     """Language instruction of every episode; null: the environment's instruction."""

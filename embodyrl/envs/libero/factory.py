@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from embodyrl.config.settings import NumbersStates
+from embodyrl.config.settings import ChangesStateIds
 from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.libero import install
@@ -146,7 +146,7 @@ class SettleGripper(StrEnum):
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for LIBERO."""
 
-    task_suite_name: Annotated[str | None, NumbersStates] = None
+    task_suite_name: Annotated[str | None, ChangesStateIds] = None
     """Suite of LIBERO, LIBERO-PRO or LIBERO-Plus, for example libero_spatial, libero_spatial_swap or
     libero_spatial_camera."""
     render_profile: RenderProfile = RenderProfile.full
@@ -155,13 +155,13 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     fast_physics: bool | None = None
     """If true, the physics loop omits redundant computations; results equal the benchmark's up to rounding. null: true
     with render_profile=lean."""
-    sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
+    sampled_states: Annotated[int, Field(ge=0, le=10**6), ChangesStateIds] = 0
     """Number of additional initial states per task, numbered from 50, for evaluation on unseen states; the benchmark's
     own sampler generates these states."""
-    settle_steps: Annotated[int, Field(ge=1, le=1000), NumbersStates] = 10
+    settle_steps: Annotated[int, Field(ge=1, le=1000), ChangesStateIds] = 10
     """Number of simulator steps after each reset, in which objects settle: 10 in the OpenVLA-OFT evaluation, 15 in
     RLinf."""
-    settle_gripper: Annotated[SettleGripper, NumbersStates] = SettleGripper.open
+    settle_gripper: Annotated[SettleGripper, ChangesStateIds] = SettleGripper.open
     """Gripper command in the settling steps: open (the OpenVLA-OFT evaluation) or hold (no command)."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Grasp selection of the scripted expert. varied: a different collision-free grasp in each episode; nearest: the

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import to_builtin
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, SimBackend
 from embodyrl.errors import MissingDependencyError
@@ -100,7 +100,7 @@ def describe_apart(cfg: ManiSkillSettings) -> Description:
         raise MissingDependencyError(f"ManiSkill is not installed. Fix: {INSTALL}")
     if cfg.sim_backend is SimBackend.gpu and visible_gpus():
         fetch_physx()
-    task = {name: plain(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
+    task = {name: to_builtin(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
     return _described(json.dumps(task))
 
 

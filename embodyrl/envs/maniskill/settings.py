@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from embodyrl.config.settings import NumbersStates
+from embodyrl.config.settings import ChangesStateIds
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 
 ObsMode = StrEnum("ObsMode", ["rgb", "state"])
@@ -16,13 +16,13 @@ SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for ManiSkill tasks."""
 
-    id: Annotated[str | None, NumbersStates] = None
+    id: Annotated[str | None, ChangesStateIds] = None
     """ManiSkill task id, for example PushCube-v1."""
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
+    kwargs: Annotated[dict[str, Any], ChangesStateIds] = {}
     """Keyword arguments of the task's constructor."""
     obs_mode: ObsMode = ObsMode.rgb
     """rgb: camera images and proprioception; state: all state observations of the task, no images."""
-    sim_backend: Annotated[SimBackend, NumbersStates] = SimBackend.cpu
+    sim_backend: Annotated[SimBackend, ChangesStateIds] = SimBackend.cpu
     """cpu: one simulator per slot, exactly reproducible; gpu: one batch for all slots of a worker."""
     control_mode: str | None = None
     """Control mode of the robot; default: the control mode of the task."""

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated
 
-from embodyrl.config.settings import NumbersStates
+from embodyrl.config.settings import ChangesStateIds
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 
 _GROUPS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
 
     needs = {"pixels": "init_params.camera_names"}
 
-    id: Annotated[str, NumbersStates] = "MT50"
+    id: Annotated[str, ChangesStateIds] = "MT50"
     """Task (reach-v3), benchmark (MT10, MT50, ML45), or difficulty group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True
     """If true, observe camera images, hand position and gripper; false: the 39-dimensional state and a one-hot task

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import Index, Must, NumbersStates, Seconds
+from embodyrl.config.settings import ChangesStateIds, Constraint, Index, Seconds
 from embodyrl.envs.settings import EnvSettings, RewardFactor
 
 
@@ -12,8 +12,8 @@ class OpenEnvSettings(EnvSettings):
     """Config keys for an environment on an OpenEnv server."""
 
     url: Annotated[
-        Annotated[str, Field(pattern=r"^(https?|wss?)://[^\s/]+(/\S*)?$"), Must("http://HOST:PORT")] | None,
-        NumbersStates,
+        Annotated[str, Field(pattern=r"^(https?|wss?)://[^\s/]+(/\S*)?$"), Constraint("http://HOST:PORT")] | None,
+        ChangesStateIds,
     ] = None
     """Address of the server, for example http://127.0.0.1:8000."""
     action_key: str | None = None

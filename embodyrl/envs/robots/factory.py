@@ -9,7 +9,7 @@ from dataclasses import replace
 from embodyrl.controls import controls_of
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.factory import FACTORY as GYM
-from embodyrl.envs.protocol import EnvContext, GoalJudge
+from embodyrl.envs.protocol import EnvContext, GoalReward
 from embodyrl.envs.robots.presets import Preset
 from embodyrl.envs.robots.settings import RobotSettings
 from embodyrl.envs.simulators import Simulators
@@ -52,7 +52,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         sims.spec = _declared(cfg, sims.spec)
         return sims
 
-    def judge(self, cfg: RobotSettings) -> GoalJudge:
+    def judge(self, cfg: RobotSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
         return GYM.judge(cfg.gym)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from embodyrl.config.settings import NumbersStates
+from embodyrl.config.settings import ChangesStateIds
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS, Preset
 from embodyrl.registry import closest
@@ -12,7 +12,7 @@ from embodyrl.registry import closest
 class RobotSettings(GymSettings):
     """Config keys for robot presets: the keys of a Gymnasium environment, with defaults from the preset."""
 
-    robot: Annotated[str, NumbersStates]
+    robot: Annotated[str, ChangesStateIds]
     """Name of a preset such as pusht or fetch_reach; `embodyrl list envs` lists all names."""
     pixels: bool = False
     """If true, observe camera images and the robot's own state; false: the state of the robot and the objects."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from embodyrl.config.settings import NumbersStates
+from embodyrl.config.settings import ChangesStateIds
 from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
@@ -30,7 +30,7 @@ TASK_IDS = {f"Tabletop-{task}-v0": ("tabletop", f"env.eval.task_ids=[{task}]") f
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for the tabletop environment."""
 
-    axis: Annotated[Axis, NumbersStates] = Axis.base
+    axis: Annotated[Axis, ChangesStateIds] = Axis.base
     """Variation of the environment. base: none; colours: other shades; positions: plates in front; phrasings: rephrased
     instructions."""
 

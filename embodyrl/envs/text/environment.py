@@ -11,7 +11,7 @@ import numpy as np
 
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import RewardJudge
+from embodyrl.envs.text.reward_runner import RewardRunner
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError, NoImageError
 from embodyrl.registry import load, takes
@@ -228,7 +228,7 @@ class ConversationEnv:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, judge: RewardJudge, num_slots: int) -> None:
+    def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, judge: RewardRunner, num_slots: int) -> None:
         self.spec = spec
         self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
         self._answer_bytes = answer_bytes(cfg.tools)

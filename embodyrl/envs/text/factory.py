@@ -2,7 +2,7 @@
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv, answer_bytes, find_tool
-from embodyrl.envs.text.reward_runner import RewardJudge
+from embodyrl.envs.text.reward_runner import RewardRunner
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.registry import name_problems
 from embodyrl.specs import picture_names
@@ -69,7 +69,7 @@ class TextFactory:
         return ConversationEnv(self.spec(cfg, context), cfg, *_parts(context), context.num_slots)
 
 
-def _parts(context: EnvContext) -> tuple[TextRows, RewardJudge]:
+def _parts(context: EnvContext) -> tuple[TextRows, RewardRunner]:
     return context.parts["rows"], context.parts["judge"]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from embodyrl.config.settings import Index, NumbersStates
+from embodyrl.config.settings import ChangesStateIds, Index
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
 from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
@@ -124,10 +124,10 @@ _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 class GameSettings(EnvSettings):
     """Config keys for a Gymnasium environment with discrete actions, described in text."""
 
-    id: Annotated[str | None, NumbersStates] = None
+    id: Annotated[str | None, ChangesStateIds] = None
     """Gymnasium id such as FrozenLake-v1, or a TextWorld game or a folder of games (*.z8, *.ulx). Replies to a
     TextWorld game must contain one of the game's allowed commands, and the reset id selects the game."""
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
+    kwargs: Annotated[dict[str, Any], ChangesStateIds] = {}
     """Keyword arguments of the environment's constructor."""
     words: str | None = None
     """Function (package.module:function) that converts (observation, info) to text; default: the environment's ansi

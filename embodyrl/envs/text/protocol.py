@@ -17,12 +17,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class RewardResult:
     """Result of the reward function for one answer."""
 
     reward: float
     success: bool
     components: tuple[float, ...]
-    """Reward components in the order of `RewardJudge.components`."""
+    """Reward components in the order of `RewardRunner.components`."""
     problem: str | None = None
     """Error message if the reward could not be computed, else None."""

@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.clock import RunClock
-from embodyrl.envs.text.protocol import Answer, Judgement
+from embodyrl.envs.text.protocol import Answer, RewardResult
 from embodyrl.errors import EmbodyError, UnknownNameError
 from embodyrl.registry import REWARDS
 from embodyrl.text.rewards.services import find
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 
 ERRORS, OVERLONG = "errors", "overlong"
 _START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0
 _CHILD = "from embodyrl.text.rewards.child import main; main()"
 
 
-def chosen(cfg: JudgeSettings) -> list[str]:
+def chosen(cfg: TextRewardSettings) -> list[str]:
     """Return the names of the configured reward functions; the first function defines success."""
     first = [n for n in (cfg.name, cfg.path) if n]
     own = {*first, *(part for n in first for part in _components(n))}
     return [*first, *(n for n in cfg.weights if n not in own)]
 
 
-def problems(cfg: JudgeSettings) -> list[str]:
+def problems(cfg: TextRewardSettings) -> list[str]:
     """Return errors of the config section `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [
@@ -51,8 +51,8 @@ def _unknown(name: str) -> list[str]:
     return []
 
 
-def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
-    """Build the `RewardJudge` of a config; replies have at most `max_tokens` tokens."""
+def build_reward_runner(cfg: TextRewardSettings, max_tokens: int) -> RewardRunner:
+    """Build the `RewardRunner` of a config; replies have at most `max_tokens` tokens."""
     names = tuple(chosen(cfg))
     # The weight of a function applies to each of its components.
     parts = [(name, part) for name in names for part in _components(name)]
@@ -60,7 +60,7 @@ def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
         parts.append((OVERLONG, OVERLONG))
     components = (*(part for _, part in parts), ERRORS)
     weights = (*(cfg.weights.get(part, cfg.weights.get(name, 1.0)) for name, part in parts), 0.0)
-    return RewardJudge(cfg=cfg, names=names, components=components, weights=weights, max_tokens=max_tokens)
+    return RewardRunner(cfg=cfg, names=names, components=components, weights=weights, max_tokens=max_tokens)
 
 
 def _components(name: str) -> tuple[str, ...]:
@@ -74,13 +74,13 @@ def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> 
 
 
 @dataclass
-class RewardJudge:
+class RewardRunner:
     """Computes the rewards of replies in child processes, which start with the first batch.
 
     Picklable, because env workers receive a copy.
     """
 
-    cfg: JudgeSettings
+    cfg: TextRewardSettings
     names: tuple[str, ...]
     components: tuple[str, ...]
     weights: tuple[float, ...]
@@ -88,7 +88,7 @@ class RewardJudge:
     max_tokens: int
     _children: list[_Child] = field(default_factory=list, repr=False)
 
-    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+    def __call__(self, answers: Sequence[Answer]) -> list[RewardResult]:
         """Return the rewards of a batch; after a failure or timeout the reward is 0, and the failure is counted."""
         while len(self._children) < self.cfg.workers:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
@@ -99,7 +99,7 @@ class RewardJudge:
         replies = [child.receive() for child in self._children]
         return [self._verdict(a, replies[i % stride][i // stride]) for i, a in enumerate(answers)]
 
-    def _verdict(self, answer: Answer, reply: Any) -> Judgement:
+    def _verdict(self, answer: Answer, reply: Any) -> RewardResult:
         problem = reply if isinstance(reply, str) else None
         values = [0.0] * len(self.components) if problem else [*reply, *[0.0] * (len(self.components) - len(reply))]
         values[-1] = float(problem is not None)
@@ -110,7 +110,7 @@ class RewardJudge:
                 buffer=self.cfg.overlong_buffer,
                 factor=self.cfg.overlong_penalty,
             )
-        return Judgement(
+        return RewardResult(
             reward=sum(w * v for w, v in zip(self.weights, values, strict=True)),
             success=values[0] >= 1.0 - 1e-6,
             components=tuple(values),

@@ -74,7 +74,7 @@ class IqlLearner(Learner):
                 continue
             weights, metrics = found
             frames = self._steps.start[chosen]
-            taken = yield from self._trainer.descend(
+            taken = yield from self._trainer.run_optimizer_step(
                 self._deal(),
                 request.step + done / count,
                 lambda rows, frames=frames: self._imitate(frames[rows]),

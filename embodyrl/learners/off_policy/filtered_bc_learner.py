@@ -66,7 +66,7 @@ class FilteredLearner(Learner):
         steps: list[dict[str, float]] = []
         for done in range(count):
             batch = self._draw(rng, stored, share)
-            taken = yield from self._trainer.descend(
+            taken = yield from self._trainer.run_optimizer_step(
                 self._deal(*batch),
                 request.step + done / count,
                 lambda rows, batch=batch: self._imitate(batch, rows),

@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Must
+from embodyrl.config.settings import Constraint, Count
 from embodyrl.policies.settings import WeightSettings
 
 
 class ActorCriticSettings(WeightSettings):
     """Config keys for small actor-critic networks."""
 
-    hidden_sizes: Annotated[list[Count], Field(min_length=1), Must("a list of widths, for example [64,64]")] = [
+    hidden_sizes: Annotated[list[Count], Field(min_length=1), Constraint("a list of widths, for example [64,64]")] = [
         64,
         64,
     ]

@@ -16,7 +16,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.cache import check_cache, reserved_cache, unmap_large_tensors
 from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, is_tied, load, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left, reply_text
-from embodyrl.policies.causal_lm.sampling import choose, find_stop, no_best, seen_tokens, tell_best
+from embodyrl.policies.causal_lm.sampling import choose, find_stop, format_top_tokens, no_best, seen_tokens
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
@@ -128,7 +128,7 @@ class CausalLMPolicy:
             value=value[:, : self.spec.value_dim],
             replies=tuple(reply_text(self.read, row[row >= 0].tolist(), self._sampling) for row in tokens),
             cut_off=self._cut_off(tokens),
-            top=tuple(tell_best(*row, self.tokenizer.decode) for row in zip(tokens, best, strict=True))
+            top=tuple(format_top_tokens(*row, self.tokenizer.decode) for row in zip(tokens, best, strict=True))
             if best.size
             else (),
             cost=np.asarray([len(p) for p in prompts]) + (tokens >= 0).sum(1),

@@ -113,7 +113,7 @@ def no_best(count: int, length: int, top: int) -> FloatArray:
     return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)
 
 
-def tell_best(tokens: IntArray, best: FloatArray, decode: Callable[[int], str]) -> str:
+def format_top_tokens(tokens: IntArray, best: FloatArray, decode: Callable[[int], str]) -> str:
     """Format the top tokens of one reply (see `no_best`) as JSON for `PolicyOutput.top`.
 
     Token texts are cut to fit into `channels.layout.TOP_BYTES`.

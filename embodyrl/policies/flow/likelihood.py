@@ -16,7 +16,7 @@ from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likeliho
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, Chosen, normals, uniforms
+from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, SampledChunks, normals, uniforms
 from embodyrl.types import IntArray
 
 NoiseStd = Callable[[Tensor], Tensor]
@@ -119,12 +119,12 @@ class FpoLikelihood:
         self._cfg, self._shape = cfg, shape
         self.record = record_of(cfg, shape)
 
-    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> SampledChunks:
         """Integrate the ODE from sampled noise (see `GaussianChain.sample`)."""
         size = (self._shape.horizon, self._shape.width)
         x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         tokens = self.record.layout.pack(seeds[:, None], x.flatten(1).cpu().numpy())
-        return Chosen(state=x, tokens=tokens, logprob=self._minus_loss(velocity, x, seeds))
+        return SampledChunks(state=x, tokens=tokens, logprob=self._minus_loss(velocity, x, seeds))
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float

@@ -26,7 +26,7 @@ from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
     START,
     TIMES,
-    Chosen,
+    SampledChunks,
     normals,
     seeds_of,
     seeds_of_observations,
@@ -180,7 +180,7 @@ class FlowPolicy:
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE; their tokens are 0."""
         prefix, velocity = self._acting(obs)
         if noise is None:
-            chosen = Chosen.greedily(self._greedy(obs, velocity))
+            chosen = SampledChunks.greedily(self._greedy(obs, velocity))
         else:
             scale = temperature or self._temperature
             chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)

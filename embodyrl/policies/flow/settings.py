@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Must, Share, only
+from embodyrl.config.settings import Constraint, Count, Share, valid_if
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
@@ -20,7 +20,7 @@ ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
 
 
-_RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
+_RISING = valid_if(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 
 
 class FlowSettings(ResidualSettings):
@@ -58,7 +58,7 @@ class FlowSettings(ResidualSettings):
     """If true, the last denoising step is deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
     """flow_sde, flow_cps: noise level of the stochastic steps (symbol `a` in the papers)."""
-    noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
+    noise_range: Annotated[list[float], _RISING, Constraint("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
     ]

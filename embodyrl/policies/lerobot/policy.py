@@ -21,7 +21,7 @@ from embodyrl.policies.steering.actor import HeadedModule, Seen, Steered, execut
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
-from embodyrl.policies.vla.sampling import Chosen, seeds_of, spread, varying
+from embodyrl.policies.vla.sampling import SampledChunks, seeds_of, spread, varying
 from embodyrl.types import (
     BoolArray,
     FloatArray,
@@ -99,7 +99,7 @@ class LeRobotPolicy(ABC):
         """Return the greedy executed actions [B, K, A]."""
 
     @abstractmethod
-    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions [B, K, A]."""
 
     @abstractmethod
@@ -119,12 +119,12 @@ class LeRobotPolicy(ABC):
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks have zero tokens."""
         read = self._read(obs)
         if noise is None:
-            chosen = Chosen.greedily(self._greedy(obs, read))
+            chosen = SampledChunks.greedily(self._greedy(obs, read))
         else:
             chosen = self._sample(read, seeds_of(noise), temperature or self._temperature)
-        tokens, logprob = Chosen(state=chosen.state, tokens=chosen.tokens, logprob=self._counted(chosen.logprob)).kept(
-            self.spec
-        )
+        tokens, logprob = SampledChunks(
+            state=chosen.state, tokens=chosen.tokens, logprob=self._counted(chosen.logprob)
+        ).kept(self.spec)
         return PolicyOutput(
             actions=self._to_actions(chosen.state),
             tokens=tokens,

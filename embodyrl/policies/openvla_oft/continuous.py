@@ -15,7 +15,7 @@ from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, noisy_h
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
 from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.policies.vla.chains import Transition, Velocity
-from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, normals, seeds_of, uniforms
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
@@ -31,15 +31,15 @@ class L1Gaussian:
     ) -> None:
         self._model, self._forward, self._tokenizer = model, forward, tokenizer
 
-    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
+    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
         """Sample chunks [B, K, A] from uniform `noise` [B, L] (None: greedy); also return values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         if noise is None:
-            return Chosen.greedily(spread.mean), value
+            return SampledChunks.greedily(spread.mean), value
         normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
         actions = spread.mean + spread.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
-        return Chosen(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
+        return SampledChunks(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens [B, L], and values [B, V]."""
@@ -80,11 +80,11 @@ class Diffusion:
             record_of(cfg), noisy, self._plain, every_step=cfg.every_step, min_std=cfg.diffusion_min_std
         )
 
-    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
+    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
         """Denoise sampled noise; greedy actions start from one constant noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
-            chosen = Chosen.greedily(self._denoised(inputs, prefix))
+            chosen = SampledChunks.greedily(self._denoised(inputs, prefix))
         else:
             chosen = self._chain.sample(self._network(inputs, prefix), seeds_of(noise), device, temperature)
         return chosen, self._value(inputs, prefix)

@@ -10,7 +10,7 @@ from torch import Tensor
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft, decode_tokens
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
-from embodyrl.policies.vla.sampling import Chosen
+from embodyrl.policies.vla.sampling import SampledChunks
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
@@ -45,7 +45,7 @@ class DiscreteTokens:
         self._columns = model.action_columns
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim
 
-    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
+    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
         """Return normalised chunks [B, K, A] and values [B, V].
 
         Tokens are sampled from uniforms [B, L], one row per observation; None: greedy.
@@ -66,7 +66,7 @@ class DiscreteTokens:
             choice = choose(logits, uniform)
         logprob, _ = self._scores(logits, choice, temperature)
         tokens = (choice + self._columns.start).cpu().numpy()
-        return Chosen(state=self._decoded(tokens), tokens=tokens, logprob=logprob), value
+        return SampledChunks(state=self._decoded(tokens), tokens=tokens, logprob=logprob), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens, and values [B, V]."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Must, Seconds, Settings
+from embodyrl.config.settings import Constraint, Count, Seconds, Settings
 from embodyrl.policies.settings import ModelSettings
 
 
@@ -24,9 +24,10 @@ class ConversationSettings(Settings):
 class RemoteSettings(ModelSettings, ConversationSettings):
     """Config keys for the address and the wire format of a policy server."""
 
-    url: Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Must("ws://HOST:PORT or wss://HOST:PORT")] | None = (
-        None
-    )
+    url: (
+        Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Constraint("ws://HOST:PORT or wss://HOST:PORT")]
+        | None
+    ) = None
     """Address of the server, for example ws://127.0.0.1:8000."""
     connect_timeout_s: Seconds = 60.0
     """Seconds to wait until the server accepts the connection."""
@@ -37,7 +38,7 @@ class RemoteSettings(ModelSettings, ConversationSettings):
 class ServeSettings(ConversationSettings):
     """Config keys for a policy server."""
 
-    host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Must("an address")] = "127.0.0.1"
+    host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Constraint("an address")] = "127.0.0.1"
     """Bind address; default: this machine only. 0.0.0.0 accepts clients from all hosts, without authentication."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port of the server; 0: any free port."""

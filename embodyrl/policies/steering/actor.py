@@ -14,7 +14,7 @@ from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spread
+from embodyrl.policies.vla.sampling import START, SampledChunks, normals, seeds_of, spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 WITHIN = 1.0 - 1e-3
@@ -51,13 +51,13 @@ class SteeringActor(nn.Module):
         """Return the mean of the Gaussian, [B, rows, n]."""
         return self.head.spread(self(features))[0]
 
-    def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> Chosen:
+    def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample outputs [B, rows, n] from the seeds [B]; return them with tokens and log-probability [B, K, 1]."""
         outputs = self(features)
         mean, log_std = self.head.spread(outputs)
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)
         tokens = self.shape.layout.pack(seeds[:, None], choice.flatten(1).cpu().numpy())
-        return Chosen(state=choice, tokens=tokens, logprob=self._score(outputs, choice, temperature)[0])
+        return SampledChunks(state=choice, tokens=tokens, logprob=self._score(outputs, choice, temperature)[0])
 
     def score(self, features: Tensor, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of recorded samples, [B, K, 1] each."""
@@ -174,7 +174,7 @@ class Steered(ABC):
         seen, scale = self._see(obs), temperature or self._temperature
         seeds = None if noise is None else seeds_of(noise)
         if seeds is None:
-            chosen = Chosen.greedily(self._actor.greedy(seen.features))
+            chosen = SampledChunks.greedily(self._actor.greedy(seen.features))
         else:
             chosen = self._actor.sample(seen.features, seeds, scale)
         tokens, logprob = chosen.kept(self.spec)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import to_builtin
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, merged_problem
@@ -97,7 +97,7 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
     """Return errors of adapter keys: keys without effect, and missing adapters."""
     problems = []
     lora = cfg.lora
-    untouched = {**plain(lora), "path": None} == plain(LoraSettings())
+    untouched = {**to_builtin(lora), "path": None} == to_builtin(LoraSettings())
     if not untouched and lora.path is not None:
         problems.append(
             "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.sampling import PLACE, START, STEP, Chosen, normals, uniforms
+from embodyrl.policies.vla.sampling import PLACE, START, STEP, SampledChunks, normals, uniforms
 from embodyrl.types import IntArray
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -69,7 +69,7 @@ class GaussianChain(ABC):
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
         """Return the stochastic and the deterministic step at states [B, H, D] and their step indices [B]."""
 
-    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> SampledChunks:
         """Sample one chunk per seed [B] from noise, without gradients; no chunk depends on the others."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
@@ -96,7 +96,7 @@ class GaussianChain(ABC):
         # Full states where the network is evaluated again; only the scored numbers of the state after a step.
         floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
         tokens = self.record.layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
-        return Chosen(state=x, tokens=tokens, logprob=logprob / self._terms)
+        return SampledChunks(state=x, tokens=tokens, logprob=logprob / self._terms)
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float

@@ -57,7 +57,7 @@ def normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class SampledChunks:
     """Sampled chunks of B observations, with the tokens from which their log-probabilities are recomputed."""
 
     state: Tensor
@@ -69,7 +69,7 @@ class Chosen:
 
     @classmethod
     def greedily(cls, state: Tensor) -> Self:
-        """Create a `Chosen` from greedy chunks [B, H, D], with empty tokens and log-probabilities."""
+        """Create a `SampledChunks` from greedy chunks [B, H, D], with empty tokens and log-probabilities."""
         nothing = torch.zeros(len(state), 1, 0, device=state.device)
         return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from embodyrl.config.settings import Index, Path, Seconds, Settings, Weight
 
 
-class JudgeSettings(Settings):
+class TextRewardSettings(Settings):
     """Config keys for the reward functions of text replies."""
 
     needs = {"overlong_buffer": "overlong_penalty"}

@@ -18,8 +18,8 @@ from embodyrl.commands.recap_labelling import Stage, label_in_process
 from embodyrl.data.labels import Labels, places, read_positive
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.errors import ConfigError, WorkerError
-from embodyrl.leftovers import children_left
 from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, tagged
+from embodyrl.process_cleanup import children_left
 from embodyrl.types import FloatArray, Observation
 
 WORDS = "touch the red block"

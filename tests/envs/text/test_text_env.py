@@ -9,13 +9,13 @@ from settings import env_of
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
-from embodyrl.envs.text.protocol import Answer, Judgement
-from embodyrl.envs.text.reward_runner import build_judge
+from embodyrl.envs.text.protocol import Answer, RewardResult
+from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import TextRows, open_rows
 from embodyrl.text.messages import Message, split_messages
 from embodyrl.text.pictures import Picture
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import RowSettings
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -26,7 +26,7 @@ def two_digits() -> TextRows:
 
 @pytest.fixture
 def env():
-    judge = build_judge(JudgeSettings(name="exact", weights={"exact": 2.0}), 8)
+    judge = build_reward_runner(TextRewardSettings(name="exact", weights={"exact": 2.0}), 8)
     context = EnvContext(num_slots=3, parts={"rows": two_digits(), "judge": judge})
     made = FACTORY.make(env_of("text", max_turns=2, tools=["calculator"]), context)
     yield made
@@ -67,10 +67,10 @@ class Doubting:
 
     components, weights = (), ()
 
-    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+    def __call__(self, answers: Sequence[Answer]) -> list[RewardResult]:
         said = [one.response for one in answers]
         reasons = [None if text[:1].isdigit() else f"no {text}" for text in said]
-        return [Judgement(reward=0.0, success=False, components=(), problem=reason) for reason in reasons]
+        return [RewardResult(reward=0.0, success=False, components=(), problem=reason) for reason in reasons]
 
     def close(self) -> None:
         pass
@@ -199,7 +199,7 @@ class Listening:
 
     def __call__(self, answers):
         self.heard += answers
-        return [Judgement(reward=float(a.tokens), success=False, components=(float(a.tokens),)) for a in answers]
+        return [RewardResult(reward=float(a.tokens), success=False, components=(float(a.tokens),)) for a in answers]
 
     def close(self) -> None:
         """Do nothing."""

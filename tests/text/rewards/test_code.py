@@ -15,10 +15,10 @@ import pytest
 from processes import wait_until
 
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_judge
+from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.text import sandbox
 from embodyrl.text.rewards.functions import code
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.sandbox import confinement, run_python, run_tests
 
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
@@ -72,7 +72,7 @@ def test_program_that_exits_early_passes_no_test(program: str):
 
 def test_correct_program_passes_150_tests():
     tests = [f"assert f({i}) == {2 * i}" for i in range(150)]
-    judge = build_judge(JudgeSettings(name="code", timeout_s=60), 8)
+    judge = build_reward_runner(TextRewardSettings(name="code", timeout_s=60), 8)
     try:
         (found,) = judge([Answer(prompt="", response="def f(x): return x * 2", reference=json.dumps(tests), tokens=3)])
     finally:
@@ -82,7 +82,7 @@ def test_correct_program_passes_150_tests():
 
 @pytest.mark.integration
 def test_sleeping_program_affects_only_its_own_reward():
-    judge = build_judge(JudgeSettings(name="code", timeout_s=5), 8)
+    judge = build_reward_runner(TextRewardSettings(name="code", timeout_s=5), 8)
     answers = [("import time; time.sleep(60)", ["assert True"] * 120), ("x = 1", ["assert x == 1"])]
     try:
         found = judge([Answer(prompt="", response=p, reference=json.dumps(t), tokens=3) for p, t in answers])

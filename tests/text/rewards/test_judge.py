@@ -9,8 +9,8 @@ import pytest
 from processes import wait_until
 
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_judge, overlong_penalty, problems
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.envs.text.reward_runner import build_reward_runner, overlong_penalty, problems
+from embodyrl.text.rewards.settings import TextRewardSettings
 
 
 def two_parts(prompt: str, response: str, reference: str) -> dict[str, float]:
@@ -38,7 +38,7 @@ def ask(response: str, *, reference: str = "abc", tokens: int = 3) -> Answer:
 
 
 def test_reward_is_the_weighted_sum_of_components():
-    judge = build_judge(JudgeSettings(name="exact", weights={"exact": 0.5, "overlap": 2.0}), 8)
+    judge = build_reward_runner(TextRewardSettings(name="exact", weights={"exact": 0.5, "overlap": 2.0}), 8)
     try:
         right, wrong = judge([ask("abc"), ask("abd")])
     finally:
@@ -49,7 +49,7 @@ def test_reward_is_the_weighted_sum_of_components():
 
 
 def test_reward_function_can_return_named_components():
-    judge = build_judge(JudgeSettings(path="test_judge:two_parts", weights={"short": 0.1}, workers=2), 8)
+    judge = build_reward_runner(TextRewardSettings(path="test_judge:two_parts", weights={"short": 0.1}, workers=2), 8)
     try:
         found = judge([ask("abc"), ask("abcd"), ask("ab")])
     finally:
@@ -66,12 +66,12 @@ def test_reward_function_can_return_named_components():
     ],
 )
 def test_weight_of_a_function_applies_to_its_components(weights, expected):
-    judge = build_judge(JudgeSettings(path="test_judge:two_parts", weights=weights), 8)
+    judge = build_reward_runner(TextRewardSettings(path="test_judge:two_parts", weights=weights), 8)
     assert judge.weights == expected
 
 
 def test_failing_reward_affects_one_reply_and_is_counted():
-    judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=0.5), 8)
+    judge = build_reward_runner(TextRewardSettings(path="test_judge:moody", timeout_s=0.5), 8)
     try:
         found = judge([ask("fine"), ask("raise"), ask("hang"), ask("fine")])
         again = judge([ask("fine")])
@@ -83,7 +83,7 @@ def test_failing_reward_affects_one_reply_and_is_counted():
 
 
 def test_non_finite_reward_counts_as_an_error():
-    judge = build_judge(JudgeSettings(path="test_judge:moody"), 8)
+    judge = build_reward_runner(TextRewardSettings(path="test_judge:moody"), 8)
     try:
         found = judge([ask("nan"), ask("infinite"), ask("die"), ask("fine")])
     finally:
@@ -95,7 +95,7 @@ def test_non_finite_reward_counts_as_an_error():
 
 @pytest.mark.integration
 def test_killed_verifier_process_is_replaced():
-    judge = build_judge(JudgeSettings(path="test_judge:moody", workers=2), 8)
+    judge = build_reward_runner(TextRewardSettings(path="test_judge:moody", workers=2), 8)
     try:
         judge([ask("fine"), ask("fine")])
         for _ in range(4):
@@ -116,7 +116,7 @@ def test_suspended_time_does_not_count_towards_the_reward_timeout(tmp_path: Path
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=1.0), 8)
+        judge = build_reward_runner(TextRewardSettings(path="test_judge:moody", timeout_s=1.0), 8)
         found = judge([ask(f"begin {tmp_path / 'begun'}"), ask("hang"), ask("fine")])
         judge.close()
         os._exit([f.problem for f in found] != [None, "no result within 1 s", None])
@@ -132,7 +132,7 @@ def test_overlong_replies_are_penalised():
     lengths = (5, 6, 7, 9, 10, 12)
     found = [overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]
     assert found == pytest.approx([0, 0, -0.25, -0.75, -1, -1.5])
-    judge = build_judge(JudgeSettings(name="exact", overlong_buffer=4), 10)
+    judge = build_reward_runner(TextRewardSettings(name="exact", overlong_buffer=4), 10)
     try:
         (found,) = judge([ask("abc", tokens=9)])
     finally:
@@ -142,7 +142,7 @@ def test_overlong_replies_are_penalised():
 
 
 def test_reward_settings_errors_contain_a_fix():
-    assert "are not set" in problems(JudgeSettings())[0]
-    assert "Did you mean 'exact'?" in problems(JudgeSettings(name="exakt"))[0]
-    assert "reward.weights" in problems(JudgeSettings(name="exact", weights={"nothing": 1.0}))[0]
-    assert problems(JudgeSettings(name="math", weights={"format": 0.2})) == []
+    assert "are not set" in problems(TextRewardSettings())[0]
+    assert "Did you mean 'exact'?" in problems(TextRewardSettings(name="exakt"))[0]
+    assert "reward.weights" in problems(TextRewardSettings(name="exact", weights={"nothing": 1.0}))[0]
+    assert problems(TextRewardSettings(name="math", weights={"format": 0.2})) == []

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_judge
+from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.text.rewards.functions import code
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.sandbox import run_tests
 
 REPLACED = {
@@ -209,7 +209,7 @@ def test_tested_functions_may_have_names_of_builtins_and_modules():
 
 def test_refused_test_counts_as_a_reward_error():
     program = "class E:\n def __sub__(s, o): return 0\ndef f(x): return E()"
-    judge = build_judge(JudgeSettings(name="code", timeout_s=60), 8)
+    judge = build_reward_runner(TextRewardSettings(name="code", timeout_s=60), 8)
     try:
         test = json.dumps(["assert abs(f(2) - 4) < 1"])
         (found,) = judge([Answer(prompt="", response=program, reference=test, tokens=3)])

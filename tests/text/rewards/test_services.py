@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_judge, problems
+from embodyrl.envs.text.reward_runner import build_reward_runner, problems
 from embodyrl.errors import EmbodyError
 from embodyrl.text.rewards.services import find
-from embodyrl.text.rewards.settings import JudgeSettings
+from embodyrl.text.rewards.settings import TextRewardSettings
 
 
 class Service(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ def ask(response: str, prompt: str = "?") -> Answer:
 
 @pytest.mark.integration
 def test_reward_service_is_called_and_failures_are_counted(service: str):
-    judge = build_judge(JudgeSettings(path=service, timeout_s=1.0, workers=2), 8)
+    judge = build_reward_runner(TextRewardSettings(path=service, timeout_s=1.0, workers=2), 8)
     try:
         told = [ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")]
         found = judge([*told, ask("ab", "flood")])
@@ -83,9 +83,9 @@ def write_reward_model(folder: Path, labels: int = 1) -> None:
 @pytest.mark.integration
 def test_reward_model_score_is_added_to_the_reward(tmp_path: Path):
     write_reward_model(tmp_path / "rm")
-    cfg = JudgeSettings(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
+    cfg = TextRewardSettings(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
     assert problems(cfg) == []
-    judge = build_judge(cfg, 8)
+    judge = build_reward_runner(cfg, 8)
     try:
         right, wrong = judge([ask("abcd", "a="), ask("cba", "a=")])
     finally:
@@ -104,7 +104,7 @@ def test_reward_model_score_is_added_to_the_reward(tmp_path: Path):
 @pytest.mark.integration
 def test_folder_without_reward_model_is_an_error(tmp_path: Path):
     write_reward_model(tmp_path / "two", labels=2)
-    judge = build_judge(JudgeSettings(path=str(tmp_path / "two")), 8)
+    judge = build_reward_runner(TextRewardSettings(path=str(tmp_path / "two")), 8)
     with pytest.raises(EmbodyError, match="a reward model must have 1 output, not 2"):
         judge([ask("abcd")])
     judge.close()
@@ -123,5 +123,5 @@ def test_reward_model_uses_its_chat_template(tmp_path: Path):
 
 
 def test_unknown_reward_name_error_suggests_a_name(tmp_path: Path):
-    assert "Unknown reward" in problems(JudgeSettings(path=str(tmp_path)))[0]
-    assert "Did you mean 'exact'" in problems(JudgeSettings(name="exakt", path="https://host/score"))[0]
+    assert "Unknown reward" in problems(TextRewardSettings(path=str(tmp_path)))[0]
+    assert "Did you mean 'exact'" in problems(TextRewardSettings(name="exakt", path="https://host/score"))[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import embodyrl
 from embodyrl.config.compose import flat
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl_migrate.source import Source
 from embodyrl_migrate.tables import (
@@ -74,7 +74,7 @@ class Migration:
     @property
     def flat(self) -> dict[str, Any]:
         """Values of the config by dotted key, with paths of another machine."""
-        return {**flat(plain(self.config)), **{key: self.settings[key] for key in self.local}}
+        return {**flat(to_builtin(self.config)), **{key: self.settings[key] for key in self.local}}
 
     @property
     def local(self) -> list[str]:
@@ -390,11 +390,11 @@ def _words(groups: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
 
 def without_defaults(result: Migration) -> dict[str, Any]:
     """Return the settings without values that the chosen groups also set; the composed config is unchanged."""
-    wanted = flat(plain(result.config))
-    unset = flat(plain(_compose(result.groups, {})))
+    wanted = flat(to_builtin(result.config))
+    unset = flat(to_builtin(_compose(result.groups, {})))
     kept = {
         key: value
         for key, value in result.settings.items()
         if key in LOCAL_KEYS or (key in wanted and unset.get(key) != wanted[key])
     }
-    return kept if flat(plain(_compose(result.groups, kept))) == wanted else result.settings
+    return kept if flat(to_builtin(_compose(result.groups, kept))) == wanted else result.settings

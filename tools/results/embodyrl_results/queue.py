@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.errors import PARENT_EXITED, EmbodyError
-from embodyrl.leftovers import signal_at_parents_end
 from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
+from embodyrl.process_cleanup import signal_at_parents_end
 from embodyrl.reports.card import CARD_JSON, write_card
 from embodyrl_results.table import Recipe, read_card
 

@@ -120,7 +120,7 @@ class ExpertBlock(nn.Module):
         return x + (1 + gate2) * self.mlp(self.norm(x) * (1 + scale2) + shift2)
 
 
-class LookedFor(nn.Module):
+class InstructionAttention(nn.Module):
     """Finds image locations that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
 
     The instruction scales and shifts the features (FiLM, arXiv 1709.07871), starting at the identity.
@@ -183,7 +183,7 @@ class SmallFlow(nn.Module):
         for name in ("action_low", "action_high", "state_low", "state_high"):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
         if config.num_images:
-            self.eye = LookedFor(config.planes, config.maps, width)
+            self.eye = InstructionAttention(config.planes, config.maps, width)
             self.camera = nn.Parameter(0.02 * torch.randn(config.num_images, width))
         if config.state_dim:
             self.state = nn.Linear(config.state_dim, width)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from embodyrl.config.settings import spell
+from embodyrl.config.settings import format_value
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
@@ -117,9 +117,10 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
             f"{' and '.join(sorted(found))} (normalization_mapping); {fix}."
         )
     if isinstance(cfg, Pi05Settings) and told.get("discrete_state_input", cfg.state_in_prompt) != cfg.state_in_prompt:
+        stored = format_value(not cfg.state_in_prompt)
         problems.append(
-            f"model.state_in_prompt={spell(cfg.state_in_prompt)}: {folder / CONFIG_FILE} has discrete_state_input="
-            f"{spell(not cfg.state_in_prompt)}; set model.state_in_prompt={spell(not cfg.state_in_prompt)}."
+            f"model.state_in_prompt={format_value(cfg.state_in_prompt)}: {folder / CONFIG_FILE} has "
+            f"discrete_state_input={stored}; set model.state_in_prompt={stored}."
         )
     if told.get("use_relative_actions") and not cfg.delta_dims:
         problems.append(

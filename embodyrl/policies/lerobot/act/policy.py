@@ -12,7 +12,7 @@ from embodyrl.policies.lerobot.policy import Corrected, LeRobotPolicy, Read, Sta
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Transition
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.sampling import START, Chosen, normals
+from embodyrl.policies.vla.sampling import START, SampledChunks, normals
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput
 
 
@@ -59,12 +59,12 @@ class ActPolicy(LeRobotPolicy):
         mean = self._executed(self._network.decode(*read.model).actions)
         return Transition(mean=mean, std=torch.full_like(mean, self._cfg.action_std * temperature))
 
-    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions from a Gaussian around the decoded chunk."""
         spread = self._around(read, temperature)
         rows = spread.mean + spread.std * normals(seeds, START, spread.mean.shape[1:], self._device)
         tokens = self._record.layout.pack(seeds[:, None], rows.flatten(1).cpu().numpy())
-        return Chosen(state=rows, tokens=tokens, logprob=spread.log_prob(rows))
+        return SampledChunks(state=rows, tokens=tokens, logprob=spread.log_prob(rows))
 
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of sampled actions, both [B, K, A]."""

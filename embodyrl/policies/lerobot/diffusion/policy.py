@@ -18,7 +18,7 @@ from embodyrl.policies.lerobot.policy import (
     Started,
 )
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of_observations, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, normals, seeds_of_observations, uniforms
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
 
 
@@ -66,10 +66,10 @@ class DiffusionPolicy(LeRobotPolicy):
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
 
-    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions [B, K, A] with the denoising chain."""
         chosen = self._chain.sample(partial(self._predict, read.model), seeds, self._device, temperature)
-        return Chosen(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
+        return SampledChunks(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
 
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the chain's denoising steps."""

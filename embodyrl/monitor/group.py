@@ -32,17 +32,17 @@ def missing_loggers(backends: Sequence[str]) -> list[str]:
     return problems
 
 
-def build_monitor(backends: Sequence[str]) -> Fanout:
+def build_monitor(backends: Sequence[str]) -> MonitorGroup:
     """Create the loggers in `runner.logger.backends` without opening them.
 
     Raises:
         UnknownNameError: a logger does not exist.
     """
     monitors = {name: MONITORS.get(name)() for name in dict.fromkeys(backends)}
-    return Fanout({name: m if m.prompt else BackgroundMonitor(m) for name, m in monitors.items()})
+    return MonitorGroup({name: m if m.prompt else BackgroundMonitor(m) for name, m in monitors.items()})
 
 
-class Fanout(Monitor):
+class MonitorGroup(Monitor):
     """Logger that forwards every call to several loggers."""
 
     def __init__(self, monitors: Mapping[str, Monitor]) -> None:

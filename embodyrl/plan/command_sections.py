@@ -10,7 +10,7 @@ from embodyrl.registry import closest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reads:
+class CommandSections:
     """Config sections that a command uses, and the conditions under which their keys have an effect."""
 
     sections: str
@@ -33,7 +33,7 @@ _SAMPLED = {
     "algorithm.sampling_params.top_p"
 }
 """Sampling keys and their conditions (see `Settings.needs`), for commands that run episodes without RL training."""
-_TRAIN = Reads(
+_TRAIN = CommandSections(
     sections=f"{_ACT} video critic checkpoint",
     needs={
         "runner.only_eval": "eval.baseline",
@@ -43,7 +43,7 @@ _TRAIN = Reads(
         "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
     },
 )
-_EVAL = Reads(
+_EVAL = CommandSections(
     sections=f"{_ACT} video",
     plays=("eval",),
     needs={
@@ -60,7 +60,7 @@ _RECORDED = {
 }
 
 
-_COLLECT = Reads(
+_COLLECT = CommandSections(
     sections=f"{_ACT} collect",
     plays=("train",),
     needs={
@@ -70,7 +70,7 @@ _COLLECT = Reads(
     | _SAMPLED
     | _RECORDED,
 )
-_SFT = Reads(
+_SFT = CommandSections(
     sections=f"{_RUN} checkpoint data objective",
     needs={
         "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
@@ -79,7 +79,7 @@ _SFT = Reads(
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
     },
 )
-_DAGGER = Reads(
+_DAGGER = CommandSections(
     sections=f"{_ACT} checkpoint collect dagger data objective",
     plays=("train",),
     needs={
@@ -90,8 +90,8 @@ _DAGGER = Reads(
     | _SAMPLED
     | _RECORDED,
 )
-_CHECK_ENV = Reads(sections="trust env faults", plays=("train",))
-_SERVE = Reads(sections="trust model ckpt env serve")
+_CHECK_ENV = CommandSections(sections="trust env faults", plays=("train",))
+_SERVE = CommandSections(sections="trust model ckpt env serve")
 _READS = {
     "check-env": _CHECK_ENV,
     "collect": _COLLECT,
@@ -105,7 +105,7 @@ COMMANDS = tuple(_READS)
 """Commands that have a config."""
 
 
-def get_reads(command: str) -> Reads:
+def get_command_sections(command: str) -> CommandSections:
     """Return the config sections of a command.
 
     Raises:
@@ -119,4 +119,4 @@ def get_reads(command: str) -> Reads:
 
 def reads(command: str, section: str) -> bool:
     """Return True if a command uses a section."""
-    return section == "seed" or section in get_reads(command).sections.split()
+    return section == "seed" or section in get_command_sections(command).sections.split()

@@ -7,7 +7,7 @@ import pytest
 
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.monitor.console import ConsoleMonitor
-from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.group import MonitorGroup, build_monitor
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.jsonl import JsonlMonitor
 from embodyrl.monitor.protocol import Monitor, RunInfo
@@ -43,7 +43,7 @@ class Plugin(Monitor):
 
 def test_failed_logger_start_error_contains_a_fix(tmp_path: Path):
     jsonl, late = JsonlMonitor(), Plugin("never")
-    fanout = Fanout({"jsonl": jsonl, "hosted": Plugin("open"), "late": late})
+    fanout = MonitorGroup({"jsonl": jsonl, "hosted": Plugin("open"), "late": late})
     with pytest.raises(ConfigError, match=r"runner.logger.backends: 'hosted' .*server is down.*remove 'hosted'"):
         fanout.open(tmp_path, RunInfo(run_id="r"))
     with pytest.raises(AssertionError, match="log before open"):  # it was closed again
@@ -52,7 +52,7 @@ def test_failed_logger_start_error_contains_a_fix(tmp_path: Path):
 
 
 def test_error_while_closing_does_not_hide_the_cause(tmp_path: Path):
-    fanout = Fanout({"early": Plugin("close"), "hosted": Plugin("open")})
+    fanout = MonitorGroup({"early": Plugin("close"), "hosted": Plugin("open")})
     with pytest.raises(ConfigError, match="'hosted' cannot start"):
         fanout.open(tmp_path, RunInfo(run_id="r"))
 
@@ -60,7 +60,7 @@ def test_error_while_closing_does_not_hide_the_cause(tmp_path: Path):
 @pytest.mark.parametrize("breaks_at", ["log", "video", "text", "close"])
 def test_failing_logger_is_dropped_with_one_warning(breaks_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     plugin, screen = Plugin(breaks_at), StringIO()
-    fanout = Fanout({"hosted": plugin, "jsonl": JsonlMonitor(), "console": ConsoleMonitor(screen)})
+    fanout = MonitorGroup({"hosted": plugin, "jsonl": JsonlMonitor(), "console": ConsoleMonitor(screen)})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     with caplog.at_level(logging.WARNING):
         for step in range(3):
@@ -77,7 +77,7 @@ def test_failing_logger_is_dropped_with_one_warning(breaks_at: str, tmp_path: Pa
 
 
 def test_failure_of_all_loggers_does_not_end_the_run(tmp_path: Path):
-    fanout = Fanout({"a": Plugin("log"), "b": Plugin("text"), "c": Plugin("text")})
+    fanout = MonitorGroup({"a": Plugin("log"), "b": Plugin("text"), "c": Plugin("text")})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     fanout.log(0, {})
     assert fanout.names() == []
@@ -85,7 +85,7 @@ def test_failure_of_all_loggers_does_not_end_the_run(tmp_path: Path):
 
 def test_a_closed_output_pipe_does_not_stop_training(tmp_path: Path):
     screen = StringIO()
-    fanout = Fanout({"console": ConsoleMonitor(screen), "jsonl": JsonlMonitor()})
+    fanout = MonitorGroup({"console": ConsoleMonitor(screen), "jsonl": JsonlMonitor()})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     screen.close()
     fanout.log(0, {"x": 1.0})
@@ -95,7 +95,7 @@ def test_a_closed_output_pipe_does_not_stop_training(tmp_path: Path):
 
 def test_banner_and_progress_go_to_the_console_only(tmp_path: Path):
     plugin, screen = Plugin("never"), StringIO()
-    fanout = Fanout({"hosted": plugin, "console": ConsoleMonitor(screen)})
+    fanout = MonitorGroup({"hosted": plugin, "console": ConsoleMonitor(screen)})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     fanout.banner(["embodyrl", "run r"])
     fanout.progress(1, 2, "rollout")
