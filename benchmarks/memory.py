@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, int
+from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.config.paths import assets_dir
