@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from embodyrl.algorithms.settings import (
 )
 from embodyrl.config.settings import Share
 from embodyrl.types import BoolArray, DoubleArray, Episode, FloatArray
+
+G = TypeVar("G", bound=GroupSettings)
 
 
 def by_group(
@@ -99,15 +101,13 @@ class Outcomes:
         return [episode.spec.group_id for episode in self.episodes]
 
 
-def outcome_estimator(
-    compute: Callable[[Outcomes, Any], DoubleArray], settings: type[GroupSettings] = GroupSettings
-) -> AdvantageEstimator:
+def outcome_estimator(compute: Callable[[Outcomes, G], DoubleArray], settings: type[G]) -> AdvantageEstimator[G]:
     """Build an estimator in which all actions of an episode have the same advantage.
 
     `compute` returns the advantage of each episode, [E].
     """
 
-    def credits(episodes: Sequence[Episode], scores: Scores, cfg: GroupSettings) -> list[Credit]:
+    def credits(episodes: Sequence[Episode], scores: Scores, cfg: G) -> list[Credit]:
         advantage = compute(Outcomes(episodes=episodes, scores=scores), cfg)
         return [spread(episode, one) for episode, one in zip(episodes, advantage, strict=True)]
 
@@ -120,9 +120,12 @@ def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
     return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
 
 
-GRPO = outcome_estimator(
-    lambda o, cfg: grpo(o.returns, o.groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased), StdSettings
-)
+def grpo_advantages(outcomes: Outcomes, cfg: StdSettings) -> DoubleArray:
+    """Return the GRPO advantage of each episode (see `grpo`)."""
+    return grpo(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased)
+
+
+GRPO = outcome_estimator(grpo_advantages, StdSettings)
 
 
 def gae(

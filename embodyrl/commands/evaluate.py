@@ -36,7 +36,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
 from embodyrl.reports.samples import pick_samples, sample_lines
-from embodyrl.scheduler.rollout import Rollout, RolloutResult, RolloutStats, VideoChoice
+from embodyrl.scheduler.rollout import ChooseVideo, Rollout, RolloutResult, RolloutStats
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
@@ -170,7 +170,7 @@ def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]
     return {"baseline": Path(str(cfg.eval.baseline)).name, "paired": tuple(baseline(rows))}
 
 
-def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:
+def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> ChooseVideo | None:
     """Return the function that selects episodes to record; None for `none` and for `changed:N`."""
     if pattern == "none" or pattern.startswith("changed:"):
         return None

@@ -17,7 +17,7 @@ _NO_QUOTA = 2**62
 _REASONS = 10
 """Maximum number of distinct reward errors logged in a run."""
 
-VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
+ChooseVideo = Callable[[EpisodeSpec], tuple[str, str] | None]
 """Function that decides on recording an episode: it returns (file stem, outcomes to keep), or None for no recording."""
 
 
@@ -124,7 +124,7 @@ class Rollout:
     """True: keep the records in the arena; False: keep only the small arrays of the episodes."""
     continues: bool = False
     """True if the rollout continues episodes that the previous rollout cut and whose simulator state still exists."""
-    video: VideoChoice | None = None
+    video: ChooseVideo | None = None
     replayed: Mapping[int, FloatArray] | None = None
     """Actions [T, K, A] to repeat instead of policy inference, by episode id."""
     on_episode: Callable[[Episode], None] | None = None

@@ -101,13 +101,15 @@ def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
     return gdpo([episode.components.sum(axis=0) for episode in outcomes.episodes], outcomes.groups, weights)
 
 
-RLOO = outcome_estimator(lambda o, _: rloo(o.returns, o.groups))
+RLOO = outcome_estimator(lambda o, _: rloo(o.returns, o.groups), GroupSettings)
 
 
-OPO = outcome_estimator(lambda o, _: opo(o.returns, o.groups, [episode.length for episode in o.episodes]))
+OPO = outcome_estimator(
+    lambda o, _: opo(o.returns, o.groups, [episode.length for episode in o.episodes]), GroupSettings
+)
 
 
-GPG = outcome_estimator(lambda o, _: gpg(o.returns, o.groups))
+GPG = outcome_estimator(lambda o, _: gpg(o.returns, o.groups), GroupSettings)
 
 
 PASS_AT_K = outcome_estimator(
