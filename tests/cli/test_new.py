@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -43,9 +42,8 @@ def embodyrl(cwd: Path, *arguments: str, package: str = "") -> str:
 
 
 def new(cwd: Path, kind: str, name: str) -> None:
-    """Write a package to a folder."""
-    with contextlib.chdir(cwd):
-        assert main(["new", kind, name]) == 0
+    """Write a package to a folder, in a process that has not imported a package of this name."""
+    embodyrl(cwd, "new", kind, name)
 
 
 def row(folder: Path) -> dict[str, float]:
