@@ -296,8 +296,7 @@ def test_pages_are_in_the_navigation_and_links_resolve() -> None:
     dead = []
     for page in [*PAGES, SOURCE / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            made = page.is_relative_to(DOCS) and os.path.relpath(page.parent / target, DOCS) in generated
-            if not made and not (page.parent / target).exists():
+            if not (page.parent / target).exists():  # also the generated pages: GitHub does not have them
                 dead.append(f"{page.name}: {target}")
             if page.is_relative_to(DOCS) and not (page.parent / target).resolve().is_relative_to(DOCS):
                 dead.append(f"{page.name}: {target} is outside the site")
