@@ -33,19 +33,6 @@ def test_page_matches_the_cards() -> None:
     assert page == page_text(TABLE), "run embodyrl-results page"
 
 
-def test_readme_results_link_to_their_command() -> None:
-    readme = (TABLE.folder.parents[1] / "README.md").read_text(encoding="utf-8")
-    rows = [
-        line for line in readme.partition("## Results")[2].partition("\n## ")[0].splitlines() if line.startswith("| ")
-    ]
-    assert len(rows) >= 8
-    for row in rows[2:]:
-        name = re.findall(r"docs/results/index\.md#(\w+)", row)
-        assert len(name) == 1, row
-        said = re.findall(r"experiment=\w+", row)
-        assert set(said) <= set(TABLE.recipes[name[0]].command.split()), row
-
-
 def test_links_to_rows_have_a_target() -> None:
     page = (TABLE.folder / "index.md").read_text(encoding="utf-8")
     targets = re.findall(r'<a id="(\w+)"></a>', page)
