@@ -4,6 +4,7 @@
 #SBATCH --nodes=3 --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=8
 #SBATCH --signal=B:TERM@120
 export RAY_AUTH_MODE=token
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # Slurm 22.05 and newer: srun does not inherit --cpus-per-task
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 export RAY_ADDRESS=$first:6379
 nodes() { ray status 2>/dev/null | grep -c ' node_'; }
