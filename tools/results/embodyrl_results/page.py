@@ -17,8 +17,8 @@ Every row is one recipe; all values are from result cards.
 - CPU-s: CPU-seconds of each seed, with both evaluations and without preparations.
 - Cards: command, test states, commit, machine, wall time and memory of each seed.
 
-[recipes.toml](recipes.toml) contains all commands; `{out}` is the folder of the runs. `embodyrl-results run NAME` runs
-a recipe again ([guide](../howto/results.md)). See also the [coverage of the intervals](statistics.md).
+[recipes.toml](recipes.toml) contains all commands. `embodyrl-results run NAME` runs a recipe again
+([guide](../howto/results.md)). See also the [coverage of the intervals](statistics.md).
 """
 _COLUMNS = ("recipe", "before", "after", "CPU-s", "cards")
 _IMPORTED = ("result", "score", "episodes", "protocol", "source")
