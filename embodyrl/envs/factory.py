@@ -72,7 +72,7 @@ class SimFactory(ABC, Generic[S]):
         """Return the environment's spec, including the history and the user's reward components.
 
         Raises:
-            EmbodyError: see `describe`, and `check_delay`.
+            EmbodyError: see `describe`, `with_chunks` and `check_delay`.
         """
         assert isinstance(cfg, RewardSettings)
         own = context.reward

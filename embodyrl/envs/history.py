@@ -9,7 +9,8 @@ import numpy as np
 
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.envs.simulators import SimSteps, Simulators
-from embodyrl.types import ByteArray, EnvSpec, ExpertSpec, FloatArray, IntArray
+from embodyrl.errors import ConfigError
+from embodyrl.types import ActionKind, ByteArray, EnvSpec, ExpertSpec, FloatArray, IntArray
 
 
 def with_history(env: EnvSpec, steps: int) -> EnvSpec:
@@ -26,9 +27,18 @@ def with_history(env: EnvSpec, steps: int) -> EnvSpec:
 
 
 def with_chunks(env: EnvSpec, chunk: int | None) -> EnvSpec:
-    """Return the spec with a flattened chunk as one action, and without a scripted expert; None: return `env`."""
+    """Return the spec with a flattened chunk as one action, and without a scripted expert; None: return `env`.
+
+    Raises:
+        ConfigError: actions are categories, which have no average.
+    """
     if chunk is None:
         return env
+    if env.action.kind is not ActionKind.box:
+        raise ConfigError(
+            f"env.ensemble_chunk={chunk} averages real-valued actions, but the actions of env '{env.name}' are "
+            "categories. Remove the key."
+        )
     action, gripper = env.action, env.action.gripper
     # The environment itself snaps the gripper of executed actions.
     gripper = None if gripper is None else replace(gripper, binary=False)

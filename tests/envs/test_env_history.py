@@ -13,11 +13,11 @@ from settings import env_of
 from embodyrl.envs import ENVS
 from embodyrl.envs.history import HistorySims, TemporalEnsemble, with_chunks, with_history
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.errors import UnknownNameError
+from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.saved import save_config
-from embodyrl.types import EpisodeStart, GoalSpec
+from embodyrl.types import ActionKind, ActionSpec, EpisodeStart, GoalSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot" / "act" / "state" / "tensors.safetensors"
 SIZE = {"camera_heights": 16, "camera_widths": 16, "camera_names": ["front"]}
@@ -150,6 +150,12 @@ def test_gripper_of_a_flattened_chunk_is_not_binary():
     spec = plain().spec
     assert spec.action.gripper.binary
     assert not with_chunks(spec, 4).action.gripper.binary
+
+
+def test_categories_are_not_averaged():
+    spec = replace(plain().spec, action=ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(2,)))
+    with pytest.raises(ConfigError, match=r"env\.ensemble_chunk=4 averages real-valued actions"):
+        with_chunks(spec, 4)
 
 
 def test_new_episode_starts_a_new_average():
