@@ -62,8 +62,8 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     """
     if cfg.reads_rows:
         raise ConfigError(
-            f"env.env_type={cfg.env.env_type} needs a language model, but model '{cfg.model.model_type}' generates no "
-            "text. Choose another env, or a text model such as model=causal_lm."
+            f"env.env_type={cfg.env.env_type}: `embodyrl serve` serves only robot policies. Choose a simulator, or "
+            "serve the language model with another program, for example vLLM."
         )
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext(chunk=cfg.model.num_action_chunks))
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)

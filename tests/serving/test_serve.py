@@ -21,7 +21,7 @@ from processes import MARK, TESTS, listening, start_cli
 from toy_runs import TOY_OFT, toy_words, train_toy
 
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.errors import CheckpointError, EmbodyError, Interrupted
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted
 from embodyrl.plan.config import load_config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote import FACTORY
@@ -29,6 +29,7 @@ from embodyrl.policies.remote.dialects import OPENPI, bytes_keyed, pack, text_ke
 from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import RANDOM, UntrainedPolicy
+from embodyrl.serving.serve import describe
 from embodyrl.serving.server import Answering, PolicyServer
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, InputSpec, Observation
 
@@ -213,6 +214,11 @@ def test_clients_beyond_the_limit_are_refused(run, tmp_path):
         with pytest.raises(InvalidStatus, match="503"):
             client.connect(url, compression=None, proxy=None)
         assert "serve.max_clients" in (tmp_path / "stderr.txt").read_text()
+
+
+def test_text_tasks_are_refused():
+    with pytest.raises(ConfigError, match="env_type=text: `embodyrl serve` serves only robot policies"):
+        describe(load_config("serve", ["env=text/copy", "model=causal_lm_tiny"]))
 
 
 def test_browser_origins_are_refused(openpi):
