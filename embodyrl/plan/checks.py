@@ -309,6 +309,11 @@ def _find_missing_keys(cfg: Config) -> Iterator[str]:
         yield "collect.out is not set. Set a folder for the demonstrations, for example collect.out=demos/a."
     if cfg.has("objective") and cfg.data.path is None:
         yield "data.path is not set. Set a folder with demonstrations, for example a result of `embodyrl collect`."
+    if cfg.has("dagger") and cfg.reads_rows:
+        raise ConfigError(
+            f"env.env_type={cfg.env.env_type}: `embodyrl dagger` corrects robot policies, and this environment "
+            "evaluates text replies. Choose a simulator, or train with `embodyrl sft` or `embodyrl train`."
+        )
     if cfg.command == "check-env" and cfg.reads_rows:
         raise ConfigError(
             f"env.env_type={cfg.env.env_type}: `embodyrl check-env` checks only simulators, and this environment "

@@ -41,6 +41,12 @@ def test_problem_of_a_component_is_reported(overrides: list[str], fragments: lis
 TEXT = ("env=text/copy", "model=causal_lm_tiny")
 
 
+def test_dagger_refuses_text_tasks(tmp_path: Path) -> None:
+    words = ("env=text/arithmetic", "dagger.expert=human", f"collect.out={tmp_path}", f"data.path={tmp_path}")
+    with pytest.raises(ConfigError, match="env_type=text: `embodyrl dagger` corrects robot policies"):
+        check_components(load_config("dagger", words))
+
+
 def test_evaluation_settings_are_kept_if_validation_is_disabled() -> None:
     words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
     cfg = load_config("train", ["runner.val_check_interval=-1", *words])
