@@ -76,7 +76,8 @@ def validated_config(
     found: dict[str, Any] = {"": _valid(TopSettings, top, "", keys, last, wrong)}
     for name, kind in schema.sections.items():
         section, prefix = tree.get(name, {}), f"{name}."
-        if name == "algorithm":  # keys of the loss and of the estimator are written next to each other
+        # Keys of the loss and of the estimator are written next to each other.
+        if name == "algorithm" and isinstance(section, dict):
             own = {key: value for key, value in section.items() if key in schema.loss.model_fields}
             section = {key: value for key, value in section.items() if key not in own or key in kind.model_fields}
             found["loss"] = _valid(schema.loss, own, prefix, keys, last, wrong)

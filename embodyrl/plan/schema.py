@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from pydantic import PrivateAttr
 
@@ -119,6 +119,17 @@ class Config(TopSettings):
         """Return the names of the sections and of the keys without a section that the command uses."""
         schema = self._schema
         return [name for name in type(self).model_fields if name in schema.sections or name in schema.keys]
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with the given values, by dotted key; the values are not validated.
+
+        Raises:
+            ConfigError: the command does not use a key.
+        """
+        used = {*self.used_fields()}
+        if unused := next((name for name in values if name.partition(".")[0] not in used), None):
+            raise ConfigError(f"The config of `embodyrl {self.command}` has no key '{unused}'.")
+        return super().updated(values)
 
     @property
     def schema(self) -> Schema:

@@ -32,7 +32,7 @@ def test_no_class_is_called_manager_helper_or_utils():
     assert vague == []
 
 
-COPIES = ("embodyrl/config/settings.py", "embodyrl/plan/config.py")
+COPIES = ("embodyrl/config/settings.py", "embodyrl/plan/config.py", "embodyrl/plan/schema.py")
 """Functions that compose a config; settings classes may return a variant of themselves."""
 
 

@@ -10,7 +10,7 @@ from embodyrl.cli.output import about
 from embodyrl.config import compose
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.config import load_config, load_saved_config, overridden
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.saved import ENVIRONMENT_FILE, dump_config, save_config
 
@@ -200,6 +200,17 @@ def test_env_kwargs_accept_any_nested_key() -> None:
 )
 def test_later_of_two_overrides_is_used(words: str, key: str, value: object) -> None:
     assert dict(load_config("train", words.split()).leaves())[key] == value
+
+
+@pytest.mark.parametrize("name", ["video", "critic.path", "reward"])
+def test_updated_rejects_keys_that_the_command_does_not_use(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`embodyrl sft` has no key '{name}'"):
+        load_config("sft", ()).updated({name: None})
+
+
+def test_section_must_be_set() -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm is not set\.$"):
+        overridden(load_config("train", ()), {"algorithm": None})
 
 
 def test_commands_agree_on_shared_keys() -> None:
