@@ -7,6 +7,7 @@ from embodyrl.plan.config import load_config
 def test_schema_contains_keys_of_estimator_and_loss_with_documentation() -> None:
     schema = load_config("train", []).schema
     found = json_schema(schema)
+    assert found["description"] == "Config of `embodyrl train`."
     for name, key in schema.keys.items():
         *sections, last = name.split(".")
         at = found

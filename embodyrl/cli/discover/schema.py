@@ -20,11 +20,13 @@ def json_schema(schema: Schema) -> dict[str, Any]:
                 entry["description"] = doc
     top = definitions.pop(TopSettings.__name__)
     own = definitions.pop(schema.loss.__name__).get("properties", {})
+    definitions.pop(Settings.__name__, None)  # the default of the loss
     if "algorithm" in schema.sections:  # the keys of the loss are written next to the keys of the estimator
         definitions[schema.sections["algorithm"].__name__]["properties"] |= own
     sections = {name: refs[kind, "validation"] for name, kind in schema.sections.items()}
     used = {key: entry for key, entry in top["properties"].items() if key in schema.keys}
-    return top | {"title": "Config", "properties": used | sections, "$defs": definitions}
+    described = {"title": "Config", "description": f"Config of `embodyrl {schema.command}`."}
+    return top | described | {"properties": used | sections, "$defs": definitions}
 
 
 def _parts(kind: type[Settings]) -> Iterator[type[Settings]]:
