@@ -15,8 +15,8 @@ def describe(cfg: Config) -> str:
     lines = _lines(cfg)
     if find_folder := getattr(POLICIES.get(cfg.model.model_type), "folder", None):
         lines += prompt_facts(cfg, find_folder(cfg.model))
-    if launcher := getattr(cfg, "launcher", None):
-        hosts = LAUNCHERS.get(launcher.name).preview(getattr(cfg, "cluster", None))
+    if cfg.has("launcher"):
+        hosts = LAUNCHERS.get(cfg.launcher.name).preview(cfg.cluster)
         lines += [("hosts", hosts)] if hosts else []
     return "\n".join(f"  {label:<12} {text}" for label, text in lines)
 

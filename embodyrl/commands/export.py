@@ -21,7 +21,6 @@ from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG
 from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
-from embodyrl.text.settings import DataSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
@@ -71,8 +70,7 @@ def _save_merged(cfg: Config, source: Path, target: Path) -> None:
 
 def _shown(cfg: Config) -> EnvSpec:
     """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
-    data = getattr(cfg, "data", None)
-    return data_environment(data) if isinstance(data, DataSettings) else env_spec(cfg)
+    return data_environment(cfg.data) if cfg.has("data") else env_spec(cfg)
 
 
 def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
@@ -104,9 +102,9 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    data = getattr(cfg, "data", None)
+    data = cfg.data
     task = hub_task(data)
-    sets = [data.path, *getattr(data, "more", [])] if isinstance(data, DataSettings) else []
+    sets = [data.path, *getattr(data, "more", [])] if cfg.has("data") else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
     public = _published(base)
     table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}

@@ -39,7 +39,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
     lines["success"] = env.reward.success
-    if isinstance(own := getattr(cfg, "reward", None), StepRewardSettings) and own.path is not None:
+    if isinstance(own := cfg.reward, StepRewardSettings) and own.path is not None:
         lines["reward"] = f"{own.path} ({own.mode})"
     lines |= dict(precision_facts(cfg)) | dict(preset_facts(cfg))
     doubts = (*env.doubts, *policy.doubts, *_cut_doubts(run_plan), *_waiting_doubts(run_plan))
@@ -213,7 +213,7 @@ def _sight(env: EnvSpec) -> str:
 def _waiting_doubts(run_plan: RunPlan) -> Iterator[str]:
     """Warn if a policy may earn more by waiting near the goal than by success, which ends the episode."""
     cfg, env = run_plan.cfg, run_plan.env
-    own = getattr(cfg, "reward", None)
+    own = cfg.reward
     replaced = isinstance(own, StepRewardSettings) and own.path is not None and own.mode is RewardMode.replace
     summed = env.reward.dense and not replaced and not getattr(cfg.env, "use_rel_reward", False)
     if run_plan.algorithm is not None and summed and not cfg.env.train.ignore_terminations:

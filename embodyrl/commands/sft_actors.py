@@ -83,7 +83,7 @@ def start_supervised(
     """
     ranks, faults = count_ranks(cfg), cfg.faults
     arena = Arena.create(layout, width * cfg.actor.global_batch_size, "Lower actor.global_batch_size.")
-    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
     supervisor = Supervisor(launcher, limits, say)
     meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)

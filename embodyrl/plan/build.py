@@ -234,7 +234,7 @@ def count_ranks(cfg: Config) -> int:
 
 def component_nodes(cfg: Config) -> Mapping[str, tuple[int, ...]]:
     """Return the host numbers of each component; 0 is the driver's host."""
-    return LAUNCHERS.get(cfg.launcher.name).nodes(getattr(cfg, "cluster", None))
+    return LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster)
 
 
 def plan_devices(cfg: Config, *, training: bool) -> Devices:

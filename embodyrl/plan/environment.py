@@ -20,10 +20,9 @@ def env_context(cfg: Config) -> EnvContext:
     Raises:
         ConfigError: a file, row or reward function is invalid.
     """
-    reward = getattr(cfg, "reward", None)
     context = EnvContext(
         pictures=not cfg.evaluates or cfg.video != "none",
-        reward=reward if isinstance(reward, StepRewardSettings) else None,
+        reward=cfg.reward if isinstance(cfg.reward, StepRewardSettings) else None,
         chunk=cfg.model.num_action_chunks if cfg.has("model") else 0,
         suites=_further_suites(cfg) if cfg.evaluates else (),
     )

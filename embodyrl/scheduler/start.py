@@ -221,7 +221,7 @@ def start_workers(
     arena = Arena.create(run_plan.layout, run_plan.capacity, fewer_records(run_plan))
     names = [worker.name for worker in run_plan.env_workers]
     observers = [open_timeline(run_plan, arena, log_dir)]
-    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     supervisor = Supervisor(launcher, cfg.faults, say, observers)
     # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
