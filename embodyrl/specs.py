@@ -212,7 +212,7 @@ class EnvSpec:
     """Time limit of the benchmark in env steps."""
     longest_demonstration: int = field(default=0, compare=False)
     """Number of env steps of the longest demonstration in SFT; 0: unknown."""
-    doubts: tuple[str, ...] = field(default=(), compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
     """Warnings for the banner, one line each; excluded from comparisons, because they may quote observations."""
 
     def suite_of(self, task_id: int) -> str:
@@ -308,7 +308,7 @@ class PolicySpec:
     steering: SteeringSpec | None = None
     rates: bool = False
     """True if a trained value head of this policy can be used as a reward model (`reward.path`)."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings for the banner about valid but possibly unintended settings, one line each."""
 
 

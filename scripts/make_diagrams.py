@@ -61,23 +61,6 @@ class Arrow:
 
 
 DIAGRAMS = {
-    "loop": (
-        "One training step",
-        780,
-        190,
-        [
-            Box(20, 60, 150, 70, ("collect", "run episodes")),
-            Box(220, 60, 150, 70, ("prepare", "rewards, advantages")),
-            Box(420, 60, 150, 70, ("update", "loss, gradients")),
-            Box(620, 60, 140, 70, ("log and save", "checkpoint")),
-            Arrow(170, 95, 218, 95),
-            Arrow(370, 95, 418, 95),
-            Arrow(570, 95, 618, 95),
-            Arrow(690, 130, 690, 165),
-            Arrow(690, 165, 95, 165, "next step, with the new weights", dy=-5),
-            Arrow(95, 165, 95, 132),
-        ],
-    ),
     "processes": (
         "Processes of a run",
         780,
@@ -111,22 +94,6 @@ DIAGRAMS = {
             Box(370, 130, 180, 60, ("simulate chunk 1", "env worker")),
             Box(570, 130, 180, 60, ("infer chunk 2", "policy host"), "data"),
             Arrow(170, 212, 750, 212, "time", dy=-4),
-        ],
-    ),
-    "config": (
-        "From arguments to a run plan",
-        780,
-        220,
-        [
-            Box(20, 30, 190, 70, ("conf/*.yaml", "defaults, one option", "per group")),
-            Box(20, 120, 190, 70, ("arguments", "group=option, key=value")),
-            Box(270, 75, 130, 70, ("compose", "Hydra")),
-            Box(460, 75, 130, 70, ("validate", "all errors at once")),
-            Box(640, 75, 120, 70, ("run plan", "episodes, seeds")),
-            Arrow(210, 65, 268, 100),
-            Arrow(210, 155, 268, 120),
-            Arrow(400, 110, 458, 110),
-            Arrow(590, 110, 638, 110),
         ],
     ),
 }

@@ -28,7 +28,7 @@ from embodyrl.data.layout import (
     image_key,
     is_ours,
 )
-from embodyrl.data.reader import Demonstrations, count_doubts, load_demonstrations
+from embodyrl.data.reader import Demonstrations, count_warnings, load_demonstrations
 from embodyrl.data.rows import find_rows, read_success, read_vectors
 from embodyrl.data.settings import Labels
 from embodyrl.data.tables import read_tasks
@@ -128,13 +128,13 @@ def find_warnings(found: DataSet) -> list[str]:
     """Return warnings about missing episodes and unused video frames of a third-party data set."""
     if is_ours(found.root):
         return []
-    warnings = count_doubts(found.root, len(found.rows))
+    warnings = count_warnings(found.root, len(found.rows))
     if not found.rows or not found.card.video:
         return warnings
     videos = VideoReader(found.root, found.card, find_rows(found.root, found.rows), found.rows)
     for camera in found.card.env.cameras.names:
         videos.check(image_key(camera))
-    return warnings + videos.doubts
+    return warnings + videos.warnings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,19 +42,19 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     if isinstance(own := cfg.reward, StepRewardSettings) and own.path is not None:
         lines["reward"] = f"{own.path} ({own.mode})"
     lines |= dict(precision_facts(cfg)) | dict(preset_facts(cfg))
-    doubts = (*env.doubts, *policy.doubts, *_cut_doubts(run_plan), *_waiting_doubts(run_plan))
+    warnings = (*env.warnings, *policy.warnings, *_cut_warnings(run_plan), *_waiting_warnings(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
-        doubts += (
+        warnings += (
             f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
             "env.instruction=TEXT",
         )
     if parameters and env.text.instructed and not policy.inputs.instructions and len(split.task_ids or env.tasks) > 1:
-        doubts += (
+        warnings += (
             f"'{policy.name}' reads no instructions; fix, unless images and state show the task: select one task, "
             "env.train.task_ids=[0] env.eval.task_ids=[0]",
         )
-    if doubts:
-        lines["warning"] = "; ".join(doubts)
+    if warnings:
+        lines["warning"] = "; ".join(warnings)
     if policy.inputs.num_images or policy.gripper:
         cameras = ", ".join(env.cameras.names[: policy.inputs.num_images]) or "none"
         turned = " · frames turned by 180 degrees" if policy.inputs.rotates_images and env.cameras.rotation_deg else ""
@@ -183,7 +183,7 @@ def _limit(env: EnvSpec, split: EnvSplit) -> str:
     return f"{limit} steps/episode{own}"
 
 
-def _cut_doubts(run_plan: RunPlan) -> Iterator[str]:
+def _cut_warnings(run_plan: RunPlan) -> Iterator[str]:
     """Warn if training episodes can never reach their time limit, because rollouts or validations end them earlier."""
     cfg, algorithm = run_plan.cfg, run_plan.algorithm
     if algorithm is None or not algorithm.estimator.counts_chunk_steps:
@@ -210,7 +210,7 @@ def _sight(env: EnvSpec) -> str:
     return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"
 
 
-def _waiting_doubts(run_plan: RunPlan) -> Iterator[str]:
+def _waiting_warnings(run_plan: RunPlan) -> Iterator[str]:
     """Warn if a policy may earn more by waiting near the goal than by success, which ends the episode."""
     cfg, env = run_plan.cfg, run_plan.env
     own = cfg.reward

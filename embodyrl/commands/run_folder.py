@@ -318,8 +318,8 @@ def weight_facts(cfg: Config, weights: Path | None, env: EnvSpec | None = None) 
     if folder is not None and env is not None:
         chosen = {task for split in cfg.env.splits.values() for task in split.task_ids or range(len(env.tasks))}
         limits = {f"env.{name}.max_episode_steps": split.time_limit(env) for name, split in cfg.env.splits.items()}
-        doubts = unknown_instructions(folder, env, chosen), short_limits(folder, limits)
-        lines += [("warning", doubt) for doubt in doubts if doubt is not None]
+        warnings = unknown_instructions(folder, env, chosen), short_limits(folder, limits)
+        lines += [("warning", warning) for warning in warnings if warning is not None]
     return lines
 
 

@@ -99,7 +99,7 @@ class _Sft:
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
         where = [("output", str(folder.root)), folder.following]
         scaled = [("scaling", self.material.scaled)] if self.material.scaled else []
-        warnings = [("warning", doubt) for doubt in self.material.doubts]
+        warnings = [("warning", warning) for warning in self.material.warnings]
         session.print_banner([*self.facts, samples, *scaled, *warnings, *where], self._total_steps())
         request = PolicyRequest(
             env=self.material.env,

@@ -25,7 +25,7 @@ from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import INFO_PATH, is_ours
 from embodyrl.data.reader import (
     Demonstrations,
-    gripper_doubts,
+    gripper_warnings,
 )
 from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
@@ -63,7 +63,7 @@ class SftInputs:
     model: ModelSettings
     train: Samples
     validation: Samples | None
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about the data, one line each."""
     scaled: str = ""
     """Text for the start banner about dimensions that are constant or rarely differ; empty if there are none."""
@@ -141,10 +141,10 @@ def _demonstrations(cfg: Config, folder: Path) -> SftInputs:
         scaled = scaling_text(actions, states)
     # An environment of this package may have a gripper that a task does not need.
     foreign = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
-    doubts = (*train.demos.doubts, *(gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()))
+    warnings = (*train.demos.warnings, *(gripper_warnings(env.action.gripper, train.demos.action) if foreign else ()))
     env = replace(env, longest_demonstration=train.demos.longest)
     return SftInputs(
-        env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts, scaled=scaled
+        env=env, policy=spec, model=model, train=train, validation=validation, warnings=warnings, scaled=scaled
     )
 
 
@@ -256,7 +256,7 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
             *precision_facts(cfg),
-            *(("warning", doubt) for doubt in (*rows.doubts, *policy.doubts)),
+            *(("warning", warning) for warning in (*rows.warnings, *policy.warnings)),
             training,
         ]
     root = resolve_asset(cfg.data.path)
@@ -280,12 +280,12 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
-        *(("warning", doubt) for doubt in _input_doubts(cfg.model, spec, card.env)),
+        *(("warning", warning) for warning in _input_warnings(cfg.model, spec, card.env)),
         training,
     ]
 
 
-def _input_doubts(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> list[str]:
+def _input_warnings(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> list[str]:
     """Return warnings about differences between the inputs in the data and the inputs of the initial weights."""
     if model.weights is None:
         return []

@@ -64,7 +64,7 @@ class Demonstrations:
     """[N, A] executed actions, which differ from the labels in `action` by model.expert_noise; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Indices of the skipped episodes with non-finite numbers."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about probable mistakes in the data, one line each."""
 
     @property
@@ -144,9 +144,9 @@ def load_demonstrations(
     if not episodes:
         raise EmbodyError(f"{root} contains no episodes. {cure}")
     rows, env = find_rows(root, episodes), card.env
-    doubts = [] if ours else count_doubts(root, len(episodes))
-    action = read_vectors(rows, data.action_key, env.action.dim, doubts)
-    state = read_vectors(rows, data.state_key, env.state_dim, doubts)
+    warnings = [] if ours else count_warnings(root, len(episodes))
+    action = read_vectors(rows, data.action_key, env.action.dim, warnings)
+    state = read_vectors(rows, data.state_key, env.state_dim, warnings)
     numbers = {data.action_key: action, data.state_key: state}
     if layout.REWARD not in card.without:
         numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
@@ -176,7 +176,7 @@ def load_demonstrations(
         instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
         reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
         skipped=np.array(sorted(skipped), np.int64),
-        doubts=(*doubts, *videos.doubts),
+        warnings=(*warnings, *videos.warnings),
     )
 
 
@@ -197,7 +197,7 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
     return found
 
 
-def count_doubts(root: Path, episodes: int) -> list[str]:
+def count_warnings(root: Path, episodes: int) -> list[str]:
     """Return a warning if a third-party data set declares a number of episodes that differs from its content."""
     declared = read_info(root).get("total_episodes", episodes)
     if declared == episodes:
@@ -227,7 +227,7 @@ def check_gripper(where: str, gripper: GripperConvention | None, action: FloatAr
         )
 
 
-def gripper_doubts(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
+def gripper_warnings(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
     """Return a warning if the gripper actions in `action` [N, A] cover at most half of the declared range."""
     if gripper is None or not len(action):
         return ()
@@ -330,9 +330,9 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
         replace(part, start=part.start + offset, stop=part.stop + offset)
         for part, offset in zip(parts, offsets, strict=True)
     ]
-    names = [part.name for part in fields(Demonstrations) if part.name != "doubts"]
+    names = [part.name for part in fields(Demonstrations) if part.name != "warnings"]
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in moved]) for name in names}
-    return Demonstrations(**joined, doubts=tuple(doubt for part in parts for doubt in part.doubts))
+    return Demonstrations(**joined, warnings=tuple(warning for part in parts for warning in part.warnings))
 
 
 def _require_memory(root: Path, needed: int) -> None:

@@ -125,14 +125,14 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
         raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
 
 
-def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = None) -> FloatArray:
+def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = None) -> FloatArray:
     """Return a column as vectors [N, width]; missing values are NaN.
 
     Args:
         rows: rows of the data set.
         key: name of the column.
         width: declared length of the vectors.
-        doubts: list to which warnings about values that lose precision in float32 are appended.
+        warnings: list to which warnings about values that lose precision in float32 are appended.
 
     Raises:
         EmbodyError: the column is missing, or its vectors have another length or another type.
@@ -161,8 +161,8 @@ def read_vectors(rows: Rows, key: str, width: int, doubts: list[str] | None = No
             )
         lossy |= _lossy(found)
         values[inside] = _as_float32(found)[rows.place[inside]]
-    if lossy and doubts is not None:
-        doubts.append(
+    if lossy and warnings is not None:
+        warnings.append(
             f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "
             "numbers. Subtract a constant, or remove these dimensions."
         )

@@ -37,7 +37,7 @@ class VideoReader:
         self._unused: dict[str, dict[str, tuple[int, int]]] = {}
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings about frames that belong to no episode, one line for each camera."""
         return [
             f"{self._root / file} has {count} frames, but its episodes use {used}"
@@ -48,7 +48,7 @@ class VideoReader:
         ]
 
     def check(self, column: str) -> None:
-        """Compare the numbers of frames and steps in all files of a camera (see `doubts`)."""
+        """Compare the numbers of frames and steps in all files of a camera (see `warnings`)."""
         for file, parts in self._files(column).items():
             self._in_order(file, column, parts)
 

@@ -77,7 +77,7 @@ class EpisodeRow:
         return "played" if known is None else "success" if known else "failure"
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Lines of text about the least probable tokens of the replies and their most probable alternatives."""
         least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
         told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]

@@ -46,7 +46,7 @@ def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
             if row is not None:
                 said = _one_line(row.conversation[-1][1])
                 yield f"  {name:<10} {said}   [{row.outcome}, return {row.episode_return:.3g}]"
-                yield from (f"  {'':<10} {line}" for line in row.doubts)
+                yield from (f"  {'':<10} {line}" for line in row.warnings)
 
 
 def _one_line(text: str) -> str:

@@ -328,7 +328,7 @@ def count_unknown(
     return counts, [*dict.fromkeys(parts)]
 
 
-def unknown_doubts(texts: Sequence[str], folder: Path, *, template: ChatTemplate | None) -> Iterator[str]:
+def unknown_warnings(texts: Sequence[str], folder: Path, *, template: ChatTemplate | None) -> Iterator[str]:
     """Yield a warning if the tokenizer of a folder does not contain all characters or words of the texts."""
     counts, unknown = count_unknown(texts, folder, template=template)
     if unknown:

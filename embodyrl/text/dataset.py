@@ -21,7 +21,7 @@ from embodyrl.text.chat import (
     control_tokens,
     count_tokens,
     count_turn_tokens,
-    unknown_doubts,
+    unknown_warnings,
     without_controls,
 )
 from embodyrl.text.conversation import (
@@ -71,7 +71,7 @@ class TextRows:
     """Maximum height and maximum width of the images, in pixels."""
     roles: tuple[tuple[str, ...], ...] = ()
     """All distinct sequences of message roles in the rows."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about the rows, one line each."""
 
     @cached_property
@@ -164,7 +164,7 @@ def open_rows(
         pictures=max(map(len, shown)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
-        doubts=tuple(_doubts([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
+        warnings=tuple(_warnings([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
     )
 
 
@@ -206,7 +206,7 @@ def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
     return len(keep) - border
 
 
-def _doubts(
+def _warnings(
     rows: Sequence[TextRow],
     places: IntArray,
     controls: Collection[str],
@@ -221,7 +221,7 @@ def _doubts(
     some = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
         texts = [*(rendered_prompt(row, template, controls) for row in some), *(row.reference for row in some)]
-        yield from unknown_doubts(texts, vocabulary, template=template)
+        yield from unknown_warnings(texts, vocabulary, template=template)
     if found:
         place, control = found[0]
         first = f"row {place + 1}, {control}"

@@ -306,9 +306,9 @@ def test_sft_warns_of_a_gripper_that_hardly_moves(tmp_path: Path, ends: Any, val
     columns = {"action": lambda e, t: [0.1, 0.01 * t, values[t % len(values)]], "observation.state": numbers(4)}
     root = write_set(tmp_path / "set", columns=columns)
     cfg = load_config("sft", [f"data.path={root}", f"data.gripper={ends}".replace(" ", ""), "model=cnn"])
-    doubts = load_material(cfg, tmp_path / "start").doubts
-    assert [warning] == [text.partition(". ")[0].partition(": ")[2] for text in doubts] if warning else not doubts
-    assert all(text.startswith(f"data.gripper=[{ends[0]},{ends[1]}]: ") for text in doubts)
+    warnings = load_material(cfg, tmp_path / "start").warnings
+    assert [warning] == [text.partition(". ")[0].partition(": ")[2] for text in warnings] if warning else not warnings
+    assert all(text.startswith(f"data.gripper=[{ends[0]},{ends[1]}]: ") for text in warnings)
 
 
 @pytest.mark.parametrize(("ends", "values"), [([0, 1], [-1.0, 1.0]), ([-1, 1], [0.0]), ([-1, 1], [0.0, 1.0])])

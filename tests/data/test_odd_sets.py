@@ -125,7 +125,7 @@ def test_unusual_encodings_of_the_same_data_are_read(tmp_path: Path, change: Any
     expected = [numbers(3)(e, t) for e, length in enumerate(LENGTHS) for t in range(length)]
     np.testing.assert_array_equal(found.action, expected)
     assert {*found.instruction} == {"touch the red block"}
-    assert found.doubts == ()
+    assert found.warnings == ()
     names = ("success", "failure", "min_return", "max_return", "actor", "policy_version")
     assert data(argparse.Namespace(words=["info", str(root)], json=False, **dict.fromkeys(names))) == 0
     assert f"3 episodes, {TOTAL} frames" in capsys.readouterr().out
@@ -162,13 +162,13 @@ def test_numbers_that_float32_cannot_distinguish_give_a_warning(tmp_path: Path, 
     root = write_set(tmp_path / "set")
     kind = pa.list_(pa.float64())
     column("observation.state", lambda old: pa.array([values(row) for row in range(len(old))], kind))(root)
-    found = load_demonstrations(root).doubts
+    found = load_demonstrations(root).warnings
     assert (doubted is None and found == ()) or f"'observation.state' {doubted}: numbers differ" in found[0]
 
 
 def test_missing_episodes_of_a_dataset_give_a_warning(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", info={"total_episodes": 50})
-    assert "declares 50 episodes, but meta/episodes has 3" in load_demonstrations(root).doubts[0]
+    assert "declares 50 episodes, but meta/episodes has 3" in load_demonstrations(root).warnings[0]
 
 
 def test_episodes_with_the_same_video_frames_are_an_error(tmp_path: Path) -> None:

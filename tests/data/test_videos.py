@@ -43,7 +43,7 @@ def test_frames_and_steps_of_equal_number_correspond_in_order(tmp_path: Path, fp
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     encode(root, fps)
     demos = load_demonstrations(root)
-    assert (wrong_frames(demos), demos.doubts) == (0, ())
+    assert (wrong_frames(demos), demos.warnings) == (0, ())
 
 
 @pytest.mark.parametrize("rate", [0.97, 1.02])
@@ -66,10 +66,10 @@ def test_unused_frames_are_a_warning_and_gaps_of_the_table_are_followed(tmp_path
     encode(root, 10, lambda frames: frames[: (n := next(firsts))] + [frames[0]] * 5 + frames[n:])
     demos = load_demonstrations(root)
     assert wrong_frames(demos)
-    assert "front/chunk-000/file-000.mp4 has 26 frames, but its episodes use 21" in demos.doubts[0]
-    assert len(demos.doubts) == 2
+    assert "front/chunk-000/file-000.mp4 has 26 frames, but its episodes use 21" in demos.warnings[0]
+    assert len(demos.warnings) == 2
     assert main(["data", "merge", str(tmp_path / "merged"), str(root), str(root)]) == 0
-    assert "warning " + demos.doubts[0] in " ".join(capsys.readouterr().out.split())
+    assert "warning " + demos.warnings[0] in " ".join(capsys.readouterr().out.split())
 
     def shift(rows: list[dict[str, Any]]) -> None:
         for key, order in zip(KEYS, ORDERS, strict=True):

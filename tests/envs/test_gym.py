@@ -281,11 +281,11 @@ def test_image_order_is_kept():
 
 
 def test_channels_first_stacks_give_a_warning():
-    from embodyrl.envs.check.observations import doubts
+    from embodyrl.envs.check.observations import warnings
 
     space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
-    assert "channels are not last, which become 768 numbers" in next(doubts(space, [space.sample()], None))
-    assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)], None)]
+    assert "channels are not last, which become 768 numbers" in next(warnings(space, [space.sample()], None))
+    assert not [*warnings(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)], None)]
 
 
 def test_non_image_byte_arrays_become_state():
@@ -336,9 +336,9 @@ def running_statistics() -> gymnasium.Env:
 def test_wrappers_with_running_statistics_are_refused(name):
     with pytest.raises(ConfigError, match=rf"env.wrappers: '.*{name}'.*model.normalize_state=true"):
         ENVS.get("gym").spec(config("CartPole-v1", wrappers=[f"gymnasium.wrappers:{name}"]), EnvContext())
-    doubts = ENVS.get("gym").spec(config("test_gym:running_statistics"), EnvContext()).doubts
-    assert "'NormalizeReward' in env.id=test_gym:running_statistics" in " ".join(doubts)
-    assert not ENVS.get("gym").spec(config("test_gym:frozen_statistics"), EnvContext()).doubts
+    warnings = ENVS.get("gym").spec(config("test_gym:running_statistics"), EnvContext()).warnings
+    assert "'NormalizeReward' in env.id=test_gym:running_statistics" in " ".join(warnings)
+    assert not ENVS.get("gym").spec(config("test_gym:frozen_statistics"), EnvContext()).warnings
 
 
 class Counting(gymnasium.ObservationWrapper):
@@ -351,8 +351,8 @@ class Counting(gymnasium.ObservationWrapper):
 
 def test_wrapper_that_keeps_state_between_episodes_is_named():
     wrappers = ["test_gym:Counting", "gymnasium.wrappers:FlattenObservation"]
-    (doubt,) = ENVS.get("gym").spec(config("CartPole-v1", wrappers=wrappers), EnvContext()).doubts
-    assert doubt.startswith("'Counting' keeps state between episodes")
+    (warning,) = ENVS.get("gym").spec(config("CartPole-v1", wrappers=wrappers), EnvContext()).warnings
+    assert warning.startswith("'Counting' keeps state between episodes")
 
 
 @pytest.mark.parametrize(("env_id", "known"), [("CartPole-v1", False), ("pixel_env:PixelEnv", True), (COUNTER, True)])

@@ -53,7 +53,7 @@ def test_missing_instruction_key_error_lists_keys():
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "reports", "doubt"),
+    ("name", "values", "reports", "warning"),
     [
         ("LateSuccess", {}, True, ""),
         ("SimilarKey", {}, False, "env.success_key=metrics.task_success"),
@@ -64,11 +64,11 @@ def test_missing_instruction_key_error_lists_keys():
         ("Plain", {}, False, ""),
     ],
 )
-def test_success_keys_are_found_in_whole_episodes(name, values, reports, doubt):
+def test_success_keys_are_found_in_whole_episodes(name, values, reports, warning):
     spec = described(name, **values)
     assert spec.reward.reports_success == reports
-    assert doubt in " ".join(spec.doubts)
-    assert bool(doubt) == bool(spec.doubts)
+    assert warning in " ".join(spec.warnings)
+    assert bool(warning) == bool(spec.warnings)
 
 
 def test_nested_success_key_is_read():
@@ -77,7 +77,7 @@ def test_nested_success_key_is_read():
 
 
 @pytest.mark.parametrize(
-    ("name", "doubt"),
+    ("name", "warning"),
     [
         ("RedPicture", "one RGB image with its channels first"),
         ("Rgba", "one RGBA image;"),
@@ -97,10 +97,10 @@ def test_nested_success_key_is_read():
         ("make_suites", "and near/0 is used; select with env.suite=NAME"),
     ],
 )
-def test_suspicious_observation_spaces_give_warnings(name, doubt):
-    found = described(name).doubts
-    assert doubt in " ".join(found)
-    assert len(found) == bool(doubt)
+def test_suspicious_observation_spaces_give_warnings(name, warning):
+    found = described(name).warnings
+    assert warning in " ".join(found)
+    assert len(found) == bool(warning)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_fraction_is_not_accepted_as_success(name):
 
 
 def test_suite_selects_an_environment():
-    assert "float32" in " ".join(described("make_suites", suite="far").doubts)
+    assert "float32" in " ".join(described("make_suites", suite="far").warnings)
     with pytest.raises(ConfigError, match=r"has no suite 'deep' .*Suites: near/0, far/0"):
         described("make_suites", suite="deep")
 

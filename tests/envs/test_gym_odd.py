@@ -158,8 +158,8 @@ def test_unusual_gymnasium_environments_run(name):
 
 
 def test_failing_close_is_reported(caplog):
-    doubts = described("test_gym_odd:CannotClose").doubts
-    assert "close() of env.id=test_gym_odd:CannotClose failed: RuntimeError: the simulator is gone" in doubts[0]
+    warnings = described("test_gym_odd:CannotClose").warnings
+    assert "close() of env.id=test_gym_odd:CannotClose failed: RuntimeError: the simulator is gone" in warnings[0]
     begin(config("test_gym_odd:CannotClose"), slots=2).close()
     assert [r.getMessage().partition(" (")[0] for r in caplog.records] == [
         "close() of env 'test_gym_odd:CannotClose' failed: RuntimeError: the simulator is gone"
@@ -208,13 +208,13 @@ def test_images_of_another_dtype_are_read(kind):
     ("shape", "high", "doubted"), [((3, 3), 2, False), ((6, 7, 2), 1, False), ((64, 64, 3), 1, True)]
 )
 def test_byte_arrays_with_other_bounds_are_read_as_state(shape, high, doubted):
-    from embodyrl.envs.check.observations import doubts
+    from embodyrl.envs.check.observations import warnings
 
     space = spaces.Box(0, high, shape, np.uint8)
     writer = ObservationWriter("board", space)
     assert (writer.state_dim, writer.cameras) == (np.prod(shape), ())
-    found = [*doubts(space, [space.sample()], None)]
-    assert [f"its bounds are 0..{high}" in doubt for doubt in found] == [True] * doubted
+    found = [*warnings(space, [space.sample()], None)]
+    assert [f"its bounds are 0..{high}" in warning for warning in found] == [True] * doubted
 
 
 @pytest.mark.parametrize(("frame", "pixel"), [(np.full((4, 6, 3), 0.5), 128), (np.full((4, 6, 3), 70.4), 70)])
@@ -247,8 +247,8 @@ def test_time_limit_of_minus_one_is_ignored():
 
 
 def test_vector_environment_without_autoreset_mode_gives_a_warning():
-    assert "has no autoreset_mode" in " ".join(described("test_gym_odd:UnsaidMode").doubts)
-    assert not described("test_gym_odd:solved").doubts
+    assert "has no autoreset_mode" in " ".join(described("test_gym_odd:UnsaidMode").warnings)
+    assert not described("test_gym_odd:solved").warnings
     with pytest.raises(ConfigError, match=r"'sometimes'. Set it to one of NextStep, SameStep, Disabled"):
         described("test_gym_odd:UnknownMode")
 
@@ -269,8 +269,10 @@ def test_final_observation_is_kept_if_the_environment_resets_in_the_same_step(na
 
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal", "metrics.sucess", "suceeded"])
 def test_unused_success_key_candidates_give_a_warning(name):
-    from embodyrl.envs.check.said import success_doubts
+    from embodyrl.envs.check.said import success_warnings
 
-    (doubt,) = success_doubts(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
-    assert f"env.success_key={name}" in doubt
-    assert not [*success_doubts(env_of(env_type="gym", id="x"), ["winner_id", "process", "unfinished"], reports=False)]
+    (warning,) = success_warnings(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
+    assert f"env.success_key={name}" in warning
+    assert not [
+        *success_warnings(env_of(env_type="gym", id="x"), ["winner_id", "process", "unfinished"], reports=False)
+    ]

@@ -144,7 +144,7 @@ def test_gymnasium_environment_specs_are_read_outside_the_driver(tmp_path, monke
     assert named == replace(found, name="isolated_env:Named-v0", tasks=("isolated_env:Named-v0",), max_episode_steps=7)
 
     threads = {*threading.enumerate()}
-    assert "thread endless did not end" in described(tmp_path, "Threads", monkeypatch).doubts[-1]
+    assert "thread endless did not end" in described(tmp_path, "Threads", monkeypatch).warnings[-1]
     assert {*threading.enumerate()} <= threads
 
     assert found.action.high == (1.0, float("inf"))
@@ -176,5 +176,5 @@ def test_workers_do_not_probe_the_environment_again(tmp_path, monkeypatch):
     count = len(Path("resets").read_text())
     env = ENVS.get("gym").make(plan.cfg.env, replace(plan.context, num_slots=1))
     assert len(Path("resets").read_text()) == count > 0
-    assert env.spec == replace(plan.env, doubts=())
+    assert env.spec == replace(plan.env, warnings=())
     env.close()

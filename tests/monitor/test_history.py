@@ -34,7 +34,7 @@ def test_least_likely_tokens_are_listed_in_order() -> None:
     raw |= dict.fromkeys(("terminated", "truncated", "success_once", "success_at_end"), False)
     raw |= {"task": "copy", "video": None}
     tokens = [[(f"t{i}", value), ("best", -0.25)] for i, value in enumerate(said)]
-    assert EpisodeRow.from_json(raw | {"logprobs": tokens}).doubts == [
+    assert EpisodeRow.from_json(raw | {"logprobs": tokens}).warnings == [
         f'token {i + 1}: "t{i}" {said[i]:.2f}; most probable "best" -0.25' for i in (1, 3, 4, 5, 6)
     ]
 

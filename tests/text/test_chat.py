@@ -279,8 +279,8 @@ def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')
     cfg = RowSettings(path=str(tmp_path / "rows.jsonl"), val_share=0.0)
     rows = open_rows(cfg, tokenizer=place, template=ChatTemplate.read(place))
-    assert rows.doubts == ("1 rows contain control tokens of the model, which are removed (first: row 2, <eos>)",)
-    assert open_rows(cfg, tokenizer=place).doubts == ()
+    assert rows.warnings == ("1 rows contain control tokens of the model, which are removed (first: row 2, <eos>)",)
+    assert open_rows(cfg, tokenizer=place).warnings == ()
     tokenizer = AutoTokenizer.from_pretrained(place)
     reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
     prompts = [list(reader._encode(text, b"", ())) for text in ("1+1=", "1<eos>+1=")]

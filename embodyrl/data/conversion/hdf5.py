@@ -115,7 +115,7 @@ class Hdf5Source:
             fps=known["control_freq"] if declares_rate else None,
             conventions=_libero(source, known) if is_libero else Conventions(keys=_COMMON),
             left_out=_listed(left_out),
-            doubts=(_ABSOLUTE,) if "control_delta" in known else (),
+            warnings=(_ABSOLUTE,) if "control_delta" in known else (),
         )
 
     def _check_conventions(self, where: str, found: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ class Plan:
     assumes_fps: bool
     """True if the frame rate is a guess, because neither the settings nor the source contain it."""
     left_out: str
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     def columns_of(self, target: str) -> list[str]:
         """Return the source columns that are converted to the column `target`, in order."""
@@ -52,7 +52,7 @@ class Plan:
             ("outcomes", f"reward: {named[Target.reward]} · success: {named[Target.success]}"),
             ("as stored", f"{gripper_text(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
             *((("left out", self.left_out),) if self.left_out else ()),
-            *(("warning", doubt) for doubt in self.doubts),
+            *(("warning", warning) for warning in self.warnings),
             ("output", str(out)),
         ]
 
@@ -94,7 +94,7 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         kind=described.kind,
         assumes_fps=not (data.fps or described.fps),
         left_out=described.left_out,
-        doubts=described.doubts,
+        warnings=described.warnings,
     )
 
 

@@ -59,7 +59,7 @@ class Description:
     conventions: Conventions = Conventions()
     left_out: str = ""
     """Episodes or steps of the source that are not converted, for the start banner."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about the source, one line each."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Reason why a column of the source cannot be converted, by column name."""

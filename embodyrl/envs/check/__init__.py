@@ -69,7 +69,7 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
 
 
 def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding:
-    harness.note, harness.violations, harness.doubts = "", [], []
+    harness.note, harness.violations, harness.warnings = "", [], []
     try:
         with _deadline(timeout_s):
             check(harness)
@@ -79,8 +79,8 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
         if not isinstance(error, EmbodyError):  # our errors already name the fault and the fix
             found = f"{type(error).__name__}: {found} ({Path(where.filename).name}:{where.lineno})"
         harness.violations = [Violation(name, "no error", found)]
-    level = "FAIL" if harness.violations else "warn" if harness.doubts else "ok"
-    found = (*harness.violations, *harness.doubts)
+    level = "FAIL" if harness.violations else "warn" if harness.warnings else "ok"
+    found = (*harness.violations, *harness.warnings)
     return Finding(check=name, level=level, note=harness.note, violations=found)
 
 

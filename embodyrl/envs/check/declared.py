@@ -58,8 +58,8 @@ def spec(h: Harness) -> None:
     h.expect(spec == again, "spec", "the same spec in every call", "two different specs")
     _tasks(h, spec)
     _numbers(h, spec)
-    for doubt in spec.doubts:
-        h.prefer(False, "spec", "a declaration that matches the behaviour", doubt)
+    for warning in spec.warnings:
+        h.prefer(False, "spec", "a declaration that matches the behaviour", warning)
     if (grip := spec.action.gripper) is not None:
         inside = -spec.action.dim <= grip.index < spec.action.dim
         h.expect(inside, "spec.action.gripper.index", f"below {spec.action.dim}", grip.index)

@@ -76,7 +76,7 @@ class Harness:
     """Text printed after the name of the current check if the check passes."""
     violations: list[Violation] = field(default_factory=list)
     """Violations of the current check."""
-    doubts: list[Violation] = field(default_factory=list)
+    warnings: list[Violation] = field(default_factory=list)
     """Warnings of the current check."""
     ending: Trace | None = None
     """Episode that terminated, with random actions or actions of the expert; None: not found."""
@@ -98,7 +98,7 @@ class Harness:
     def prefer(self, holds: bool, field: str, expected: str, found: object) -> None:
         """Add a warning if the condition `holds` is false."""
         if not holds:
-            self.doubts.append(Violation(field, expected, str(found)))
+            self.warnings.append(Violation(field, expected, str(found)))
 
     def expect_repeat(self, one: Trace, other: Trace, field: str, expected: str) -> None:
         """Add a violation if two episodes differ, or a warning if they are nearly equal."""

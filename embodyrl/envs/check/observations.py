@@ -22,7 +22,7 @@ _PICTURE = 32
 """Minimum height and width of an array that is probably a greyscale image."""
 
 
-def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
+def warnings(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
     """Yield warnings about `seen`, the observations of one episode in order, starting at the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):

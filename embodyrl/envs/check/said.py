@@ -24,7 +24,7 @@ NOT_MASKED = (
 )
 
 
-def doubts(
+def warnings(
     cfg: GymSettings,
     texts: Sequence[tuple[str, Path]],
     begun: Mapping[str, Any],
@@ -33,12 +33,12 @@ def doubts(
     reports: bool,
 ) -> Iterator[str]:
     """Warn about ignored texts, success flags and action masks."""
-    yield from instruction_doubts(cfg, texts, begun, said)
-    yield from mask_doubts(str(key) for info in (begun, *infos) for key in info)
-    yield from success_doubts(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)
+    yield from instruction_warnings(cfg, texts, begun, said)
+    yield from mask_warnings(str(key) for info in (begun, *infos) for key in info)
+    yield from success_warnings(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)
 
 
-def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
+def success_warnings(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
     """Warn if `env.success_key` is missing in all steps, or if an unused key of info probably means success.
 
     `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
@@ -55,13 +55,13 @@ def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Ite
             return
 
 
-def mask_doubts(names: Iterable[str]) -> Iterator[str]:
+def mask_warnings(names: Iterable[str]) -> Iterator[str]:
     """Warn about an action mask in info, because policies do not apply action masks."""
     if (name := next(filter(LIKE_MASK.search, names), None)) is not None:
         yield f"info['{name}'] is not applied: {NOT_MASKED}"
 
 
-def instruction_doubts(
+def instruction_warnings(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
 ) -> Iterator[str]:
     """Warn about texts in the observation or in info that are not used as the instruction.

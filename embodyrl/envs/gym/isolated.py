@@ -45,5 +45,5 @@ def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
     """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
     spec = describe_here(cfg, pictures)
     left = left_after(_CLOSE_S)
-    doubt = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
-    return replace(spec, doubts=(*spec.doubts, doubt)) if left else spec
+    warning = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
+    return replace(spec, warnings=(*spec.warnings, warning)) if left else spec

@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
-from embodyrl.envs.check.observations import doubts as observation_doubts
-from embodyrl.envs.check.said import doubts as info_doubts
+from embodyrl.envs.check.observations import warnings as observation_warnings
+from embodyrl.envs.check.said import warnings as info_warnings
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import (
     NOT_SAVED,
@@ -76,10 +76,10 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             expert=not vector and env.has_wrapper_attr("expert_action"),
             vector=vector,
             draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
-            doubts=(*said.pop("doubts"), *_suite_doubts(cfg, suites), *_statistics_doubts(cfg, env)),
+            warnings=(*said.pop("warnings"), *_suite_warnings(cfg, suites), *_statistics_warnings(cfg, env)),
             **said,
         )
-    return replace(found, doubts=(*found.doubts, *late))
+    return replace(found, warnings=(*found.warnings, *late))
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _shown(spec: EnvSpec) -> dict[str, Any]:
         "reports_success": spec.reward.reports_success,
         "success": spec.reward.success,
         "dense": spec.reward.dense,
-        "doubts": (),
+        "warnings": (),
         "goals": spec.goal is not None,
         "instruction": spec.tasks[0] if spec.text.instructed else None,
     }
@@ -145,23 +145,23 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
     writer.check(first)
     said = instruction_of(cfg, writer.texts, first, begun, env)
     found = [
-        *observation_doubts(env.observation_space, seen, env),
-        *info_doubts(cfg, writer.texts, begun, said, infos, reports),
+        *observation_warnings(env.observation_space, seen, env),
+        *info_warnings(cfg, writer.texts, begun, said, infos, reports),
     ]
     return {
         **success_facts(infos, keys, earned),
-        "doubts": tuple(found),
+        "warnings": tuple(found),
         "goals": goals,
         "instruction": said,
     }
 
 
-def _statistics_doubts(cfg: GymSettings, env: Any) -> list[str]:
+def _statistics_warnings(cfg: GymSettings, env: Any) -> list[str]:
     """Warn about running statistics in the environment itself; those of `env.wrappers` are refused."""
     return [f"'{name}' in env.id={cfg.id} {NOT_SAVED.removesuffix('.')}" for name in running_statistics(env)]
 
 
-def _suite_doubts(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:
+def _suite_warnings(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:
     if len(names) < 2 or cfg.suite is not None:
         return ()
     return (f"env.id={cfg.id} returns {len(names)} environments and {names[0]} is used; select with env.suite=NAME",)

@@ -40,7 +40,7 @@ class Probe:
     those of one slot."""
     draws: bool
     """True if the environment supports the render mode `rgb_array`."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about probable mistakes in the environment, found in the first steps."""
     instruction: str | None = None
     """Instruction of the first episode; None: no instruction."""

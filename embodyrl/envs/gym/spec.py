@@ -64,7 +64,7 @@ def spec_of(cfg: GymSettings, found: Probe) -> EnvSpec:
         ),
         reward=RewardSpec(reports_success=found.reports_success, success=found.success, dense=found.dense),
         expert=ExpertSpec(tasks=(0,) if found.expert else ()),
-        doubts=found.doubts,
+        warnings=found.warnings,
     )
 
 

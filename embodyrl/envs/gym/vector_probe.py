@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from embodyrl.envs.check.observations import doubts as observation_doubts
-from embodyrl.envs.check.said import doubts as info_doubts
+from embodyrl.envs.check.observations import warnings as observation_warnings
+from embodyrl.envs.check.said import warnings as info_warnings
 from embodyrl.envs.gym.api import line, require_step, reset_env
 from embodyrl.envs.gym.properties import PROBED_S, max_probed, success_facts
 from embodyrl.envs.gym.said import instruction_of, says_success, success_key
@@ -55,13 +55,13 @@ def try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
     said = instruction_of(cfg, writer.texts, first, info_of_first)
     told = success_facts(infos, keys, rewards)
     found = [
-        *observation_doubts(space, [first], env),
-        *_autoreset_doubts(env),
-        *info_doubts(cfg, writer.texts, info_of_first, said, infos, told["reports_success"]),
+        *observation_warnings(space, [first], env),
+        *_autoreset_warnings(env),
+        *info_warnings(cfg, writer.texts, info_of_first, said, infos, told["reports_success"]),
     ]
     return {
         **told,
-        "doubts": tuple(found),
+        "warnings": tuple(found),
         "instruction": said,
     }
 
@@ -79,7 +79,7 @@ def _play_on(cfg: GymSettings, env: Any, keys: Sequence[str], result: Any) -> tu
     return infos, rewards
 
 
-def _autoreset_doubts(env: Any) -> Iterator[str]:
+def _autoreset_warnings(env: Any) -> Iterator[str]:
     if autoreset_mode(env) is None:
         yield (
             "metadata of the vector environment has no autoreset_mode, so it must not reset environments by itself: "

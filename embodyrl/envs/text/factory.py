@@ -48,7 +48,7 @@ class TextFactory:
         known = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"
         return EnvSpec(
             name=f"text/{rows.name}",
-            doubts=(*((known,) if rows.repeated else ()), *rows.doubts),
+            warnings=(*((known,) if rows.repeated else ()), *rows.warnings),
             text=TextSpec(
                 roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
                 max_replies=cfg.max_turns,

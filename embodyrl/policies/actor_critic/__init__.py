@@ -45,7 +45,7 @@ class ActorCriticFactory:
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             differentiable=shape.squashed,
             rates=True,
-            doubts=_range_doubts(shape),
+            warnings=_range_warnings(shape),
         )
 
     def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
@@ -96,7 +96,7 @@ class ActorCriticFactory:
         )
 
 
-def _range_doubts(shape: NetShape) -> tuple[str, ...]:
+def _range_warnings(shape: NetShape) -> tuple[str, ...]:
     """Return a warning about squashed actions without two bounds, for which the policy assumes a range."""
     bounds = zip(shape.low, shape.high, strict=True)
     wide = [place for place, (low, high) in enumerate(bounds) if low is None or high is None]

@@ -90,7 +90,7 @@ class CausalLMFactory:
             action_dim=1,
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
-            doubts=(ending,) if ending else (),
+            warnings=(ending,) if ending else (),
             action_kinds=frozenset({ActionKind.text}),
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
             rates=not (cfg.is_lora or self.sees),

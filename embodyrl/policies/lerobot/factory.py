@@ -103,9 +103,9 @@ class LeRobotFactory(ABC, Generic[S, C]):
         config, _ = self.plan(cfg, env)
         saved = read_config(self.folder(cfg), self.kind, self.config)[0]
         executed = saved.n_action_steps
-        doubts: tuple[str, ...] = ()
+        warnings: tuple[str, ...] = ()
         if saved.input_features and executed != cfg.num_action_chunks:
-            doubts = (
+            warnings = (
                 f"the checkpoint executes {executed} actions per query (n_action_steps), but model.num_action_chunks="
                 f"{cfg.num_action_chunks}",
             )
@@ -126,7 +126,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
             observed_steps=config.n_obs_steps,
             gripper=env.action.gripper,
             action_kinds=frozenset({ActionKind.box}),
-            doubts=doubts,
+            warnings=warnings,
         )
         if (shape := self.steering(cfg, config)) is None:
             return spec

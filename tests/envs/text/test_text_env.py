@@ -186,7 +186,7 @@ class Asked(list[TextRow]):
     """Rows with images of up to 4 by 6 pixels."""
 
     name, held_out, repeated, prompt_bytes, pictures, image_size = "asked", 0, 0, 100, 2, (4, 6)
-    roles, doubts, prompt_tokens, turn_tokens = (("user",),), (), 0, 0
+    roles, warnings, prompt_tokens, turn_tokens = (("user",),), (), 0, 0
 
 
 class Listening:

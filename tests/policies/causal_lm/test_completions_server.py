@@ -276,7 +276,7 @@ def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Pat
         said = [token for (token, _), *_ in row.logprobs if not token.startswith("<")]  # specials are no part of it
         assert "".join(said) == row.conversation[-1][1]
         assert all(len(step) == 3 for step in row.logprobs)
-        assert len(row.doubts) == min(5, len(row.logprobs))
+        assert len(row.warnings) == min(5, len(row.logprobs))
 
 
 def test_unsupported_server_options_are_refused() -> None:

@@ -13,7 +13,7 @@ from transformers import PI0Config
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
-from embodyrl.policies.flow.vla.folder import doubts, read_units, side_files
+from embodyrl.policies.flow.vla.folder import read_units, side_files, warnings
 
 OPENPI = {
     "action_dim": 32,
@@ -145,7 +145,7 @@ def test_other_transformers_fields_are_rejected_by_name(part, key, value, tmp_pa
 def test_other_sampling_settings_give_a_warning(form, told, keys, match, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(told))
     values = {"model_type": form, "num_action_chunks": 3} | keys
-    found = doubts(tmp_path, POLICIES.get(form).settings.model_validate(values))
+    found = warnings(tmp_path, POLICIES.get(form).settings.model_validate(values))
     assert re.search(match, found[0]) if match else found == ()
 
 

@@ -137,8 +137,8 @@ def test_checkpoint_prompt_limit_is_checked_early(tmp_path: Path, form: str, nam
 
 def test_different_number_of_executed_actions_gives_a_warning(tmp_path: Path) -> None:
     folder, cfg, factory = folder_of("pi0", tmp_path), settings("pi0", tmp_path / "pi0"), POLICIES.get("pi0")
-    assert factory.spec(cfg, ENV, 0).doubts == ()
+    assert factory.spec(cfg, ENV, 0).warnings == ()
     edit_config(folder, n_action_steps=3)
-    assert factory.spec(cfg, ENV, 0).doubts == ()
+    assert factory.spec(cfg, ENV, 0).warnings == ()
     edit_config(folder, n_action_steps=6)
-    assert "executes 6 actions per query" in factory.spec(cfg, ENV, 0).doubts[0]
+    assert "executes 6 actions per query" in factory.spec(cfg, ENV, 0).warnings[0]

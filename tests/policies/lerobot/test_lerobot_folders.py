@@ -57,7 +57,7 @@ def test_changed_number_of_executed_actions_is_saved(case, tmp_path):
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, out))
     assert after == before | {"n_action_steps": 2}
     assert list(after) == list(before)
-    assert f"executes {before['n_action_steps']} actions" in policy.spec.doubts[0]
+    assert f"executes {before['n_action_steps']} actions" in policy.spec.warnings[0]
 
 
 def test_compiled_model_weights_keep_their_names(tmp_path):
@@ -218,7 +218,7 @@ def test_temporal_ensemble_policy_returns_whole_chunks(tmp_path):
     drawn = policy.act(observation(config, data, "raw."), noise=noise_for(policy, 3))
     assert np.array_equal(drawn.actions, out.actions), "an average of chunks has no noise"
     assert "averaged" in policy.spec.untrainable
-    assert "env.ensemble_chunk=6 env.ensemble_coeff=0.01" in policy_of(folder).spec.doubts[0]
+    assert "env.ensemble_chunk=6 env.ensemble_coeff=0.01" in policy_of(folder).spec.warnings[0]
     with pytest.raises(ConfigError, match="ensemble_chunk=6"):
         policy_of(folder, temporal_ensemble=True, env=env_of_config(config, action=ActionSpec(dim=4)))
 

@@ -9,10 +9,10 @@ from embodyrl.policies.flow.settings import check_steering, described, described
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
-    doubts,
     prompt_form,
     read_folder,
     read_units,
+    warnings,
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.sizes import vla_costs
@@ -73,7 +73,7 @@ class VlaFactory:
             value_dim=value_dim,
             gripper=flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),
-            doubts=doubts(folder, cfg),
+            warnings=warnings(folder, cfg),
         )
         return described(spec, cfg, env, shape, model.expert.width, folder)
 

@@ -161,7 +161,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG_FILE)
 
 
-def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
+def warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
     """Return warnings about a checkpoint, such as a different number of executed actions."""
     told = _config(folder)
     used = {

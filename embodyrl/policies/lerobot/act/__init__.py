@@ -59,11 +59,11 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
             return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=averaged)
         if (coeff := config.temporal_ensemble_coeff) is None:
             return spec
-        doubt = (
+        warning = (
             f"the checkpoint averages its chunks: set model.temporal_ensemble=true model.num_action_chunks=1 "
             f"env.ensemble_chunk={config.chunk_size} env.ensemble_coeff={coeff}"
         )
-        return replace(spec, doubts=(*spec.doubts, doubt))
+        return replace(spec, warnings=(*spec.warnings, warning))
 
     def features(self, config: ActConfig) -> int:
         """Return F, the width of the encoder output averaged over its tokens."""

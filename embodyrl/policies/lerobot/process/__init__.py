@@ -44,9 +44,9 @@ class LeRobotProcessFactory:
         saved = read_checkpoint(_folder(cfg))
         if problems := _problems(cfg, saved, env):
             raise ConfigError(problems)
-        executed, doubts = cfg.num_action_chunks, ()
+        executed, warnings = cfg.num_action_chunks, ()
         if executed < saved.n_action_steps:
-            doubts = (
+            warnings = (
                 f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), but "
                 f"model.num_action_chunks={executed}",
             )
@@ -66,7 +66,7 @@ class LeRobotProcessFactory:
             takes_noise=False,
             untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
             action_kinds=frozenset({ActionKind.box}),
-            doubts=doubts,
+            warnings=warnings,
         )
 
     def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
