@@ -138,7 +138,7 @@ MOVED = {
 """Modules and packages by their name in configs of earlier versions."""
 
 
-_FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill", "metaworld", "robots", "tabletop")}
+FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill", "metaworld", "robots", "tabletop")}
 """Parts by their name in configs of earlier versions."""
 
 
@@ -228,7 +228,7 @@ class Registry(Generic[T]):
         targets = {f"embodyrl ({self._parts[name]})": self._parts[name]} if name in self._parts else {}
         for entry in installed(group=self.group, name=name) if ":" not in name else ():
             targets[f"{entry.dist.name if entry.dist else 'a package'} ({entry.value})"] = entry.value
-        return targets if targets or name not in _FORMER_NAMES else self._targets(_FORMER_NAMES[name])
+        return targets if targets or name not in FORMER_NAMES else self._targets(FORMER_NAMES[name])
 
 
 REWARDS: Registry[Callable[..., Any]] = Registry(

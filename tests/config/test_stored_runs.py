@@ -53,6 +53,7 @@ EARLIER = Path(__file__).parent / "runs_416006cb"
     [
         ("eval_flow", "env.control.latency_steps", 2, ["model.rtc=guided", "rollout.chunk_overlap=3"]),
         ("train_history", "env.history", 2, []),
+        ("train_history", "env.env_type", "tabletop", []),
         ("train_oft", "model.model_type", "openvla_oft", ["model.use_film=true"]),
         ("train_text", "data.path", "embodyrl.extensions.text.tasks:reverse", []),
     ],
