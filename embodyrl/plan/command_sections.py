@@ -117,6 +117,6 @@ def get_command_sections(command: str) -> CommandSections:
     raise ConfigError(f"The command '{command}' has no config.{hint} Commands with a config: {', '.join(_READS)}.")
 
 
-def reads(command: str, section: str) -> bool:
+def uses_section(command: str, section: str) -> bool:
     """Return True if a command uses a section."""
     return section == "seed" or section in get_command_sections(command).sections.split()

@@ -27,7 +27,7 @@ from embodyrl.config.trust import TRUST
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, short
 from embodyrl.plan.checks import wrong_value
-from embodyrl.plan.command_sections import reads
+from embodyrl.plan.command_sections import uses_section
 from embodyrl.plan.schema import Config, Schema, TopSettings, choose, classes, selectors
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
@@ -180,7 +180,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Describe the command or component that does not use this key, as text for warnings."""
     group = name.partition(".")[0]
-    if group == "data" and reads(command, group):
+    if group == "data" and uses_section(command, group):
         return f"`embodyrl {command}` with data of this kind"
     if group in ("data", "reward") and "env" in selectors(command):
         group = "env"
@@ -231,7 +231,7 @@ def _is_for_others(command: str, setting: Setting) -> bool:
     """
     name = setting.key
     group = name in default_options("train") and name != "experiment" and isinstance(setting.value, str)
-    with_policy = reads(command, "model")
+    with_policy = uses_section(command, "model")
     return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
 
 

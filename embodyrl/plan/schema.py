@@ -27,7 +27,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import ActorSettings, CriticSettings
-from embodyrl.plan.command_sections import get_command_sections, reads
+from embodyrl.plan.command_sections import get_command_sections, uses_section
 from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSettings, RunnerSettings, VideoChoice
 from embodyrl.policies import POLICIES
 from embodyrl.policies.remote.settings import ServeSettings
@@ -53,7 +53,7 @@ class Schema:
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
         """All keys by dotted name."""
-        found = {name: key for name, key in keys_of(TopSettings).items() if reads(self.command, name)}
+        found = {name: key for name, key in keys_of(TopSettings).items() if uses_section(self.command, name)}
         for section, kind in self.sections.items():
             found |= keys_of(kind, f"{section}.")
         return found | (keys_of(self.loss, "algorithm.") if "algorithm" in self.sections else {})
@@ -247,7 +247,7 @@ def selectors(command: str) -> dict[str, str]:
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[Schema, frozenset[str]]:
     """Return the settings classes for the chosen components, and the groups with an invalid component."""
-    sections = {name: kinds[0] for name, kinds in classes().items() if reads(command, name)}
+    sections = {name: kinds[0] for name, kinds in classes().items() if uses_section(command, name)}
     chosen, unclear = {}, set()
     for group in selectors(command):
         try:
@@ -261,7 +261,7 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
     factory = ENVS.get(values["env.env_type"]) if "env" in chosen else None
     if getattr(factory, "reads_rows", False):
         sections |= {"data": RowSettings, "reward": TextRewardSettings}
-    elif getattr(factory, "rewards_steps", False) and reads(command, "rollout"):
+    elif getattr(factory, "rewards_steps", False) and uses_section(command, "rollout"):
         sections["reward"] = StepRewardSettings
     if command == "sft":
         sections["data"] = _training_data(values)
