@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from embodyrl.commands.train import OnEval, TrainResult
 
 
-def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
+def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Config:
     """Compose and check the config of `train`, `eval`, `collect` or `sft` from command-line arguments.
 
     With `ckpt=RUN`, the config of run RUN is the base, as on the command line.
@@ -51,7 +51,7 @@ def train(
         ConfigError: the config has `runner.only_eval=true`; call `evaluate`.
         EmbodyError: any other failure with a known cause.
     """
-    if cfg.runner.only_eval:
+    if isinstance(cfg, Config) and cfg.runner.only_eval:
         raise ConfigError("embodyrl.train needs runner.only_eval=false; to evaluate, call embodyrl.evaluate(cfg).")
     return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
@@ -67,6 +67,10 @@ def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
 
 def run(command: str, cfg: Config, **more: Any) -> Any:
     """Check a config, then call the command's function with the config and the additional arguments `more`."""
+    if not isinstance(cfg, Config):
+        raise ConfigError(
+            f'`{command}` needs a config, not {cfg!r:.80}: embodyrl.compose("{command}", "env=tabletop").'
+        )
     # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values

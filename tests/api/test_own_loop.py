@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -237,3 +238,9 @@ def test_episode_option_of_reset_selects_an_evaluation_episode() -> None:
     for wrong in ({"episode": -1}, {"episode": 0, "task": 0}):
         with pytest.raises(ConfigError, match="episode"):
             env.reset(options=wrong)
+
+
+@pytest.mark.parametrize("command", [embodyrl.train, embodyrl.evaluate])
+def test_text_instead_of_a_config_is_an_error_that_names_compose(command: Any) -> None:
+    with pytest.raises(ConfigError, match=r"needs a config, not 'env=tabletop': embodyrl\.compose\("):
+        command("env=tabletop")
