@@ -117,6 +117,7 @@ def test_suggested_eval_command_contains_the_trust_flag(trained: SftResult) -> N
     assert load_config("eval", [f"ckpt={trained.run}", "trust=true"], base=trained.run / "config.yaml")
 
 
+@pytest.mark.integration
 def test_l1_head_learns_the_demonstrations(demos: Path, tmp_path: Path) -> None:
     l1 = "model.action_head=l1"
     result = train(tmp_path, demos, l1, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=2e-4")

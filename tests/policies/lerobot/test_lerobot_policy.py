@@ -87,6 +87,7 @@ def test_log_prob_gradients_match_finite_differences(kind, tmp_path):
 
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.integration
 def test_sft_reduces_the_imitation_loss(kind, seen, tmp_path):
     env = SEEN[seen]
     policy, obs = build(kind, tmp_path, env), observe(env, 4)

@@ -10,6 +10,8 @@ import pytest
 from embodyrl.text.rewards.functions import code
 from embodyrl.text.sandbox import run_python, run_tests
 
+pytestmark = pytest.mark.integration  # each program runs in a process of its own
+
 SQUARES = ["assert f(2) == 4", "assert f(3) == 9", "assert f(10) == 100"]
 
 CHEATS = {

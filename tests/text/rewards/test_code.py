@@ -21,6 +21,8 @@ from embodyrl.text.rewards.functions import code
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.sandbox import confinement, run_python, run_tests
 
+pytestmark = pytest.mark.integration  # each program runs in a process of its own
+
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
 """Version of Landlock; -1: the kernel has none."""
 

@@ -51,6 +51,8 @@ REPLACED = {
 ATTACKS = {
     "thread that survives": """
 import threading, time
+
+pytestmark = pytest.mark.integration  # each program runs in a process of its own
 threading.Thread(target=lambda: time.sleep(60)).start()
 def f(x): return x * x
 """,

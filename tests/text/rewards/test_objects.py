@@ -8,6 +8,8 @@ import pytest
 from embodyrl.text.sandboxed_calls import serve_program
 from embodyrl.text.sandboxed_tests import problems, run_test
 
+pytestmark = pytest.mark.integration  # each program runs in a process of its own
+
 
 def outcome(program: str, test: str) -> bool | str:
     """Return True if a test passes in a process of its own, False if it fails, or why it is refused."""

@@ -6,6 +6,8 @@ import pytest
 
 from embodyrl.text.rewards.programs import find_program, reference_problems
 
+pytestmark = pytest.mark.integration  # each program runs in a process of its own
+
 PROGRAM = "def f(x):\n    return x+1\n"
 BLOCK = f"```python\n{PROGRAM}```"
 WRONG = "```python\ndef f(x):\n    return x\n```"
