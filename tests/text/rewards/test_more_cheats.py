@@ -10,6 +10,8 @@ from embodyrl.text.rewards.functions import code
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.sandbox import run_tests
 
+pytestmark = pytest.mark.integration  # each program runs in a process of its own
+
 REPLACED = {
     "StopIteration ends a loop of the test": (
         "def f(x): raise StopIteration",
@@ -51,8 +53,6 @@ REPLACED = {
 ATTACKS = {
     "thread that survives": """
 import threading, time
-
-pytestmark = pytest.mark.integration  # each program runs in a process of its own
 threading.Thread(target=lambda: time.sleep(60)).start()
 def f(x): return x * x
 """,

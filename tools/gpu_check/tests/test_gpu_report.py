@@ -58,6 +58,7 @@ def report_of(folder: Path) -> dict[str, dict]:
     return {entry["name"]: entry for entry in json.loads((folder / "gpu_report.json").read_text())["checks"]}
 
 
+@pytest.mark.integration
 def test_failing_check_is_reported_and_later_checks_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_checks.py").write_text(CHECKS)
     monkeypatch.syspath_prepend(folder)
@@ -123,6 +124,7 @@ def test_wrong_arguments_are_refused(typed: list[str], problem: str, capsys: pyt
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_speed_check_measures_a_device() -> None:
     parts = GpuParts()
     assert "AdamW resumes from a CPU checkpoint" in speed.measure_device(parts, "cpu", "processor")
@@ -131,12 +133,14 @@ def test_speed_check_measures_a_device() -> None:
     assert min(parts.measured["processor"].values()) > 0
 
 
+@pytest.mark.integration
 def test_collectives_run_in_a_process_for_each_gpu() -> None:
     parts = GpuParts()
     links.measure_links(parts, ("0", "1"), "gloo", 400_000)
     assert set(parts.values["GB/s of each GPU"]) == {"all-gather", "reduce-scatter"}
 
 
+@pytest.mark.integration
 def test_failed_rank_is_reported_with_its_log() -> None:
     with pytest.raises(RuntimeError, match="no_backend"):
         links.measure_links(GpuParts(), ("0", "1"), "no_backend", 400_000)
