@@ -10,6 +10,7 @@ from embodyrl import parts
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import of_packages
 from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.commands import COMMANDS
 from embodyrl.envs import ENVS
 from embodyrl.errors import UnknownNameError
@@ -86,3 +87,11 @@ def test_name_of_two_parts_is_an_error_that_names_both(tmp_path, monkeypatch, gr
     with pytest.raises(UnknownNameError, match=r"outside \(math:tau\)") as error:
         registry.get("new")
     assert "another (math:pi)" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["settings", "spans_hosts", "in_process", "where", "lost", "nodes", "start", "stop"])
+def test_launcher_without_a_required_attribute_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert LAUNCHERS.get("embodyrl.cluster.inline:InlineLauncher") is InlineLauncher
+    monkeypatch.delattr(InlineLauncher, name)
+    with pytest.raises(UnknownNameError, match=rf"not a class with .*\b{name}\b"):
+        LAUNCHERS.get("embodyrl.cluster.inline:InlineLauncher")

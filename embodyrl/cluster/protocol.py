@@ -170,7 +170,10 @@ class Launcher(Protocol):
         ...
 
 
-_NEEDED = ("settings", "spans_hosts", "in_process", "lost", "preview", "nodes", "start", "send", "wait", "stop")
+_NEEDED = (
+    *("settings", "spans_hosts", "in_process", "where", "lost"),
+    *("preview", "nodes", "start", "send", "wait", "stop"),
+)
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",

@@ -225,7 +225,7 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
     size = cfg.actor.fsdp.size
     if size > 1 and LAUNCHERS.get(cfg.launcher.name).in_process:
         yield f"actor.fsdp.size={size}: launcher={cfg.launcher.name} has one process; use launcher=local or one rank."
-    elif size > 1 and cfg.trains and cfg.rollout.backend != "hf" and not cfg.rollout.rollout_processes:
+    elif size > 1 and cfg.trains and cfg.rollout.backend != "hf" and not cfg.rollout.processes:
         yield (
             f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
             "rollout.mode=disaggregated, or rollout.backend=hf."

@@ -186,7 +186,7 @@ class Config(TopSettings):
     @property
     def rollout_processes(self) -> int:
         """Number of processes that only run inference for rollouts; 0: training processes also act."""
-        return self.rollout.rollout_processes if self.trains else 0
+        return self.rollout.processes if self.trains else 0
 
     @property
     def prefers_float32(self) -> bool:

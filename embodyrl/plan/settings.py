@@ -141,7 +141,7 @@ class RolloutSettings(Settings):
     """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
 
     @property
-    def rollout_processes(self) -> int:
+    def processes(self) -> int:
         """Number of processes that only run inference for rollouts; 0: training processes also act."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 

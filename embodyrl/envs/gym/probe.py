@@ -61,9 +61,9 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             kwargs["render_mode"] = "rgb_array"
         try:
             if described is not None:
-                said = _shown(described)
+                probed = _shown(described)
             else:
-                said = try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+                probed = try_out_vector(cfg, env) if vector else _try_out(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
@@ -76,8 +76,8 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             expert=not vector and env.has_wrapper_attr("expert_action"),
             vector=vector,
             draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
-            warnings=(*said.pop("warnings"), *_suite_warnings(cfg, suites), *_statistics_warnings(cfg, env)),
-            **said,
+            warnings=(*probed.pop("warnings"), *_suite_warnings(cfg, suites), *_statistics_warnings(cfg, env)),
+            **probed,
         )
     return replace(found, warnings=(*found.warnings, *late))
 
@@ -143,16 +143,16 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
             reports = reports or says_success(info, keys)
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
-    said = instruction_of(cfg, writer.texts, first, begun, env)
+    instruction = instruction_of(cfg, writer.texts, first, begun, env)
     found = [
         *observation_warnings(env.observation_space, seen, env),
-        *info_warnings(cfg, writer.texts, begun, said, infos, reports),
+        *info_warnings(cfg, writer.texts, begun, instruction, infos, reports),
     ]
     return {
         **success_facts(infos, keys, earned),
         "warnings": tuple(found),
         "goals": goals,
-        "instruction": said,
+        "instruction": instruction,
     }
 
 

@@ -52,17 +52,17 @@ def try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
     writer = ObservationWriter(env_id, space)
     writer.check(first)
     info_of_first = slot_info(begun, 0, env.num_envs)
-    said = instruction_of(cfg, writer.texts, first, info_of_first)
-    told = success_facts(infos, keys, rewards)
+    instruction = instruction_of(cfg, writer.texts, first, info_of_first)
+    success = success_facts(infos, keys, rewards)
     found = [
         *observation_warnings(space, [first], env),
         *_autoreset_warnings(env),
-        *info_warnings(cfg, writer.texts, info_of_first, said, infos, told["reports_success"]),
+        *info_warnings(cfg, writer.texts, info_of_first, instruction, infos, success["reports_success"]),
     ]
     return {
-        **told,
+        **success,
         "warnings": tuple(found),
-        "instruction": said,
+        "instruction": instruction,
     }
 
 
