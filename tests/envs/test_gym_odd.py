@@ -269,10 +269,10 @@ def test_final_observation_is_kept_if_the_environment_resets_in_the_same_step(na
 
 @pytest.mark.parametrize("name", ["is_win", "victory", "metrics.at_goal", "metrics.sucess", "suceeded"])
 def test_unused_success_key_candidates_give_a_warning(name):
-    from embodyrl.envs.check.said import success_warnings
+    from embodyrl.envs.check.info_warnings import success_warnings
 
-    (warning,) = success_warnings(env_of(env_type="gym", id="x"), ["energy", name, "window"], reports=False)
+    (warning,) = success_warnings(env_of(env_type="gym", id="x"), ["energy", name, "window"], has_success=False)
     assert f"env.success_key={name}" in warning
     assert not [
-        *success_warnings(env_of(env_type="gym", id="x"), ["winner_id", "process", "unfinished"], reports=False)
+        *success_warnings(env_of(env_type="gym", id="x"), ["winner_id", "process", "unfinished"], has_success=False)
     ]

@@ -14,14 +14,22 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from embodyrl.envs.check import declared, played, shown
+from embodyrl.envs.check import declaration_checks, episode_checks, rendering_checks
 from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.process_cleanup import end_children_at_exit, end_owned, owning, signal_at_parents_end, skip_destructors
 
-__all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
+__all__ = [
+    "CHECKS",
+    "Finding",
+    "check_env",
+    "check_env_apart",
+    "declaration_checks",
+    "episode_checks",
+    "rendering_checks",
+]
 
 _START_S, _GRACE_S = 60.0, 10.0
 """Maximum time for the child process to start, and to report a check that timed out, in seconds."""
@@ -56,8 +64,10 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
     harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:
-        for name, (check, needs) in CHECKS.items():
-            if missing := [other for other in needs if levels[other] not in ("ok", "warn")]:
+        for name, (check, prerequisites) in CHECKS.items():
+            if missing := [
+                prerequisite for prerequisite in prerequisites if levels[prerequisite] not in ("ok", "warn")
+            ]:
                 finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
             else:
                 finding = _run(name, check, harness, timeout_s)
@@ -75,13 +85,13 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
             check(harness)
     except Exception as error:  # report any exception of foreign code
         where = traceback.extract_tb(error.__traceback__)[-1]
-        found = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         if not isinstance(error, EmbodyError):  # our errors already name the fault and the fix
-            found = f"{type(error).__name__}: {found} ({Path(where.filename).name}:{where.lineno})"
-        harness.violations = [Violation(name, "no error", found)]
+            message = f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
+        harness.violations = [Violation(name, "no error", message)]
     level = "FAIL" if harness.violations else "warn" if harness.warnings else "ok"
-    found = (*harness.violations, *harness.warnings)
-    return Finding(check=name, level=level, note=harness.note, violations=found)
+    violations = (*harness.violations, *harness.warnings)
+    return Finding(check=name, level=level, note=harness.note, violations=violations)
 
 
 @contextlib.contextmanager
@@ -90,16 +100,16 @@ def _deadline(seconds: float) -> Iterator[None]:
         yield  # only the main thread receives signals
         return
 
-    def give_up(signum: int, frame: object) -> None:
+    def raise_timeout(signal_number: int, frame: object) -> None:
         raise TimeoutError(f"the check did not finish within {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, give_up)
+    previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
@@ -108,45 +118,49 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
     A check fails if the process dies or hangs; later checks are skipped.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_serve, args=(theirs, cfg, seed, timeout_s), name="check-env", daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_serve, args=(sender, cfg, seed, timeout_s), name="check-env", daemon=True)
     owner = f"check-env {secrets.token_hex(8)}"
     with owning(owner):
         child.start()
-    theirs.close()
+    sender.close()
     broken = ""
     try:
-        for place, name in enumerate(CHECKS):
+        for index, name in enumerate(CHECKS):
             if broken:
                 yield Finding(check=name, level="skip", note=f"needs {broken}")
                 continue
-            found = _next(ours, child, name, timeout_s, _GRACE_S if place else _START_S)
-            broken = name if isinstance(found, Violation) else ""
-            yield Finding(check=name, level="FAIL", violations=(found,)) if isinstance(found, Violation) else found
+            finding = _next(receiver, child, name, timeout_s, _GRACE_S if index else _START_S)
+            broken = name if isinstance(finding, Violation) else ""
+            yield (
+                Finding(check=name, level="FAIL", violations=(finding,)) if isinstance(finding, Violation) else finding
+            )
     finally:
         if not broken:
             child.join(_GRACE_S)
         child.kill()
         child.join()
         end_owned(owner)
-        ours.close()
+        receiver.close()
 
 
-def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float) -> Finding | Violation:
+def _next(
+    receiver: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float
+) -> Finding | Violation:
     """Return the next finding, or a violation if the child process sent none."""
-    if not ours.poll(timeout_s + grace_s):
-        late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code"
-        return Violation(name, "an answer", late)
+    if not receiver.poll(timeout_s + grace_s):
+        message = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code"
+        return Violation(name, "an answer", message)
     try:
-        return ours.recv()
+        return receiver.recv()
     except EOFError:
         child.join(_GRACE_S)
         code = child.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return Violation(name, "an answer", f"the environment's process {how}; see the output above")
+        exit_text = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return Violation(name, "an answer", f"the environment's process {exit_text}; see the output above")
 
 
-def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
+def _serve(sender: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
     """Run the checks in the child process and send one message per finding."""
     signal_at_parents_end(signal.SIGKILL)  # also during a check that never returns
     end_children_at_exit()
@@ -155,9 +169,9 @@ def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) ->
     sys.stdout = sys.stderr
     code = 1
     try:
-        with contextlib.suppress(BrokenPipeError), theirs:
+        with contextlib.suppress(BrokenPipeError), sender:
             for finding in check_env(cfg, seed=seed, timeout_s=timeout_s):
-                theirs.send(finding)
+                sender.send(finding)
         code = 0
     except BaseException:
         traceback.print_exc()

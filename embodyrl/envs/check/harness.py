@@ -16,11 +16,11 @@ from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatA
 
 SLOTS = 2
 CONTEXT = EnvContext(num_slots=SLOTS)
-CHUNK = 4
+CHUNK_LENGTH = 4
 """Number of actions per chunk, K."""
-MOST_TASKS = 3
-MOST_STATES = 4
-LIMIT = 16
+MAX_TASKS = 3
+MAX_STATES = 4
+MAX_STEPS = 16
 """Maximum number of env steps of a random episode."""
 
 
@@ -37,7 +37,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ObservationCopy:
     """Copy of one observation: images, state and instruction."""
 
     images: ByteArray
@@ -52,7 +52,7 @@ class Trace:
     start: EpisodeStart
     actions: FloatArray
     """[n, A] requested actions; actions after the end of the episode were not executed."""
-    seen: list[Seen] = field(default_factory=list)
+    observations: list[ObservationCopy] = field(default_factory=list)
     results: list[ChunkResult] = field(default_factory=list)
 
     @property
@@ -78,43 +78,45 @@ class Harness:
     """Violations of the current check."""
     warnings: list[Violation] = field(default_factory=list)
     """Warnings of the current check."""
-    ending: Trace | None = None
+    terminated_episode: Trace | None = None
     """Episode that terminated, with random actions or actions of the expert; None: not found."""
-    demo: Trace | None = None
+    expert_episode: Trace | None = None
     """Episode of the scripted expert, without noise on its actions."""
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
     """Threads that existed before the environment was built."""
     children: frozenset[int] = field(default_factory=lambda: frozenset(children_left()))
     """Ids of the child processes that existed before the environment was built."""
-    brightest: int = 0
+    max_pixel: int = 0
     """Maximum pixel value of all observations so far."""
 
-    def expect(self, holds: bool, field: str, expected: str, found: object) -> bool:
-        """Add a violation if the condition `holds` is false; return `holds`."""
-        if not holds:
-            self.violations.append(Violation(field, expected, str(found)))
-        return holds
+    def expect(self, condition: bool, field: str, expected: str, actual: object) -> bool:
+        """Add a violation if `condition` is False; return `condition`."""
+        if not condition:
+            self.violations.append(Violation(field, expected, str(actual)))
+        return condition
 
-    def prefer(self, holds: bool, field: str, expected: str, found: object) -> None:
-        """Add a warning if the condition `holds` is false."""
-        if not holds:
-            self.warnings.append(Violation(field, expected, str(found)))
+    def prefer(self, condition: bool, field: str, expected: str, actual: object) -> None:
+        """Add a warning if `condition` is False."""
+        if not condition:
+            self.warnings.append(Violation(field, expected, str(actual)))
 
-    def expect_repeat(self, one: Trace, other: Trace, field: str, expected: str) -> None:
+    def expect_repeat(self, first: Trace, second: Trace, field: str, expected: str) -> None:
         """Add a violation if two episodes differ, or a warning if they are nearly equal."""
-        difference = trace_difference(one, other)
-        self._expect_nearly(difference, difference is None or nearly_equal(one, other), field, expected)
+        difference = describe_trace_difference(first, second)
+        self._expect_close(difference, difference is None or are_traces_close(first, second), field, expected)
 
-    def expect_same(self, one: Seen, other: Seen, field: str, expected: str) -> None:
+    def expect_same(self, first: ObservationCopy, second: ObservationCopy, field: str, expected: str) -> None:
         """Add a violation if two observations differ, or a warning if they are nearly equal."""
-        self._expect_nearly(seen_difference(one, other), nearly_same(one, other), field, expected)
+        self._expect_close(
+            describe_observation_difference(first, second), are_observations_close(first, second), field, expected
+        )
 
-    def _expect_nearly(self, difference: str | None, nearly: bool, field: str, expected: str) -> None:
-        if difference is None or not nearly:
+    def _expect_close(self, difference: str | None, is_close: bool, field: str, expected: str) -> None:
+        if difference is None or not is_close:
             self.expect(difference is None, field, expected, difference)
             return
-        almost = f"{difference}: nearly equal, so runs with the same seed give nearly equal numbers"
-        self.prefer(False, field, f"{expected}, bit for bit", almost)
+        actual = f"{difference}: nearly equal, so runs with the same seed give nearly equal numbers"
+        self.prefer(False, field, f"{expected}, bit for bit", actual)
 
     def expect_equal(self, difference: str | None, field: str, expected: str) -> None:
         """Add a violation if `difference` is not None."""
@@ -122,17 +124,17 @@ class Harness:
 
     def expect_array(self, what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> bool:
         """Add a violation unless `array` is a NumPy array of the given shape and dtype."""
-        found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        actual = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         expected = f"{np.dtype(dtype).name} {tuple(shape)}"
-        return self.expect(found == expected, what, expected, found)
+        return self.expect(actual == expected, what, expected, actual)
 
-    def expect_refusal(self, what: str, expected: str, found: str, call: Callable[[], object]) -> None:
-        """Add a violation unless `call` raises an EmbodyError."""
+    def expect_error(self, what: str, expected: str, actual: str, function: Callable[[], object]) -> None:
+        """Add a violation unless `function` raises an EmbodyError."""
         try:
-            call()
+            function()
         except EmbodyError:
             return
-        self.expect(False, what, expected, found)
+        self.expect(False, what, expected, actual)
 
     @cached_property
     def spec(self) -> EnvSpec:
@@ -151,12 +153,12 @@ class Harness:
 
     def tasks(self) -> list[int]:
         """Return the ids of the tested tasks: the first few in `env.train.task_ids`, or in all tasks."""
-        return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MOST_TASKS]
+        return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MAX_TASKS]
 
     def reset_ids(self, task: int) -> list[int]:
         """Return the tested reset ids of a task, evenly spaced from the first to the last."""
         ids = self.spec.reset_ids_of(task)
-        return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MOST_STATES)})]
+        return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MAX_STATES)})]
 
     @property
     def can_ignore(self) -> bool:
@@ -164,12 +166,12 @@ class Harness:
         train = to_builtin(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(to_builtin(self.cfg) | {"train": train}))
 
-    def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
+    def start(self, reset_id: int, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
         """Return the start settings of an episode; `ignore`: continue after termination, if supported."""
         ignore = ignore and self.can_ignore
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
-    def first_start(self, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
+    def first_start(self, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
         """Return the episode start for the first initial state of the first task."""
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
@@ -182,25 +184,25 @@ class Harness:
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
         """Sample actions [count, A] within the bounds; `stream` seeds the sampling."""
-        draw, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
+        rng, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
         if self.spec.action.sizes:
-            return draw.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
-        return draw.uniform(low, high, (count, len(high))).astype(np.float32)
+            return rng.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
+        return rng.uniform(low, high, (count, len(high))).astype(np.float32)
 
-    def observe(self, slot: int, fill: int = 0) -> Seen:
+    def observe(self, slot: int, fill: int = 0) -> ObservationCopy:
         """Return the observation of a slot, written into arrays prefilled with `fill` (images) and NaN (state)."""
         spec = self.spec
         images = np.full((len(spec.cameras.names), *spec.cameras.size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
         self.env.observe([slot], images[None], state[None])
-        self.brightest = max(self.brightest, int(images.max(initial=0)))
-        if len(broken := np.flatnonzero(~np.isfinite(state))) and not self.violations:
-            self.expect(False, f"observe: state[{broken[0]}]", "a finite number", state[broken[0]])
-        return Seen(images=images, state=state, instruction=self.env.instruction(slot))
+        self.max_pixel = max(self.max_pixel, int(images.max(initial=0)))
+        if len(non_finite := np.flatnonzero(~np.isfinite(state))) and not self.violations:
+            self.expect(False, f"observe: state[{non_finite[0]}]", "a finite number", state[non_finite[0]])
+        return ObservationCopy(images=images, state=state, instruction=self.env.instruction(slot))
 
-    def first_seen(self, start: EpisodeStart) -> Seen:
+    def first_observation(self, start: EpisodeStart) -> ObservationCopy:
         """Return the first observation of an episode in slot 0."""
-        return self.play(0, start, self.actions(0)).seen[0]
+        return self.play(0, start, self.actions(0)).observations[0]
 
     def play(
         self,
@@ -208,7 +210,7 @@ class Harness:
         start: EpisodeStart,
         actions: FloatArray,
         *,
-        chunk: int = CHUNK,
+        chunk: int = CHUNK_LENGTH,
         between: Callable[[], object] | None = None,
     ) -> Trace:
         """Reset the slot, then run `actions` [n, A] in chunks until the episode ends.
@@ -217,75 +219,84 @@ class Harness:
         """
         trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
-        trace.seen.append(self.observe(slot))
-        for first in range(0, len(actions), chunk):
+        trace.observations.append(self.observe(slot))
+        for start_index in range(0, len(actions), chunk):
             if between is not None:
                 between()
-            result = self.env.step_chunk([slot], actions[None, first : first + chunk])
+            result = self.env.step_chunk([slot], actions[None, start_index : start_index + chunk])
             trace.results.append(result)
-            trace.seen.append(self.observe(slot))
+            trace.observations.append(self.observe(slot))
             if result.done.any():
                 break
         return trace
 
 
-def seen_difference(one: Seen, other: Seen) -> str | None:
+def describe_observation_difference(first: ObservationCopy, second: ObservationCopy) -> str | None:
     """Describe the difference between two observations; None if they are equal bit for bit."""
-    if one.instruction != other.instruction:
-        return f"instructions {one.instruction!r} and {other.instruction!r}"
-    pixels = int((one.images != other.images).any(axis=-1).sum())
-    if pixels:
-        return f"{pixels} of {one.images[..., 0].size} pixels differ"
-    if one.state.tobytes() != other.state.tobytes():
-        return f"states differ by up to {np.nanmax(np.abs(one.state - other.state)):.3g}"
+    if first.instruction != second.instruction:
+        return f"instructions {first.instruction!r} and {second.instruction!r}"
+    num_pixels = int((first.images != second.images).any(axis=-1).sum())
+    if num_pixels:
+        return f"{num_pixels} of {first.images[..., 0].size} pixels differ"
+    if first.state.tobytes() != second.state.tobytes():
+        return f"states differ by up to {np.nanmax(np.abs(first.state - second.state)):.3g}"
     return None
 
 
-def trace_difference(one: Trace, other: Trace) -> str | None:
+def describe_trace_difference(first: Trace, second: Trace) -> str | None:
     """Describe the first difference between two episodes; None if they are equal bit for bit."""
-    for index, (a, b) in enumerate(zip(one.seen, other.seen, strict=False)):
+    for index, (first_observation, second_observation) in enumerate(
+        zip(first.observations, second.observations, strict=False)
+    ):
         if index:
             for name in ("reward", "terminated", "truncated", "success"):
                 # The last chunk may be shorter in one of the two: actions that were not executed do not count.
-                left, right = (getattr(r, name)[r.valid] for r in (one.results[index - 1], other.results[index - 1]))
+                left, right = (
+                    getattr(result, name)[result.valid]
+                    for result in (first.results[index - 1], second.results[index - 1])
+                )
                 if not np.array_equal(left, right):
                     return f"{name} of chunk {index - 1} is {left.tolist()} and {right.tolist()}"
-        difference = seen_difference(a, b)
+        difference = describe_observation_difference(first_observation, second_observation)
         if difference:
             return f"{difference} after {index} chunks"
-    if len(one.seen) != len(other.seen):
-        return f"{len(one.results)} and {len(other.results)} chunks"
+    if len(first.observations) != len(second.observations):
+        return f"{len(first.results)} and {len(second.results)} chunks"
     return None
 
 
-_NEAR = 0.003
+_TOLERANCE = 0.003
 """Maximum difference of nearly equal rewards or states, relative to the largest value."""
 
 
-def nearly_equal(one: Trace, other: Trace) -> bool:
+def are_traces_close(first: Trace, second: Trace) -> bool:
     """Return whether two episodes have equal flags, and nearly equal rewards and observations.
 
     Contact solvers that order bodies by memory address (Box2D) do not repeat an episode exactly.
     """
-    pairs = list(zip(one.results, other.results, strict=False))
-    if len(one.results) != len(other.results):
+    pairs = list(zip(first.results, second.results, strict=False))
+    if len(first.results) != len(second.results):
         return False
-    if any(not np.array_equal(getattr(a, n), getattr(b, n)) for a, b in pairs for n in ("valid", "terminated")):
+    if any(
+        not np.array_equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in ("valid", "terminated")
+    ):
         return False
-    seen = zip(one.seen, other.seen, strict=True)
-    return all(_near(a.reward, b.reward) for a, b in pairs) and all(nearly_same(a, b) for a, b in seen)
+    observations = zip(first.observations, second.observations, strict=True)
+    return all(_are_arrays_close(a.reward, b.reward) for a, b in pairs) and all(
+        are_observations_close(a, b) for a, b in observations
+    )
 
 
-def nearly_same(one: Seen, other: Seen) -> bool:
+def are_observations_close(first: ObservationCopy, second: ObservationCopy) -> bool:
     """Return True if two observations have the same instruction and nearly equal states and images."""
-    if one.instruction != other.instruction or not _near(one.state, other.state):
+    if first.instruction != second.instruction or not _are_arrays_close(first.state, second.state):
         return False
-    return not one.images.size or float(np.abs(one.images.astype(np.float32) - other.images).mean()) <= 1.0
+    return not first.images.size or float(np.abs(first.images.astype(np.float32) - second.images).mean()) <= 1.0
 
 
-def _near(one: FloatArray, other: FloatArray) -> bool:
-    largest = np.abs(one).max(initial=1.0)
-    return bool((np.abs(one - other) <= _NEAR * largest).all())
+def _are_arrays_close(first: FloatArray, second: FloatArray) -> bool:
+    largest = np.abs(first).max(initial=1.0)
+    return bool((np.abs(first - second) <= _TOLERANCE * largest).all())
 
 
 Check = Callable[[Harness], None]
@@ -294,14 +305,14 @@ CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
 """Function and prerequisites of each check by name, in the order of execution."""
 
 
-def check(*needs: str) -> Callable[[Check], Check]:
+def check(*prerequisites: str) -> Callable[[Check], Check]:
     """Return a decorator that registers a check by its function name.
 
-    The check runs only if the checks in `needs` pass.
+    The check runs only if the checks in `prerequisites` pass.
     """
 
-    def add(function: Check) -> Check:
-        CHECKS[function.__name__] = function, needs
+    def register(function: Check) -> Check:
+        CHECKS[function.__name__] = function, prerequisites
         return function
 
-    return add
+    return register

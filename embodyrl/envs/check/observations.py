@@ -9,54 +9,54 @@ from gymnasium import Space, spaces
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import FrameStackObservation
 
-from embodyrl.envs.check.said import LIKE_MASK, NOT_MASKED
+from embodyrl.envs.check.info_warnings import MASK_NOT_APPLIED, MASK_PATTERN
 from embodyrl.envs.gym.api import begin_episode
 from embodyrl.envs.gym.create import running_statistics
 from embodyrl.envs.gym.spaces import copied, frames_of, is_text, leaves, member, spell
 
-_EXACT = 2**24
+_MAX_EXACT_INTEGER = 2**24
 """Largest absolute value up to which float32 represents every integer exactly."""
-_LOST = 1e-6
+_MIN_CHANGE = 1e-6
 """Changes of a value above this threshold cause a warning if they are lost in float32."""
-_PICTURE = 32
+_MIN_IMAGE_SIZE = 32
 """Minimum height and width of an array that is probably a greyscale image."""
 
 
-def warnings(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield warnings about `seen`, the observations of one episode in order, starting at the reset."""
+def warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterator[str]:
+    """Yield warnings about `observations`, the observations of one episode in order, starting at the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
         name = spell(path)
         if is_text(leaf):
-            if len({str(member(one, path)) for one in seen}) > 1:
+            if len({str(member(observation, path)) for observation in observations}) > 1:
                 yield f"'{name}' changes within an episode; policies receive only the text of the reset"
             continue
-        if LIKE_MASK.search(name):
-            yield f"'{name}' is part of the state and is not applied to actions: {NOT_MASKED}"
+        if MASK_PATTERN.search(name):
+            yield f"'{name}' is part of the state and is not applied to actions: {MASK_NOT_APPLIED}"
         if not isinstance(leaf, spaces.Box):
             continue
-        values = [np.asarray(member(one, path)) for one in seen]
+        values = [np.asarray(member(observation, path)) for observation in observations]
         if any(value.shape != leaf.shape or value.dtype.kind not in "fiub" for value in values):
             continue
         if not values[0].size:
             yield f"'{name}' {leaf.shape} is empty; fix: leave it out with a wrapper in env.wrappers"
             continue
-        yield from _outside(name, leaf, values[0])
-        yield from _rounded(name, values)
-        yield from _pictures(name, leaf, values, stacked)
-    yield from _unseeded(space, seen[0], env)
+        yield from _bounds_warnings(name, leaf, values[0])
+        yield from _precision_warnings(name, values)
+        yield from _image_warnings(name, leaf, values, stacked)
+    yield from _seeding_warnings(space, observations[0], env)
 
 
-def _unseeded(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
+def _seeding_warnings(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
     """Warn if a second reset with the same seed returns a different observation."""
     if isinstance(env, VectorEnv) or running_statistics(env):
         return
     wrapper = ""
     try:
-        if _repeats(space, first, env):
+        if _reset_repeats(space, first, env):
             return
         while (inner := getattr(env, "env", None)) is not None:
-            if _repeats(inner.observation_space, _start(inner), inner):
+            if _reset_repeats(inner.observation_space, _reset(inner), inner):
                 wrapper = f"'{type(env).__name__}' keeps state between episodes: "
                 break
             env = inner
@@ -69,24 +69,27 @@ def _unseeded(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
     )
 
 
-def _start(env: Any) -> Any:
+def _reset(env: Any) -> Any:
     return copied(env.observation_space, begin_episode("", env, 0)[0])
 
 
-def _repeats(space: Space[Any], first: Any, env: Any) -> bool:
+def _reset_repeats(space: Space[Any], first: Any, env: Any) -> bool:
     """Return True if a reset with the same seed returns the observation `first` again."""
-    pair = first, _start(env)
-    return all(_nearly(*(np.asarray(member(one, path)) for one in pair)) for path, _ in leaves(space, ()))
+    observations = first, _reset(env)
+    return all(
+        _are_close(*(np.asarray(member(observation, path)) for observation in observations))
+        for path, _ in leaves(space, ())
+    )
 
 
-def _nearly(one: np.ndarray, other: np.ndarray) -> bool:
+def _are_close(first: np.ndarray, second: np.ndarray) -> bool:
     """Return whether two arrays are equal except for rounding."""
-    if one.dtype.kind not in "fiub":
-        return np.array_equal(one, other)
-    return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True))
+    if first.dtype.kind not in "fiub":
+        return np.array_equal(first, second)
+    return first.shape == second.shape and bool(np.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True))
 
 
-def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
+def _bounds_warnings(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
     # A float32 bound and a float64 value may differ by rounding alone.
     slack = 1e-6 * np.maximum(1.0, np.abs(first, dtype=np.float64))
     outside = first[(first < leaf.low - slack) | (first > leaf.high + slack)]
@@ -94,15 +97,15 @@ def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
         yield f"'{name}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: correct the bounds"
 
 
-def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
+def _precision_warnings(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
     """Warn about values that lose precision in float32, the dtype of observations."""
     if values[0].dtype.itemsize < 4 or values[0].dtype == np.float32:
         return
-    for before, value in zip((values[0], *values), values, strict=False):
+    for previous, value in zip((values[0], *values), values, strict=False):
         with np.errstate(over="ignore", invalid="ignore"):
-            change = np.abs(value.astype(np.float64) - before.astype(np.float64))
-            lost = (np.abs(value.astype(np.float64)) > _EXACT) & np.isfinite(value)
-            lost |= (change > _LOST) & (value.astype(np.float32) == before.astype(np.float32))
+            change = np.abs(value.astype(np.float64) - previous.astype(np.float64))
+            lost = (np.abs(value.astype(np.float64)) > _MAX_EXACT_INTEGER) & np.isfinite(value)
+            lost |= (change > _MIN_CHANGE) & (value.astype(np.float32) == previous.astype(np.float32))
         if lost.any():
             yield (
                 f"'{name}' has {value[lost].flat[0]}, and observations are float32, which keeps 7 digits: small "
@@ -111,11 +114,11 @@ def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
             return
 
 
-def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked: bool) -> Iterator[str]:
+def _image_warnings(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked: bool) -> Iterator[str]:
     shape, size = leaf.shape, values[0].size
     if leaf.dtype == np.uint8:
         if leaf.low.any() or (leaf.high != 255).any():
-            if len(shape) > 2 and sorted(shape)[-2] >= _PICTURE:
+            if len(shape) > 2 and sorted(shape)[-2] >= _MIN_IMAGE_SIZE:
                 yield (
                     f"'{name}' {shape} looks like an image, but its bounds are {leaf.low.min()}..{leaf.high.max()}, so "
                     f"it becomes {size} numbers of the state; fix: low=0, high=255, for model=cnn"
@@ -126,62 +129,68 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
                 "the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"
             )
         elif not stacked:
-            yield from _colours(name, shape, values)
+            yield from _channel_warnings(name, shape, values)
         return
-    least, *others = sorted(shape) or [0]
-    if len(others) == 2 and least <= 4 <= others[0] // 2:
-        what = "an image of real numbers" if leaf.dtype.kind == "f" else f"a {leaf.dtype} image"
-    elif len(shape) == 2 and least >= _PICTURE and leaf.dtype.kind in "fiu":
-        what = f"a {leaf.dtype} image of depths"
+    smallest, *larger = sorted(shape) or [0]
+    if len(larger) == 2 and smallest <= 4 <= larger[0] // 2:
+        description = "an image of real numbers" if leaf.dtype.kind == "f" else f"a {leaf.dtype} image"
+    elif len(shape) == 2 and smallest >= _MIN_IMAGE_SIZE and leaf.dtype.kind in "fiu":
+        description = f"a {leaf.dtype} image of depths"
     else:
         return
     if leaf.dtype.kind in "fiu":
         yield (
-            f"'{name}' {shape} looks like {what}, which becomes {size} numbers of the state; fix: uint8 in 0..255, "
-            "[H, W, 3], for model=cnn"
+            f"'{name}' {shape} looks like {description}, which becomes {size} numbers of the state; fix: uint8 in "
+            "0..255, [H, W, 3], for model=cnn"
         )
 
 
-def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
+def _channel_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
     """Warn about colour channels that would be read as stacked frames.
 
     Real stacked frames shift by one position in each step.
     """
     if len(shape) != 3 or shape[-1] in (1, 3):
         return
-    yield from _stacked_colours(name, shape, values)
-    first = shape[0] in (3, 4) and shape[0] < min(shape[1:])
-    if not first and shape[-1] != 4:
+    yield from _stack_warnings(name, shape, values)
+    channels_first = shape[0] in (3, 4) and shape[0] < min(shape[1:])
+    if not channels_first and shape[-1] != 4:
         return
-    axis = 0 if first else -1
+    axis = 0 if channels_first else -1
     frames = [np.moveaxis(value, axis, 0) for value in values]
-    moves = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
-    if moves and all(np.array_equal(a[1:], b[:-1]) for a, b in moves):
+    changed_pairs = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
+    if changed_pairs and all(np.array_equal(a[1:], b[:-1]) for a, b in changed_pairs):
         return
-    opaque = all((one[-1] == 255).all() for one in frames)
+    opaque = all((frame[-1] == 255).all() for frame in frames)
     if shape[axis] == 4 and not opaque:
         # After a reset, a stack repeats one frame or is empty.
-        still = np.ptp(frames[0][0])
-        if first or (not moves and still and (frames[0][1:] == frames[0][0]).all()):
+        is_first_varied = np.ptp(frames[0][0])
+        if channels_first or (not changed_pairs and is_first_varied and (frames[0][1:] == frames[0][0]).all()):
             return
     kind = "RGBA" if shape[axis] == 4 else "RGB"
-    fix = "transposes it to [H, W, 3]" if first and kind == "RGB" else "makes it [H, W, 3]"
+    fix = "transposes it to [H, W, 3]" if channels_first and kind == "RGB" else "makes it [H, W, 3]"
     yield (
         f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like one {kind} image"
-        f"{' with its channels first' if first else ''}; fix: a function in env.wrappers that "
+        f"{' with its channels first' if channels_first else ''}; fix: a function in env.wrappers that "
         f"{fix} (gymnasium.wrappers.TransformObservation); ignore this for a stack of frames"
     )
 
 
-def _stacked_colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
+def _stack_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
     """Warn about stacked RGB images [3n, H, W] or [H, W, 3n], which shift by three channels in each step."""
     axis = int(np.argmin(shape))
-    count, rest = divmod(shape[axis], 3)
+    count, remainder = divmod(shape[axis], 3)
     frames = [np.moveaxis(value, axis, 0) for value in values]
-    moves = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
-    if count < 2 or rest or axis == 1 or not moves or not all(np.array_equal(a[3:], b[:-3]) for a, b in moves):
+    changed_pairs = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
+    if (
+        count < 2
+        or remainder
+        or axis == 1
+        or not changed_pairs
+        or not all(np.array_equal(a[3:], b[:-3]) for a, b in changed_pairs)
+    ):
         return
-    if not all(np.array_equal(a[1:], b[:-1]) for a, b in moves):
+    if not all(np.array_equal(a[1:], b[:-1]) for a, b in changed_pairs):
         yield (
             f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like {count} RGB images; fix: a "
             "function in env.wrappers that makes it [n, H, W, 3] (gymnasium.wrappers.TransformObservation)"

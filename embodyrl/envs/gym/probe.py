@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from embodyrl.envs.check.info_warnings import warnings as info_warnings
 from embodyrl.envs.check.observations import warnings as observation_warnings
-from embodyrl.envs.check.said import warnings as info_warnings
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import (
     NOT_SAVED,

@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from embodyrl.envs.check.info_warnings import warnings as info_warnings
 from embodyrl.envs.check.observations import warnings as observation_warnings
-from embodyrl.envs.check.said import warnings as info_warnings
 from embodyrl.envs.gym.api import line, require_step, reset_env
 from embodyrl.envs.gym.properties import PROBED_S, max_probed, success_facts
 from embodyrl.envs.gym.said import instruction_of, says_success, success_key

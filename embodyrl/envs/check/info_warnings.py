@@ -10,15 +10,15 @@ from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import Path
 from embodyrl.registry import closest
 
-_LIKE_SUCCESS = re.compile(
+_SUCCESS_PATTERN = re.compile(
     r"succe|solved|accomplish|(goal|target|\bis)_?(reached|achieved|met)|reached_?(goal|target)|\breached\b|complete|"
     r"\b(is_)?(won|win|victory|passed|achieved|finished|at_goal|at_target|in_goal)\b",
     re.IGNORECASE,
 )
-LIKE_MASK = re.compile(r"(action|avail|legal|valid)\w*mask|(avail\w*|legal|valid)_?(actions|moves)", re.IGNORECASE)
-_LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
+MASK_PATTERN = re.compile(r"(action|avail|legal|valid)\w*mask|(avail\w*|legal|valid)_?(actions|moves)", re.IGNORECASE)
+_INSTRUCTION_PATTERN = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 
-NOT_MASKED = (
+MASK_NOT_APPLIED = (
     "policies also sample the actions that it excludes; fix: map these to valid actions with a wrapper in "
     "env.wrappers, unless they have no effect"
 )
@@ -27,54 +27,56 @@ NOT_MASKED = (
 def warnings(
     cfg: GymSettings,
     texts: Sequence[tuple[str, Path]],
-    begun: Mapping[str, Any],
-    said: str | None,
+    reset_info: Mapping[str, Any],
+    instruction: str | None,
     infos: Sequence[Mapping[str, Any]],
-    reports: bool,
+    has_success: bool,
 ) -> Iterator[str]:
     """Warn about ignored texts, success flags and action masks."""
-    yield from instruction_warnings(cfg, texts, begun, said)
-    yield from mask_warnings(str(key) for info in (begun, *infos) for key in info)
-    yield from success_warnings(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], reports)
+    yield from instruction_warnings(cfg, texts, reset_info, instruction)
+    yield from mask_warnings(str(key) for info in (reset_info, *infos) for key in info)
+    yield from success_warnings(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], has_success)
 
 
-def success_warnings(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
+def success_warnings(cfg: GymSettings, names: Sequence[str], has_success: bool) -> Iterator[str]:
     """Warn if `env.success_key` is missing in all steps, or if an unused key of info probably means success.
 
-    `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
+    `names`: keys of info in all probed steps; `has_success`: True if a step has a success key.
     """
-    if reports:
+    if has_success:
         return
     if cfg.success_key is not None:
-        known = f"{closest(cfg.success_key, names)} Keys of info: {', '.join(names) or 'none'}."
-        yield f"env.success_key={cfg.success_key} is not in the info of the probed steps.{known}"
+        help_text = f"{closest(cfg.success_key, names)} Keys of info: {', '.join(names) or 'none'}."
+        yield f"env.success_key={cfg.success_key} is not in the info of the probed steps.{help_text}"
         return
     for name in names:
-        if _LIKE_SUCCESS.search(name) or get_close_matches(name.rpartition(".")[2].lower(), success_key(cfg), 1, 0.8):
+        if _SUCCESS_PATTERN.search(name) or get_close_matches(
+            name.rpartition(".")[2].lower(), success_key(cfg), 1, 0.8
+        ):
             yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
             return
 
 
 def mask_warnings(names: Iterable[str]) -> Iterator[str]:
     """Warn about an action mask in info, because policies do not apply action masks."""
-    if (name := next(filter(LIKE_MASK.search, names), None)) is not None:
-        yield f"info['{name}'] is not applied: {NOT_MASKED}"
+    if (name := next(filter(MASK_PATTERN.search, names), None)) is not None:
+        yield f"info['{name}'] is not applied: {MASK_NOT_APPLIED}"
 
 
 def instruction_warnings(
-    cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
+    cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], instruction: str | None
 ) -> Iterator[str]:
     """Warn about texts in the observation or in info that are not used as the instruction.
 
-    `texts`: texts of the observation; `info`: info of a reset; `found`: the instruction.
+    `texts`: texts of the observation; `info`: info of a reset; `instruction`: the instruction.
     """
     if cfg.instruction is not None or cfg.instruction_key is not None:
         return
     if len(texts) > 1:
         names = ", ".join(name for name, _ in texts)
         yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
-    elif texts and found is None:
+    elif texts and instruction is None:
         yield f"'{texts[0][0]}' is empty, so there is no instruction; fix: env.instruction='...'"
-    alike = (key for key, value in info.items() if words(value) and _LIKE_INSTRUCTION.search(str(key)))
-    if found is None and (key := next(alike, None)) is not None:
+    similar_keys = (key for key, value in info.items() if words(value) and _INSTRUCTION_PATTERN.search(str(key)))
+    if instruction is None and (key := next(similar_keys, None)) is not None:
         yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is"
