@@ -143,7 +143,7 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
 
 def write_environment(cfg: Config, folder: Path) -> None:
     """Save the environment's settings in the data set, for `embodyrl eval` of policies trained on the data."""
-    write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
+    write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, group="env"))
 
 
 def card_of(run_plan: RunPlan) -> Card:

@@ -45,10 +45,10 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         raise ConfigError(f"{out} already exists. Choose another folder for the export.")
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
-    cfg = load_saved_config(run, overrides, unread=_UNREAD)
+    cfg = load_saved_config(run, overrides, unused_keys=_UNREAD)
     if cfg.model.compiled:  # the model that merges the weights runs no inference
         keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
-        cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unread=_UNREAD)
+        cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unused_keys=_UNREAD)
     source = store.path(step) / POLICY_FOLDER
     with replacing(out) as scratch:
         if cfg.model.adapted:

@@ -31,7 +31,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import greedy_episodes, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.plan.task_weights import note_outcomes, weighs_tasks
+from embodyrl.plan.task_weights import has_task_weights, record_outcomes
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
@@ -208,8 +208,8 @@ class _Training:
             with workers.supervisor.defer_signals():
                 if self.cfg.algorithm.curriculum:
                     ended = [*rollout.episodes, *rollout.filtered]
-                    by_task = weighs_tasks(self.run_plan.env, self.cfg.env.train)
-                    note_outcomes(algorithm.seen, ended, by_task=by_task)
+                    by_task = has_task_weights(self.run_plan.env, self.cfg.env.train)
+                    record_outcomes(algorithm.seen, ended, by_task=by_task)
                 # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)
@@ -349,7 +349,7 @@ class StepRollouts:
         for step in range(first, min(last, self._run_plan.total_steps - 1) + 1):
             if step not in self._rollouts:
                 counts = algorithm.estimator.counts_chunk_steps
-                plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
+                plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, outcomes=algorithm.seen)
                 goes_on = cfg.env.train.continue_episodes and counts
                 rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
                 self._rollouts[step] = self._scheduler.open(rollout)
@@ -361,7 +361,7 @@ class StepRollouts:
         self._scheduler.release(collection, filtered)
         collection.filtered += filtered
         collection.episodes = list(kept)
-        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, missing, seen=self._algorithm.seen)
+        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, missing, outcomes=self._algorithm.seen)
         more = self._scheduler.collect(Rollout(plan))
         collection.episodes += more.episodes
         # Episode ids of refills follow those of the step, so no id is used twice.

@@ -55,7 +55,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         env = factory.spec(settings, context)
     learner = cfg if algorithm and cfg.trains else None
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
-    if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
+    if problems := [*mismatches(env, policy), *_rollout_problems(cfg, env, policy), *learning]:
         raise ConfigError(problems)
     for name, split in cfg.env.splits.items():
         if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
@@ -64,8 +64,8 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     slots = _count_slots(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
-    referred = algorithm is not None and algorithm.needs_reference
-    layout = record_layout(env, policy, with_reference=referred, top=cfg.rollout.logprobs)
+    with_reference = algorithm is not None and algorithm.needs_reference
+    layout = record_layout(env, policy, with_reference=with_reference, top=cfg.rollout.logprobs)
     rules = learner.algorithm if learner else None
     updates = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, BufferSettings):
@@ -93,7 +93,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     return replace(run_plan, resources=plan_resources(run_plan))
 
 
-def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
+def _rollout_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return the reasons why environment and policy do not support the command, one line each."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env) + delay_problems(cfg, policy)
@@ -108,8 +108,8 @@ def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]
 def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return the reasons why environment and policy do not support training, one line each."""
     problems = []
-    seen = policy.inputs.num_images or env.action.kind is ActionKind.text
-    if env.cameras.needed and not seen and not policy.untrainable:
+    observes_scene = policy.inputs.num_images or env.action.kind is ActionKind.text
+    if env.cameras.needed and not observes_scene and not policy.untrainable:
         problems.append(
             f"model '{policy.name}' reads no image, and the state of env '{env.name}' omits the scene, so the "
             "policy cannot observe it. Choose a model with image input, for example model=openvla_oft_tiny."
@@ -134,8 +134,8 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             f"adv_type '{cfg.algorithm.adv_type}' trains in one process, without staleness: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
         )
-    following = cfg.algorithm.reference_interval is not None
-    if following and (sharded or cfg.algorithm.reference_path):
+    updates_reference = cfg.algorithm.reference_interval is not None
+    if updates_reference and (sharded or cfg.algorithm.reference_path):
         problems.append(
             "algorithm.reference_interval: the reference must be a copy of the policy in the same "
             "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
@@ -157,10 +157,10 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
             f"{policy.action_dim} values; set model.action_dim={env.action.dim} or choose another model."
         )
     if env.action.kind not in policy.action_kinds:
-        can = ", ".join(sorted(policy.action_kinds))
+        kinds = ", ".join(sorted(policy.action_kinds))
         problems.append(
-            f"env '{env.name}' takes {env.action.kind} actions, but model '{policy.name}' outputs only {can} actions; "
-            f"choose another model, for example {fitting_models(env)}."
+            f"env '{env.name}' takes {env.action.kind} actions, but model '{policy.name}' outputs only {kinds} "
+            f"actions; choose another model, for example {fitting_models(env)}."
         )
     if env.cameras.names and env.action.kind is ActionKind.text and not policy.inputs.num_images:
         problems.append(
@@ -186,8 +186,10 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     if policy.scripted and not env.expert.tasks:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
     if not policy.scripted and (env.action.gripper is None) != (policy.gripper is None):
-        has, lacks = ("env", "model") if env.action.gripper else ("model", "env")
-        problems.append(f"the {has} declares a gripper convention, but the {lacks} does not; declare it in both.")
+        declaring, missing = ("env", "model") if env.action.gripper else ("model", "env")
+        problems.append(
+            f"the {declaring} declares a gripper convention, but the {missing} does not; declare it in both."
+        )
     return problems
 
 
@@ -245,11 +247,13 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     """
     acting = cfg.rollout_processes if training and cfg.acts else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
-    placed = [place_policy(nodes, number, ranks) for number in range(ranks + acting)]
-    if len({0, *placed, *nodes["env"]}) == 1:
+    hosts = [place_policy(nodes, number, ranks) for number in range(ranks + acting)]
+    if len({0, *hosts, *nodes["env"]}) == 1:
         return assign_devices(gpus, ranks + acting)
-    turns = [placed[:number].count(node) for number, node in enumerate(placed)]
-    return Devices(policies=tuple(gpus[turn % len(gpus)] for turn in turns) if gpus else (), simulators=gpus)
+    gpu_numbers = [hosts[:number].count(host) for number, host in enumerate(hosts)]
+    return Devices(
+        policies=tuple(gpus[gpu_number % len(gpus)] for gpu_number in gpu_numbers) if gpus else (), simulators=gpus
+    )
 
 
 def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -> int:
@@ -259,8 +263,8 @@ def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -
     if cfg.launcher.env_workers != "auto":
         return min(cfg.launcher.env_workers, slots)
     batched = env.simulator.lockstep and env.simulator.on_gpu
-    each = len(devices.simulators) if batched else available_cores()
-    return max(1, min(each * len(component_nodes(cfg)["env"]), slots))
+    per_host = len(devices.simulators) if batched else available_cores()
+    return max(1, min(per_host * len(component_nodes(cfg)["env"]), slots))
 
 
 def _max_samples(cfg: Config, algorithm: Algorithm) -> int:

@@ -40,7 +40,7 @@ _SAMPLING = (
     *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),
 )
 _TEXT_ONLY = ("rollout.backend", "critic.path", "algorithm.reference_url")
-_INERT = (
+_TEXT_GENERATION_KEYS = (
     *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
@@ -48,22 +48,26 @@ _INERT = (
 
 
 def checked(
-    schema: Schema, read: Mapping[str, Any], last: Mapping[str, Setting], unread: list[str], problems: list[str]
+    schema: Schema,
+    values: Mapping[str, Any],
+    last: Mapping[str, Setting],
+    unused_key_warnings: list[str],
+    problems: list[str],
 ) -> Config:
-    """Return the config with the values `read`, its warnings and the sources of its values.
+    """Return the config with these values, its warnings and the sources of its values.
 
     Raises:
         ConfigError: `problems` and invalid values, or, if there are none, contradictions.
     """
-    cfg = validated_config(schema, read, problems, last)
+    cfg = validated_config(schema, values, problems, last)
     if cfg is None or problems:
         raise ConfigError(problems)
-    cfg.note({name: last[name].source for name in read})
+    cfg.note({name: last[name].source for name in values})
     if cfg.has("env"):
         cfg.env.play(get_command_sections(cfg.command).plays)
     if problems := [*contradictions(cfg)]:
         raise ConfigError(problems)
-    cfg.note(warnings=[*unread, *inert(cfg, cfg.changed, cfg.conditions)])
+    cfg.note(warnings=[*unused_key_warnings, *inert(cfg, cfg.changed, cfg.conditions)])
     return cfg
 
 
@@ -71,34 +75,36 @@ def validated_config(
     schema: Schema, values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
 ) -> Config | None:
     """Build a config from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
-    tree, keys, wrong = nested(values), schema.keys, list[str]()
+    tree, keys, errors = nested(values), schema.keys, list[str]()
     top = {name: tree.pop(name) for name in TopSettings.model_fields if name in tree}
-    found: dict[str, Any] = {"": _valid(TopSettings, top, "", keys, last, wrong)}
+    sections: dict[str, Any] = {"": _build_settings(TopSettings, top, "", keys, last, errors)}
     for name, kind in schema.sections.items():
         section, prefix = tree.get(name, {}), f"{name}."
         # Keys of the loss and of the estimator are written next to each other.
         if name == "algorithm" and isinstance(section, dict):
-            own = {key: value for key, value in section.items() if key in schema.loss.model_fields}
-            section = {key: value for key, value in section.items() if key not in own or key in kind.model_fields}
-            found["loss"] = _valid(schema.loss, own, prefix, keys, last, wrong)
-        found[name] = _valid(kind, section, prefix, keys, last, wrong)
-    problems += dict.fromkeys(wrong)
-    if wrong:
+            loss_values = {key: value for key, value in section.items() if key in schema.loss.model_fields}
+            section = {
+                key: value for key, value in section.items() if key not in loss_values or key in kind.model_fields
+            }
+            sections["loss"] = _build_settings(schema.loss, loss_values, prefix, keys, last, errors)
+        sections[name] = _build_settings(kind, section, prefix, keys, last, errors)
+    problems += dict.fromkeys(errors)
+    if errors:
         return None
-    top, loss = found.pop(""), found.pop("loss", None)
-    if isinstance(own := found.get("algorithm"), AlgorithmSettings):
-        found["algorithm"] = own.model_copy(update={"loss": loss})
-    return Config.build(schema, {name: getattr(top, name) for name in TopSettings.model_fields} | found)
+    top, loss = sections.pop(""), sections.pop("loss", None)
+    if isinstance(algorithm := sections.get("algorithm"), AlgorithmSettings):
+        sections["algorithm"] = algorithm.model_copy(update={"loss": loss})
+    return Config.build(schema, {name: getattr(top, name) for name in TopSettings.model_fields} | sections)
 
 
 def validated(
     kind: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
 ) -> S | None:
     """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
-    return _valid(kind, nested(values), "", keys_of(kind), last, problems)
+    return _build_settings(kind, nested(values), "", keys_of(kind), last, problems)
 
 
-def _valid(
+def _build_settings(
     kind: type[S],
     tree: Any,
     prefix: str,
@@ -117,15 +123,15 @@ def _valid(
 def _wrong_values(
     keys: Mapping[str, Key], prefix: str, last: Mapping[str, Setting], error: ValidationError
 ) -> Iterator[str]:
-    for one in error.errors(include_url=False):
-        parts = [*prefix.split(".")[:-1], *(str(part) for part in one["loc"])]
+    for entry in error.errors(include_url=False):
+        parts = [*prefix.split(".")[:-1], *(str(part) for part in entry["loc"])]
         names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-        name = next((n for n in names if find_key(keys, n) is not None), names[0])
+        name = next((candidate for candidate in names if find_key(keys, candidate) is not None), names[0])
         key, setting = find_key(keys, name), last.get(name)
-        if key is None or one["type"] == "missing":
+        if key is None or entry["type"] == "missing":
             yield f"{name} is not set."
             continue
-        value = to_builtin(setting.value if setting else one["input"])
+        value = to_builtin(setting.value if setting else entry["input"])
         source = f"{setting.where if setting else ''}{name}={short(format_value(value))} "
         if setting and setting.typed:
             source = setting.where
@@ -190,8 +196,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     # The section exists only with a launcher that brings it along.
     if cfg.has("cluster"):
         try:
-            apart = cfg.rollout_processes > 0
-            LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, separate=apart)
+            separate = cfg.rollout_processes > 0
+            LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, separate=separate)
         except ConfigError as error:
             yield str(error)
     # A file serves training as well.
@@ -205,11 +211,11 @@ def contradictions(cfg: Config) -> Iterator[str]:
 
 def _training_problems(cfg: Config) -> Iterator[str]:
     yield from slot_problems(cfg.env.train, cfg.algorithm.group_size, cfg.launcher)
-    lag, certain = cfg.algorithm.max_staleness, cfg.runner.deterministic
-    yield from staleness_problems(lag, cfg.actor.fsdp, cfg.rollout.mode, deterministic=certain)
-    if cfg.algorithm.curriculum and lag:
+    max_staleness, deterministic = cfg.algorithm.max_staleness, cfg.runner.deterministic
+    yield from staleness_problems(max_staleness, cfg.actor.fsdp, cfg.rollout.mode, deterministic=deterministic)
+    if cfg.algorithm.curriculum and max_staleness:
         yield "algorithm.curriculum needs the outcomes of the previous step; set algorithm.max_staleness=0."
-    if cfg.critic.path is not None and (certain or cfg.actor.fsdp.size > 1):
+    if cfg.critic.path is not None and (deterministic or cfg.actor.fsdp.size > 1):
         yield (
             "critic.path: a separate critic works with one actor rank and without runner.deterministic=true. Set "
             "actor.fsdp.size=1 and runner.deterministic=false, or use the policy's value head."
@@ -239,12 +245,15 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
     """Yield errors if the number of slots does not fit the group size or the launcher, with the fix."""
     slots = split.total_num_envs
     if slots % size:
-        near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
-        best = min((g for g in range(1, slots + 1) if slots % g == 0), key=lambda g: (abs(g - size), g))
+        near_counts = [count for count in ((slots // size) * size, (slots // size + 1) * size) if count]
+        best_size = min(
+            (divisor for divisor in range(1, slots + 1) if slots % divisor == 0),
+            key=lambda divisor: (abs(divisor - size), divisor),
+        )
         yield (
             f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
-            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
-            f"or algorithm.group_size={best}."
+            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near_counts))}, "
+            f"or algorithm.group_size={best_size}."
         )
     elif size > 1 and not split.use_fixed_reset_state_ids:
         yield (
@@ -259,17 +268,19 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
         )
 
 
-def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
+def staleness_problems(
+    max_staleness: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool
+) -> Iterator[str]:
     """Yield an error, with its fix, for each setting that asynchronous rollouts do not support."""
-    if lag and deterministic:
+    if max_staleness and deterministic:
         yield (
-            f"algorithm.max_staleness={lag}: the weights of an asynchronous rollout depend on timing, so "
+            f"algorithm.max_staleness={max_staleness}: the weights of an asynchronous rollout depend on timing, so "
             "runner.deterministic=true is impossible. Remove one of the two keys."
         )
-    if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
+    if max_staleness and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
         yield (
-            f"algorithm.max_staleness={lag} samples actions during updates, which needs one actor rank without "
-            "offloading. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
+            f"algorithm.max_staleness={max_staleness} samples actions during updates, which needs one actor rank "
+            "without offloading. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
         )
 
 
@@ -330,10 +341,12 @@ def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return an error for each key that the policy does not support."""
     if ActionKind.text in policy.action_kinds:
         factory = POLICIES.get(cfg.model.model_type)
-        unfit = factory.backend_problems(cfg.model, cfg.rollout.backend) if hasattr(factory, "backend_problems") else []
-        return unfit or generation_problems(cfg, policy)
+        backend_problems = (
+            factory.backend_problems(cfg.model, cfg.rollout.backend) if hasattr(factory, "backend_problems") else []
+        )
+        return backend_problems or generation_problems(cfg, policy)
     for name in cfg.changed:
-        if name in _INERT:
+        if name in _TEXT_GENERATION_KEYS:
             log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)
     return [
         f"{name}: for text policies only; model '{policy.name}' outputs actions. Remove the key."

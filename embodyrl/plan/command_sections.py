@@ -92,7 +92,7 @@ _DAGGER = CommandSections(
 )
 _CHECK_ENV = CommandSections(sections="trust env faults", plays=("train",))
 _SERVE = CommandSections(sections="trust model ckpt env serve")
-_READS = {
+_SECTIONS_BY_COMMAND = {
     "check-env": _CHECK_ENV,
     "collect": _COLLECT,
     "dagger": _DAGGER,
@@ -101,7 +101,7 @@ _READS = {
     "sft": _SFT,
     "train": _TRAIN,
 }
-COMMANDS = tuple(_READS)
+COMMANDS = tuple(_SECTIONS_BY_COMMAND)
 """Commands that have a config."""
 
 
@@ -111,10 +111,12 @@ def get_command_sections(command: str) -> CommandSections:
     Raises:
         ConfigError: the command has no config.
     """
-    if (found := _READS.get(command)) is not None:
-        return found
-    hint = closest(command, _READS)
-    raise ConfigError(f"The command '{command}' has no config.{hint} Commands with a config: {', '.join(_READS)}.")
+    if (sections := _SECTIONS_BY_COMMAND.get(command)) is not None:
+        return sections
+    hint = closest(command, _SECTIONS_BY_COMMAND)
+    raise ConfigError(
+        f"The command '{command}' has no config.{hint} Commands with a config: {', '.join(_SECTIONS_BY_COMMAND)}."
+    )
 
 
 def uses_section(command: str, section: str) -> bool:

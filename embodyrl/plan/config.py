@@ -38,7 +38,7 @@ MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
 
 def load_config(
     command: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     config_dirs: Sequence[Path] = (),
     base: Path | None = None,
@@ -48,7 +48,7 @@ def load_config(
 
     Args:
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
-        words: `group=option` and `key=value` of the command line.
+        arguments: `group=option` and `key=value` of the command line.
         config_dirs: additional folders with YAML groups, searched after the included folder.
         base: config.yaml of the run with the initial weights, which provides the values. Groups on the command line
             replace whole sections, and keys replace single values.
@@ -62,46 +62,49 @@ def load_config(
             value out of range, an unused key, and, after these are fixed, contradictions.
     """
     problems: list[str] = []
-    unread = SELECTORS.keys() - selectors(command)
-    groups, typed, chosen = compose(command, words, config_dirs, problems, unread=unread, on_run=base is not None)
+    unused_groups = SELECTORS.keys() - selectors(command)
+    groups, overrides, file_settings = compose(
+        command, arguments, config_dirs, problems, unread=unused_groups, on_run=base is not None
+    )
     if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
-        chosen = merge_with_base(base, command, groups, chosen, typed, problems)
-    if any(setting.key == "eval.episodes_per_task" for setting in typed):
-        chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
-    own, warnings = settings_of_weights(command, [*chosen, *typed], problems, fetch=fetch)
-    settings = [*chosen, *own, *_get_protocol_settings([*chosen, *typed], problems), *typed]
+        file_settings = merge_with_base(base, command, groups, file_settings, overrides, problems)
+    if any(setting.key == "eval.episodes_per_task" for setting in overrides):
+        file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]  # which would win
+    weight_settings, warnings = settings_of_weights(command, [*file_settings, *overrides], problems, fetch=fetch)
+    protocol_settings = _get_protocol_settings([*file_settings, *overrides], problems)
+    settings = [*file_settings, *weight_settings, *protocol_settings, *overrides]
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
 
 
-def load_with_ckpt(command: str, words: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
+def load_with_ckpt(command: str, arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
     """Compose the config of a command on top of the config of the run in `ckpt=` (see `load_config`)."""
-    require_ckpt(words)
-    return load_config(command, words, config_dirs=config_dirs, base=config_of_ckpt(list(words)))
+    require_ckpt(arguments)
+    return load_config(command, arguments, config_dirs=config_dirs, base=config_of_ckpt(list(arguments)))
 
 
-def require_ckpt(words: Sequence[str]) -> None:
+def require_ckpt(arguments: Sequence[str]) -> None:
     """Raise an error if the path in `ckpt=` does not exist, before the config is composed with the default model.
 
     Raises:
         CheckpointError: the path does not exist; suggests runs with a similar name.
     """
-    named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
-    path = str(parse_override(f"ckpt={named[-1]}")[1]) if named else "null"
+    values = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
+    path = str(parse_override(f"ckpt={values[-1]}")[1]) if values else "null"
     if path in ("null", "None", "") or "${" in path or is_on_hub(path) or resolve_run(path).exists():
         return
     runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
-    near = closest(path, [*runs, *(Path(run).name for run in runs)])
+    suggestion = closest(path, [*runs, *(Path(run).name for run in runs)])
     raise CheckpointError(
-        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list runs` shows all runs."
+        f"ckpt={path}: no such run, checkpoint or model folder.{suggestion} `embodyrl list runs` shows all runs."
     )
 
 
 def load_saved_config(
-    path: Path, words: Sequence[str], *, command: str | None = None, unread: Sequence[str] = ()
+    path: Path, arguments: Sequence[str], *, command: str | None = None, unused_keys: Sequence[str] = ()
 ) -> Config:
     """Load the `config.yaml` of a run (a folder or the file) and apply overrides.
 
-    Keys under `unread` are exempt from the check for untrusted code, because the caller does not use their values.
+    Keys under `unused_keys` are exempt from the check for untrusted code, because the caller does not use their values.
 
     Raises:
         ConfigError: missing file, YAML tags (they could construct objects), group overrides, and all errors of
@@ -113,35 +116,39 @@ def load_saved_config(
     problems: list[str] = []
     saved = read_saved(file)
     command = command or command_of(saved)
-    groups, typed = split_overrides(command, words, (), problems)
+    groups, overrides = split_overrides(command, arguments, (), problems)
     problems += [_no_group(command, group, option) for group, option in groups.items()]
-    looked_up = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unread)]
-    check_trust(looked_up, typed, file, problems)
-    return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *typed], problems)
+    used = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unused_keys)]
+    check_trust(used, overrides, file, problems)
+    return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *overrides], problems)
 
 
 def _no_group(command: str, group: str, option: str) -> str:
     """Return the error about a group option for a saved run; suggest an equivalent key, if there is one."""
     key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
     with suppress(ConfigError):
-        if any((s.key, s.value) == (key, option) for s in compose_groups(command, {group: option}, ())):
+        if any(
+            (setting.key, setting.value) == (key, option) for setting in compose_groups(command, {group: option}, ())
+        ):
             example = f"{key}={option}"
     return f"{group}={option}: a saved run accepts no group options; override single keys, for example {example}."
 
 
 def _get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """Return the settings in `eval.protocol.settings`, which override values from files."""
-    said = [setting for setting in settings if setting.key == "eval.protocol.settings"][-1:]
-    found = [Setting("eval.episodes", None, setting.source) for setting in said if setting.value]
-    for setting in said:
-        for word in setting.value if isinstance(setting.value, list) else ():
+    entries = [entry for entry in settings if entry.key == "eval.protocol.settings"][-1:]
+    protocol_settings = [Setting("eval.episodes", None, entry.source) for entry in entries if entry.value]
+    for entry in entries:
+        for override in entry.value if isinstance(entry.value, list) else ():
             try:
-                key, value = parse_override(str(word))
+                key, value = parse_override(str(override))
             except ConfigError as error:
                 problems += error.problems
                 continue
-            found += [Setting(name, leaf, setting.source, setting.words) for name, leaf in flat({key: value}).items()]
-    return found
+            protocol_settings += [
+                Setting(name, leaf, entry.source, entry.words) for name, leaf in flat({key: value}).items()
+            ]
+    return protocol_settings
 
 
 def _finish(
@@ -165,7 +172,7 @@ def _finish(
     schema, unclear = choose(command, values, problems)
     # A typed empty mapping removes the values that files set under the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
-    read: dict[str, Any] = {}
+    used_values: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in values.items():
         key = find_key(schema.keys, name)
@@ -174,12 +181,12 @@ def _finish(
         elif key.name not in emptied or last[name].typed:
             # A number is a fine text, where it was not written as one by mistake.
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
-            said = last[name].text if value is last[name].value else None
-            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
-    unread = unused_keys(schema, unknown, unclear, values, last, problems) if unknown else []
-    cfg = checked(schema, read, last, [*unread, *warnings], problems)
-    for line in cfg.warnings if fetch else ():
-        log.warning("warning: %s", line)
+            text = last[name].text if value is last[name].value else None
+            used_values[name] = (text or str(value)) if number and (text or isinstance(value, int)) else value
+    unused_key_warnings = unused_keys(schema, unknown, unclear, values, last, problems) if unknown else []
+    cfg = checked(schema, used_values, last, [*unused_key_warnings, *warnings], problems)
+    for warning in cfg.warnings if fetch else ():
+        log.warning("warning: %s", warning)
     cfg = cfg.updated(_derive_values(cfg))
     return cfg.updated(_get_host_values(cfg)) if fetch else cfg
 
@@ -188,11 +195,11 @@ def _get_last_settings(settings: Sequence[Setting]) -> dict[str, Setting]:
     """Return the effective setting of each key; later settings replace earlier settings."""
     last: dict[str, Setting] = {}
     for setting in settings:
-        for covered in [k for k in last if _is_below(setting.key, k) or _is_below(k, setting.key)]:
+        for covered in [key for key in last if _is_below(setting.key, key) or _is_below(key, setting.key)]:
             # An empty mapping sets no value; any other value replaces values above and below its key.
             if not (_is_below(setting.key, covered) and setting.value == {}):
                 del last[covered]
-        if setting.value != {} or not any(_is_below(setting.key, k) for k in last):
+        if setting.value != {} or not any(_is_below(setting.key, key) for key in last):
             last.pop(setting.key, None)
             last[setting.key] = setting
     return last
@@ -205,25 +212,25 @@ def _is_below(name: str, other: str) -> bool:
 def _resolve(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
     """Resolve `${...}` and reject `???` in values; report and remove each value that cannot be resolved."""
     values = {name: setting.value for name, setting in last.items()}
-    marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
-    if not marked:
+    unresolved = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
+    if not unresolved:
         return values
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-    schema, _ = choose(command, {name: value for name, value in values.items() if name not in marked}, [])
-    said = {at for name in values for at in (name, *parents_of(name))}
+    schema, _ = choose(command, {name: value for name, value in values.items() if name not in unresolved}, [])
+    set_names = {part for name in values for part in (name, *parents_of(name))}
     unset = {
         name: to_builtin(key.default)
         for name, key in schema.keys.items()
-        if name not in said and values.keys().isdisjoint(parents_of(name)) and not key.required
+        if name not in set_names and values.keys().isdisjoint(parents_of(name)) and not key.required
     }
-    whole = OmegaConf.create(nested({**unset, **values}))
-    for name in marked:
+    tree = OmegaConf.create(nested({**unset, **values}))
+    for name in unresolved:
         try:
-            value = OmegaConf.select(whole, name, throw_on_missing=True)
+            value = OmegaConf.select(tree, name, throw_on_missing=True)
             values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
             del values[name]
@@ -242,32 +249,32 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 def _derive_values(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
-    found = dict(derived_from_data(cfg))
+    derived = dict(derived_from_data(cfg))
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
-        found |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
-        found["model.num_action_chunks"] = chunk
+        derived |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
+        derived["model.num_action_chunks"] = chunk
     if cfg.evaluates and (protocol := cfg.eval.protocol).horizons and not protocol.settled:
         limit = protocol.horizon(cfg.env.title)
-        found |= {} if limit is None else {"eval.protocol.settled": True}
+        derived |= {} if limit is None else {"eval.protocol.settled": True}
         # A time limit on the command line takes precedence.
-        found |= {} if limit is None or cfg.typed(_HORIZON) else {_HORIZON: limit}
-    return found
+        derived |= {} if limit is None or cfg.typed(_HORIZON) else {_HORIZON: limit}
+    return derived
 
 
 def _get_host_values(cfg: Config) -> dict[str, Any]:
     """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
-    found = {key: download_repositories(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
-    found |= {key: _download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
+    host_values = {key: download_repositories(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
+    host_values |= {key: _download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
     if cfg.trains and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
         with suppress(CheckpointError):  # a config may be composed elsewhere; `check_components` rejects the path
-            found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
+            host_values[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
     if cfg.has("model") and cfg.prefers_float32:
-        found["model.precision"] = Precision.fp32
+        host_values["model.precision"] = Precision.fp32
         cfg.note({"model.precision": THIS_HOST})
-    return found
+    return host_values
 
 
 def download_repositories(key: str, value: Any) -> Any:
@@ -296,9 +303,9 @@ def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: one line per problem.
     """
-    found = cfg.updated(values)
-    check_values(found)
-    return found
+    changed = cfg.updated(values)
+    check_values(changed)
+    return changed
 
 
 def check_values(cfg: Config) -> None:
@@ -309,5 +316,5 @@ def check_values(cfg: Config) -> None:
     """
     problems: list[str] = []
     validated_config(cfg.schema, dict(cfg.leaves()), problems)
-    if found := problems or [*contradictions(cfg)]:
-        raise ConfigError(found)
+    if errors := problems or [*contradictions(cfg)]:
+        raise ConfigError(errors)

@@ -16,10 +16,10 @@ def data_problems(cfg: Config) -> Iterator[str]:
     objective = cfg.objective
     if not cfg.has("objective") or objective.name in ("imitation", "dpo"):
         return
-    wanted = PairSettings if objective.of_pairs else DemonstrationSettings
-    if not isinstance(cfg.data, wanted) and cfg.data.path:
-        kind = "rows of text with two answers" if objective.of_pairs else "episodes that `collect` wrote"
-        yield f"objective.name={objective.name} needs {kind}; data.path={cfg.data.path} contains other data."
+    expected_class = PairSettings if objective.of_pairs else DemonstrationSettings
+    if not isinstance(cfg.data, expected_class) and cfg.data.path:
+        expected = "rows of text with two answers" if objective.of_pairs else "episodes that `collect` wrote"
+        yield f"objective.name={objective.name} needs {expected}; data.path={cfg.data.path} contains other data."
 
 
 def derived_from_data(cfg: Config) -> Mapping[str, Any]:

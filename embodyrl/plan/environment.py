@@ -7,7 +7,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
-from embodyrl.plan.text import give_task
+from embodyrl.plan.text import with_text_task
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, PolicySpec
 
@@ -24,9 +24,9 @@ def env_context(cfg: Config) -> EnvContext:
         pictures=not cfg.evaluates or cfg.video != "none",
         reward=cfg.reward if isinstance(cfg.reward, StepRewardSettings) else None,
         chunk=cfg.model.num_action_chunks if cfg.has("model") else 0,
-        suites=_further_suites(cfg) if cfg.evaluates else (),
+        suites=_additional_suites(cfg) if cfg.evaluates else (),
     )
-    return give_task(cfg, context) if cfg.reads_rows else context
+    return with_text_task(cfg, context) if cfg.reads_rows else context
 
 
 def env_spec(cfg: Config) -> EnvSpec:
@@ -44,22 +44,25 @@ def delay_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     ]
 
 
-def _further_suites(cfg: Config) -> tuple[str, ...]:
+def _additional_suites(cfg: Config) -> tuple[str, ...]:
     """Return the suites of `runner.val_suites`, in the environment's order and without the configured suite.
 
     Raises:
         ConfigError: the environment has no such suite.
     """
-    wanted, factory = cfg.runner.val_suites, ENVS.get(cfg.env.env_type)
-    if not wanted:
+    requested, factory = cfg.runner.val_suites, ENVS.get(cfg.env.env_type)
+    if not requested:
         return ()
-    offered: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
-    if wanted == [ALL_SUITES] and offered:
-        return offered
-    own, known = getattr(factory, "own_suite", lambda _: None)(cfg.env), ", ".join(offered) or "no further suites"
-    if wrong := [name for name in wanted if name not in (*offered, own)]:
+    available: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
+    if requested == [ALL_SUITES] and available:
+        return available
+    main_suite, known = (
+        getattr(factory, "own_suite", lambda _: None)(cfg.env),
+        ", ".join(available) or "no further suites",
+    )
+    if unknown := [name for name in requested if name not in (*available, main_suite)]:
         raise ConfigError(
-            f"runner.val_suites: '{wrong[0]}' is not a suite of env '{cfg.env.env_type}'.{closest(wrong[0], offered)} "
-            f"Known: {known}. Leave it out, or choose another env."
+            f"runner.val_suites: '{unknown[0]}' is not a suite of env '{cfg.env.env_type}'."
+            f"{closest(unknown[0], available)} Known: {known}. Leave it out, or choose another env."
         )
-    return tuple(name for name in offered if name in wanted)
+    return tuple(name for name in available if name in requested)

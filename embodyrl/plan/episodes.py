@@ -75,16 +75,16 @@ def groups_per_step(cfg: Config) -> int:
 
 
 def train_episodes(
-    cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
+    cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, outcomes: Outcomes | None = None
 ) -> EpisodeList:
     """Return the episodes of a training step.
 
-    The result depends only on config, step and, with a curriculum, earlier outcomes `seen`, so a resumed run has the
+    The result depends only on config, step and, with a curriculum, the earlier `outcomes`, so a resumed run has the
     same episodes.
     """
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
-    groups = _reset_id_stream(cfg, env, step, seen)
+    groups = _reset_id_stream(cfg, env, step, outcomes)
     waves: list[EpisodeBatch] = []
     for epoch in range(algorithm.rollout_epoch):
         reset_ids = [groups[(epoch * slots + slot) // size] for slot in range(slots)]
@@ -101,7 +101,7 @@ def train_episodes(
 
 
 def refill_episodes(
-    cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
+    cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, outcomes: Outcomes | None = None
 ) -> EpisodeList:
     """Return the episodes of `groups` additional groups, which replace filtered groups of a training step."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
@@ -109,7 +109,7 @@ def refill_episodes(
     index = np.arange(first * size, (first + groups) * size)
     if has_weights(cfg):
         seed = derive(cfg.seed, "curriculum-refill", step, attempt)
-        chosen = np.repeat(weighted_ids(cfg, env, groups, seen, seed), size)
+        chosen = np.repeat(weighted_ids(cfg, env, groups, outcomes, seed), size)
     else:
         ids = reset_id_array(env, cfg.env.train)
         chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
@@ -130,8 +130,8 @@ def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) ->
 
 def count_requested_episodes(cfg: Config, env: EnvSpec) -> int:
     """Return the number of episodes requested for an evaluation."""
-    each = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
-    return each * cfg.eval.samples
+    num_episodes = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
+    return num_episodes * cfg.eval.samples
 
 
 def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, int]:
@@ -153,9 +153,9 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     split = cfg.env.eval
     tasks = selected_tasks(env, split, across=True)
     episodes = []
-    asked = count_requested_episodes(cfg, env)
-    for i in range(asked):
-        sample, place = divmod(i, asked // cfg.eval.samples)
+    num_requested = count_requested_episodes(cfg, env)
+    for episode in range(num_requested):
+        sample, place = divmod(episode, num_requested // cfg.eval.samples)
         task, reset_id, seed = eval_start(env, split, place)
         # It would count one episode twice, and make an interval narrower than it is.
         repeated = place // len(tasks) >= len(reset_ids_of(env, split, task))
@@ -163,13 +163,13 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
             continue
         episodes.append(
             EpisodeSpec(
-                episode_id=i,
+                episode_id=episode,
                 reset_id=reset_id,
                 task_id=task,
-                group_id=i,
+                group_id=episode,
                 member=0,
                 seed=seed,
-                noise_seed=derive(cfg.seed, "eval-noise", i),
+                noise_seed=derive(cfg.seed, "eval-noise", episode),
             )
         )
     # Episodes of one task run together, so that a worker loads few simulators.
@@ -190,31 +190,31 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[EpisodeBatch], slots
         max_episode_steps=split.max_episode_steps,
         max_chunks=-(-split.max_episode_steps // cfg.chunk_steps),
         ignore_terminations=split.ignore_terminations,
-        waves=tuple(_deal(wave, slots) for wave in waves) if cfg.runner.deterministic else tuple(waves),
+        waves=tuple(_split_queue(wave, slots) for wave in waves) if cfg.runner.deterministic else tuple(waves),
     )
 
 
-def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
+def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, outcomes: Outcomes | None) -> list[int]:
     """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
     if has_weights(cfg):
-        return weighted_ids(cfg, env, count, seen, derive(cfg.seed, "curriculum", step))
+        return weighted_ids(cfg, env, count, outcomes, derive(cfg.seed, "curriculum", step))
     ids = reset_id_array(env, cfg.env.train)
     stream: list[int] = []
     # Computed, not remembered: a resumed run finds its place in the stream again.
     position = step * count
     while len(stream) < count:
-        lap, offset = divmod(position + len(stream), len(ids))
+        epoch, offset = divmod(position + len(stream), len(ids))
         shuffle = cfg.data.shuffle if cfg.reads_rows else True
-        order = _permutation(cfg.seed, lap, len(ids)) if shuffle else np.arange(len(ids))
+        order = _permutation(cfg.seed, epoch, len(ids)) if shuffle else np.arange(len(ids))
         stream += ids[order[offset : offset + count - len(stream)]].tolist()
     return stream
 
 
 @lru_cache(maxsize=1)
-def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """Return the order of the reset ids in pass `lap` over all ids. Cached, because shuffling many ids is slow."""
-    return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
+def _permutation(seed: int, epoch: int, count: int) -> IntArray:
+    """Return the order of the reset ids in pass `epoch` over all ids. Cached, because shuffling many ids is slow."""
+    return np.random.default_rng(derive(seed, "reset-ids", epoch)).permutation(count)
 
 
 def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> EpisodeBatch:
@@ -228,15 +228,15 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     members = epoch * len(reset_ids) + np.arange(len(reset_ids))
 
     @cache
-    def specs(nth: int) -> Sequence[EpisodeSpec]:
+    def specs(index: int) -> Sequence[EpisodeSpec]:
         """Return the nth episode of each queue, planned together because array operations are faster on batches."""
         ids = np.asarray(reset_ids)
         if choices is not None:
-            ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]
-        return _train_episodes(cfg, env, step, members * per_slot + nth, members // size, ids)
+            ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, index)) % len(choices)]
+        return _train_episodes(cfg, env, step, members * per_slot + index, members // size, ids)
 
     def queue(slot: int) -> Sequence[EpisodeSpec]:
-        return _LazyEpisodes(lambda nth: specs(nth)[slot], per_slot)
+        return _LazyEpisodes(lambda index: specs(index)[slot], per_slot)
 
     return EpisodeBatch(queues=tuple(map(queue, range(len(reset_ids)))), quota_chunks=quota)
 
@@ -262,21 +262,21 @@ def _train_episodes(
     columns = [np.asarray(column).tolist() for column in (index, reset_id, group, seeds, noise)]
 
     def create(place: int) -> EpisodeSpec:
-        i, reset, g, seed, n = (column[place] for column in columns)
+        episode_id, reset_id_value, group_id, seed, noise_seed = (column[place] for column in columns)
         return EpisodeSpec(
-            episode_id=i,
-            reset_id=reset,
-            task_id=env.task_of(reset)[0],
-            group_id=g,
-            member=i % cfg.algorithm.group_size,
+            episode_id=episode_id,
+            reset_id=reset_id_value,
+            task_id=env.task_of(reset_id_value)[0],
+            group_id=group_id,
+            member=episode_id % cfg.algorithm.group_size,
             seed=seed,
-            noise_seed=n,
+            noise_seed=noise_seed,
         )
 
     return _LazyEpisodes(create, len(index))
 
 
-def _deal(wave: EpisodeBatch, slots: int) -> EpisodeBatch:
+def _split_queue(wave: EpisodeBatch, slots: int) -> EpisodeBatch:
     """Distribute a shared queue over one queue per slot, so that slots do not depend on the order of completion."""
     if len(wave.queues) != 1 or slots == 1:
         return wave

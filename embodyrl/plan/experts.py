@@ -46,5 +46,5 @@ def find_expert(name: str) -> type[Expert]:
     return load(name, "dagger.expert", wants="a class with collect, on_step and close", fits=_is_expert, names=EXPERTS)
 
 
-def _is_expert(found: Any) -> bool:
-    return isinstance(found, type) and all(hasattr(found, name) for name in ("collect", "on_step", "close"))
+def _is_expert(value: Any) -> bool:
+    return isinstance(value, type) and all(hasattr(value, name) for name in ("collect", "on_step", "close"))

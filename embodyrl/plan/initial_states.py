@@ -26,7 +26,7 @@ def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -
 def reset_id_array(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArray:
     """Return the reset ids of the selected tasks as an array (see `selected_reset_ids`)."""
     ids = (reset_ids_of(env, split, task) for task in selected_tasks(env, split, across=across))
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(own.start, own.stop) for own in ids)])
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(task_ids.start, task_ids.stop) for task_ids in ids)])
 
 
 def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
@@ -37,9 +37,9 @@ def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> li
     """
     own = own_tasks(env)
     tasks = list(split.task_ids) if split.task_ids is not None else list(own)
-    bad = [t for t in tasks if t not in own]
-    if bad:
-        raise ConfigError(f"task_ids {bad} do not exist: env '{env.name}' has tasks 0 to {len(own) - 1}.")
+    unknown = [t for t in tasks if t not in own]
+    if unknown:
+        raise ConfigError(f"task_ids {unknown} do not exist: env '{env.name}' has tasks 0 to {len(own) - 1}.")
     suites = len(env.tasks) // len(own) if across else 1
     return [suite * len(own) + task for suite in range(suites) for task in tasks]
 
@@ -66,5 +66,5 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:
     """Return the first and last initial state of a split; None (all states) if the environment holds out no states."""
     last = env.states_per_task[0] - 1
-    border = last - env.benchmark.held_out
-    return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
+    last_train = last - env.benchmark.held_out
+    return None if not env.benchmark.held_out else [0, last_train] if split == "train" else [last_train + 1, last]

@@ -51,26 +51,26 @@ def unused_keys(
         last: the setting of each value, with its source.
         problems: an error is appended for each unknown key.
     """
-    unread: dict[str, list[str]] = {}
-    command, lost = schema.command, list[str]()
+    unused: dict[str, list[str]] = {}
+    command, deleted = schema.command, list[str]()
     for name in names:
         if name in _DELETED and not last[name].typed:
             if values[name] != _DELETED[name]:
-                lost.append(
+                deleted.append(
                     f"{last[name].where}{name}={format_value(values[name])} is ignored: the key has been deleted."
                 )
             continue
         if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
             continue
-        if _is_for_others(command, last[name]):
-            unread.setdefault(f"`embodyrl {command}`", []).append(name)
-        elif not last[name].typed and not is_known(name) and _trains_with(name, values, problems):
+        if _is_for_other_commands(command, last[name]):
+            unused.setdefault(f"`embodyrl {command}`", []).append(name)
+        elif not last[name].typed and not is_known(name) and _is_training_key(name, values, problems):
             continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
         elif not is_known(name) or name in schema.branches:
-            problems += _refuse_key(schema, last[name])
+            problems += _unknown_key_errors(schema, last[name])
         elif last[name].typed:
-            _report_unread(last[name], values[name], reader(command, name, values), problems, unread)
-    return [*lost, *_unread_lines(unread)]
+            _report_unused(last[name], values[name], reader(command, name, values), problems, unused)
+    return [*deleted, *_unused_key_warnings(unused)]
 
 
 @functools.cache
@@ -82,32 +82,32 @@ def all_keys() -> Mapping[str, Key]:
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
     """Return the keys of a group, or the single key of that name, for all commands and components."""
-    found = {name: key for name, key in keys_of(TopSettings).items() if name == group}
-    for settings in (*classes().get(group, ()), *(settings for _, settings in _settings_of(group))):
-        found |= keys_of(settings, f"{group}.")
-    return found
+    keys = {name: key for name, key in keys_of(TopSettings).items() if name == group}
+    for settings in (*classes().get(group, ()), *(settings for _, settings in _component_settings(group))):
+        keys |= keys_of(settings, f"{group}.")
+    return keys
 
 
 @functools.cache
 def state_keys() -> frozenset[str]:
     """Return the keys and groups that determine which initial state a state id refers to."""
-    found = {**keys_below("env"), **keys_below("data")}
-    return frozenset(name for name, key in found.items() if ChangesStateIds in key.metadata)
+    keys = {**keys_below("env"), **keys_below("data")}
+    return frozenset(name for name, key in keys.items() if ChangesStateIds in key.metadata)
 
 
-_PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
+_REGISTRIES = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
 
 
-def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
+def _component_settings(group: str) -> Iterator[tuple[str, type[Settings]]]:
     """Yield (name, settings class) of each component of a group."""
-    for registry in _PARTS.get(group, ()):
+    for registry in _REGISTRIES.get(group, ()):
         for name in registry.names():
             # A part may need a package that is not there, or is damaged.
             with contextlib.suppress(ConfigError, ImportError):
                 yield name, registry.get(name).settings
 
 
-_RETIRED = frozenset(
+_KEYS_WITHOUT_EFFECT = frozenset(
     {
         *("custom", "rollout.enable_offload", "actor.enable_offload", "env.train.enable_offload"),
         *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
@@ -131,16 +131,18 @@ _DELETED = {
 def is_known(name: str) -> bool:
     """Return True if any command with any component has this key, one of its subkeys, or one of its parents."""
     known = keys_below(name.partition(".")[0])
-    inner = any(key.startswith(f"{name}.") for key in known)
-    above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
-    return name in known or inner or above or name in _RETIRED or name in _DELETED
+    has_subkey = any(key.startswith(f"{name}.") for key in known)
+    has_parent = any(
+        parent in _KEYS_WITHOUT_EFFECT or (parent in known and known[parent].free) for parent in parents_of(name)
+    )
+    return name in known or has_subkey or has_parent or name in _KEYS_WITHOUT_EFFECT or name in _DELETED
 
 
 @functools.cache
 def _synonyms() -> dict[str, str]:
     """Return the last part of the equivalent embodyrl key for each key name of another framework."""
     table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
-    return {word: key for key, words in table.items() for word in words.split()}
+    return {synonym: key for key, synonyms in table.items() for synonym in synonyms.split()}
 
 
 def suggest(name: str, likely: Schema | None = None) -> str:
@@ -151,25 +153,31 @@ def suggest(name: str, likely: Schema | None = None) -> str:
     `likely` has the keys of the command with the chosen components, which are searched first, because searching all
     components imports them.
     """
-    if likely is not None and (found := _nearest(name, _with_parents(likely.keys), 0.75)):
-        return found
+    if likely is not None and (suggestion := _nearest(name, _with_parents(likely.keys), 0.75)):
+        return suggestion
     return _nearest(name, _with_parents(all_keys()), 0.65)
 
 
 def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
     # From certain matches to vague ones: the first match is suggested, so the order may not change.
-    if slip := closest(name, [n for n in names if n.partition(".")[0] == group], cutoff=0.9):
-        return slip
-    others = [_synonyms()[word] for word in difflib.get_close_matches(tail.lower(), _synonyms(), 1, 0.9)]
-    for word in (tail, *others, *(tail.split("_") if cutoff < 0.75 else ())):
-        same = [n for n in names if n.rpartition(".")[2] == word]
-        if same := ([n for n in same if ("eval" in n) == ("eval" in name)] or same):
-            return closest(name, same, cutoff=0.0)
+    if typo_match := closest(
+        name, [candidate for candidate in names if candidate.partition(".")[0] == group], cutoff=0.9
+    ):
+        return typo_match
+    synonyms = [_synonyms()[last_part] for last_part in difflib.get_close_matches(tail.lower(), _synonyms(), 1, 0.9)]
+    for last_part in (tail, *synonyms, *(tail.split("_") if cutoff < 0.75 else ())):
+        matches = [candidate for candidate in names if candidate.rpartition(".")[2] == last_part]
+        if matches := ([candidate for candidate in matches if ("eval" in candidate) == ("eval" in name)] or matches):
+            return closest(name, matches, cutoff=0.0)
     if nearest := closest(name, names, cutoff=0.75):
         return nearest
-    if word := closest(tail, {n.rpartition(".")[2] for n in names}, cutoff=0.75):
-        return closest(name, [n for n in names if n.rpartition(".")[2] == word.split("'")[1]], cutoff=0.0)
+    if last_part := closest(tail, {candidate.rpartition(".")[2] for candidate in names}, cutoff=0.75):
+        return closest(
+            name,
+            [candidate for candidate in names if candidate.rpartition(".")[2] == last_part.split("'")[1]],
+            cutoff=0.0,
+        )
     return closest(name, names, cutoff=cutoff)
 
 
@@ -188,24 +196,26 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
         return f"`embodyrl {command}`"
     keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors(command)[group],)
     chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
-    inside = {name, *parents_of(name)}
-    others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]
-    if group in _PARTS and not others and name.startswith(f"{group}."):
+    names = {name, *parents_of(name)}
+    components = [
+        component for component, settings in _component_settings(group) if names & keys_of(settings, f"{group}.").keys()
+    ]
+    if group in _REGISTRIES and not components and name.startswith(f"{group}."):
         return f"`embodyrl {command}`"  # no part has it, so it is another command's
-    return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
+    return chosen + (f" (unlike {', '.join(components)})" if 0 < len(components) < 5 else "")
 
 
-def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
+def _is_training_key(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
     """Return True if `embodyrl train` with these components has the key, for example a key of a user-defined loss.
 
     Also return True, with an error in `problems`, if the config is not trusted or its code cannot be imported.
     """
     if any(TRUST in problem for problem in problems):
         return True
-    found: list[str] = []
-    schema, _ = choose("train", values, found)
-    problems += [problem for problem in found if problem not in problems]
-    return bool(found) or find_key(schema.keys, name) is not None
+    errors: list[str] = []
+    schema, _ = choose("train", values, errors)
+    problems += [problem for problem in errors if problem not in problems]
+    return bool(errors) or find_key(schema.keys, name) is not None
 
 
 def _is_unclear(group: str, schema: Schema, unclear: frozenset[str]) -> bool:
@@ -213,7 +223,7 @@ def _is_unclear(group: str, schema: Schema, unclear: frozenset[str]) -> bool:
     return group in unclear or (bool(unclear) and group not in schema.sections)
 
 
-def _refuse_key(schema: Schema, setting: Setting) -> list[str]:
+def _unknown_key_errors(schema: Schema, setting: Setting) -> list[str]:
     name = setting.key
     if name in schema.branches:
         if setting.value == {}:
@@ -223,7 +233,7 @@ def _refuse_key(schema: Schema, setting: Setting) -> list[str]:
     return [f"{setting.where}unknown key '{short(name)}'.{hint}"]
 
 
-def _is_for_others(command: str, setting: Setting) -> bool:
+def _is_for_other_commands(command: str, setting: Setting) -> bool:
     """Return True if a command-line key is ignored because it is intended for other commands.
 
     True for groups of `embodyrl train`, so that the same arguments serve all commands; for a command without
@@ -235,29 +245,29 @@ def _is_for_others(command: str, setting: Setting) -> bool:
     return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
 
 
-def _report_unread(
-    setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]
+def _report_unused(
+    setting: Setting, value: Any, command: str, problems: list[str], unused: dict[str, list[str]]
 ) -> None:
-    """Add a known key without effect to `unread`, and an error for an unknown key or a wrong value to `problems`."""
+    """Add a known key without effect to `unused`, and an error for an unknown key or a wrong value to `problems`."""
     name = setting.key
-    if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
-        problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")
+    if command.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
+        problems.append(f"{setting.where}{command} does not read {short(name)}; leave it out.")
         return
     known = keys_below(name.partition(".")[0])
-    found = next((at for at in (name, *parents_of(name)) if at in known), None)
-    if found is None:  # a key of earlier versions, or a group of keys
-        problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")
-    elif found == name and (wrong := wrong_value(known[name], value)):
-        problems += wrong
-    elif value != to_builtin(known[found].default):
-        unread.setdefault(reader, []).append(name)
+    key_name = next((part for part in (name, *parents_of(name)) if part in known), None)
+    if key_name is None:  # a key of earlier versions, or a group of keys
+        problems.append(f"{setting.where}{command} does not read {short(name)}; leave it out.")
+    elif key_name == name and (errors := wrong_value(known[name], value)):
+        problems += errors
+    elif value != to_builtin(known[key_name].default):
+        unused.setdefault(command, []).append(name)
 
 
-def _unread_lines(unread: Mapping[str, list[str]]) -> list[str]:
+def _unused_key_warnings(unused: Mapping[str, list[str]]) -> list[str]:
     """Return one warning per component or command, with its unused keys."""
     return [
-        f"{short(names[0])} has no effect: {reader} does not read {short(names[0])}."
+        f"{short(names[0])} has no effect: {command} does not read {short(names[0])}."
         if len(names) == 1
-        else f"{', '.join(map(short, names))} have no effect: {reader} does not read them."
-        for reader, names in unread.items()
+        else f"{', '.join(map(short, names))} have no effect: {command} does not read them."
+        for command, names in unused.items()
     ]

@@ -98,14 +98,14 @@ class MemoryPlan:
         """Return the memory lines of `--dry-run`, as pairs of name and text."""
         parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
         sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
-        named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
-        named += ["vLLM sleeps while weights are trained"] * self.sleeps
+        size_texts = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
+        size_texts += ["vLLM sleeps while weights are trained"] * self.sleeps
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
         acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
         acting += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
         return [
-            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
+            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(size_texts)}"),
             ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
         ]
 
@@ -119,66 +119,74 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
     # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller plan.
-    roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
-    may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
+    fast_plan = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
+    may_sleep = fast_plan.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Query the GPUs only if the result matters, because the query starts a program.
-    asked = may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto")
-    gpu = run_plan.gpus.free if asked else 0
+    query_gpus = may_sleep or (fast_plan.on_gpu and run_plan.ranks > 1 and sync == "auto")
+    gpu = run_plan.gpus.free if query_gpus else 0
     cache = run_plan.policy_costs.acting_bytes * run_plan.num_slots if may_sleep else 0
-    if not gpu or fullest_gpu(run_plan, roomy) + cache <= gpu:
-        return roomy
-    tight = "micro_batch" if sync == "auto" and run_plan.ranks > 1 else roomy.gradient_sync
-    return _plan(run_plan, tight, sleeps=may_sleep or roomy.sleeps)
+    if not gpu or fullest_gpu(run_plan, fast_plan) + cache <= gpu:
+        return fast_plan
+    small_sync = "micro_batch" if sync == "auto" and run_plan.ranks > 1 else fast_plan.gradient_sync
+    return _plan(run_plan, small_sync, sleeps=may_sleep or fast_plan.sleeps)
 
 
 def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
     fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
-    half, adapters, apart = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
+    is_half, adapters, is_separate = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
     trained = total if costs.num_trained is None else costs.num_trained
-    if critic := _beside(run_plan, cfg.critic.path):  # all of it is trained
+    if critic := _second_model_costs(run_plan, cfg.critic.path):  # all of it is trained
         trained += critic.num_parameters
-    whole = total * (2 if half else 4)
+    weight_bytes = total * (2 if is_half else 4)
     # With adapters the base weights keep the compute precision; trained weights are float32.
-    kept = (whole if adapters else 0) + 4 * trained
+    stored_bytes = (weight_bytes if adapters else 0) + 4 * trained
     sharded = run_plan.ranks > 1 or fsdp.cpu_offload
     # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
     shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
-    single = sharded and _micro_batches(run_plan) == 1
-    whole_gradients = not sharded or (gradient_sync == "step" and not single)
+    single_micro_batch = sharded and _micro_batches(run_plan) == 1
+    whole_gradients = not sharded or (gradient_sync == "step" and not single_micro_batch)
     prompts = math.inf if sharded else _prompts(run_plan)
-    copies = half and not adapters and not sharded
-    activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole=whole_gradients)
+    copies = is_half and not adapters and not sharded
+    activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
     if critic:
-        alone = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
-        activations += _activations(cfg, alone, critic.num_parameters, prompts=math.inf, copies=half, whole=True)
+        critic_costs = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
+        activations += _activations(
+            cfg, critic_costs, critic.num_parameters, prompts=math.inf, copies=is_half, whole_gradients=True
+        )
     gradients = 4 * trained // (1 if whole_gradients else shards)
-    if single:  # shards are allocated while activations are freed
+    if single_micro_batch:  # shards are allocated while activations are freed
         gradients = max(0, gradients - (activations - _whole_at_a_time(costs)))
     offloaded = fsdp.cpu_offload and on_gpu
-    aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
+    average_bytes = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
-    replay, loading = _replay(run_plan, cfg)
+    replay, loading_bytes = _replay(run_plan, cfg)
     process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
     acting_batch = _acting_batch(run_plan, cfg, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
-        weights=0 if offloaded else (kept + aside) // shards,
-        gathered=whole + (2 * costs.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
-        reference=_reference(run_plan, cfg, kept if adapters else whole + (costs.outside_layers if half else 0)),
+        weights=0 if offloaded else (stored_bytes + average_bytes) // shards,
+        gathered=weight_bytes + (2 * costs.outside_layers if is_half and not adapters else 0)
+        if sharded and not is_separate
+        else 0,
+        reference=_reference(
+            run_plan, cfg, stored_bytes if adapters else weight_bytes + (costs.outside_layers if is_half else 0)
+        ),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
-        in_use=_gathered_at_a_time(costs, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
-        acting_batch=0 if apart else acting_batch,
+        in_use=_gathered_at_a_time(costs, total, half=is_half, adapters=adapters) if sharded and on_gpu else 0,
+        acting_batch=0 if is_separate else acting_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
-        building=kept + loading if adapters or not on_gpu else 4 * trained,
-        engine=0 if apart else engine,
-        sleeps=sleeps and engine > 0 and not apart,
+        building=stored_bytes + loading_bytes if adapters or not on_gpu else 4 * trained,
+        engine=0 if is_separate else engine,
+        sleeps=sleeps and engine > 0 and not is_separate,
         process=process,
-        saving=max(kept if sharded else 0, 8 * trained, loading) + replay if on_gpu else 0,
-        offloaded=(kept + aside + 12 * trained) // shards if offloaded else 0,
-        acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
+        saving=max(stored_bytes if sharded else 0, 8 * trained, loading_bytes) + replay if on_gpu else 0,
+        offloaded=(stored_bytes + average_bytes + 12 * trained) // shards if offloaded else 0,
+        acting=process + max(stored_bytes, weight_bytes + acting_batch + engine)
+        if is_separate
+        else 0,  # it is built like an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
         env_worker=_ENV_PROCESS + env.task_bytes,
@@ -186,8 +194,8 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
-        + aside
-        + (whole if run_plan.policy.steering else 0)  # frozen weights are saved with the steering weights
+        + average_bytes
+        + (weight_bytes if run_plan.policy.steering else 0)  # frozen weights are saved with the steering weights
         + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )
 
@@ -197,8 +205,8 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     cfg, costs, on_gpu = run_plan.cfg, run_plan.policy_costs, bool(visible_gpus())
     adapters = getattr(cfg.model, "uses_adapters", False)
     engine = 2 * costs.num_parameters + _ENGINE if cfg.rollout.backend == "vllm" and on_gpu else 0
-    unused: dict[str, Any] = {part.name: 0 for part in fields(MemoryPlan)}
-    used: dict[str, Any] = {
+    unused_sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)}
+    used_sizes: dict[str, Any] = {
         "weights": costs.num_parameters * (2 if cfg.model.half else 4),
         "acting_batch": _acting_batch(run_plan, cfg, replace(costs, num_trained=0)),
         "engine": engine,
@@ -210,7 +218,7 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
         "sleeps": False,
         "gradient_sync": "micro_batch",
     }
-    return MemoryPlan(**unused | used)
+    return MemoryPlan(**unused_sizes | used_sizes)
 
 
 def _prompts(run_plan: RunPlan) -> float:
@@ -218,8 +226,8 @@ def _prompts(run_plan: RunPlan) -> float:
     cfg, total, groups = run_plan.cfg, run_plan.max_samples, groups_per_step(run_plan.cfg)
     size, samples = cfg.algorithm.group_size, cfg.actor.micro_batch_size
     groups_are_adjacent = cfg.actor.global_batch_size >= total and not cfg.actor.max_tokens_per_mbs
-    most = min(groups, samples // size + 2 * (samples % size > 0)) if groups_are_adjacent else groups
-    return most if total == groups * size else math.inf
+    max_prompts = min(groups, samples // size + 2 * (samples % size > 0)) if groups_are_adjacent else groups
+    return max_prompts if total == groups * size else math.inf
 
 
 def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
@@ -230,18 +238,18 @@ def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
     slots = run_plan.num_slots
     if cfg.rollout.backend != "vllm":
         # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
-        copied = costs.num_trained
-        if copied is None:
-            alone = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
-            copied = costs.num_parameters - costs.outside_layers if alone else 0
-        return costs.acting_bytes * -(-slots // run_plan.ranks) + (2 * copied if cfg.model.half else 0)
+        num_copied = costs.num_trained
+        if num_copied is None:
+            has_copies = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
+            num_copied = costs.num_parameters - costs.outside_layers if has_copies else 0
+        return costs.acting_bytes * -(-slots // run_plan.ranks) + (2 * num_copied if cfg.model.half else 0)
     if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
         rows = min(slots, ROWS_AT_A_TIME)
         return costs.largest_layer[1] * rows + costs.scoring(rows)[0]
     return 0
 
 
-def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
+def _second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
     """Return the costs of a second model of the policy's type (teacher or separate critic); None without `path`."""
     if path is None:
         return None
@@ -249,12 +257,12 @@ def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
     return policy_costs(model.whole(path), run_plan.env, 0)
 
 
-def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
+def _reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
     """Return the bytes of the frozen reference weights in compute precision; 0 for a reference server."""
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
-    teacher = _beside(run_plan, cfg.algorithm.reference_path)
-    return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
+    teacher = _second_model_costs(run_plan, cfg.algorithm.reference_path)
+    return own_bytes if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
 
 
 def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
@@ -267,21 +275,21 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     """
     if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0
-    policy, size = run_plan.policy, {f.name: f.record_bytes for f in run_plan.layout.fields}
-    kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
+    policy, size = run_plan.policy, {field.name: field.record_bytes for field in run_plan.layout.fields}
+    stored = record_bytes = sum(size[name] for name in (*OBSERVATION, Record.action))
     if policy.steering:  # noise: two numbers to a token
-        chosen = size[Record.action if policy.steering.corrects else Record.tokens]
-        kept = 4 * run_plan.policy_costs.steering_features + chosen
-    shown = [read_json(resolve_asset(str(f)) / INFO_PATH) for f in cfg.algorithm.demonstrations]
-    frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
-    chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
+        action_bytes = size[Record.action if policy.steering.corrects else Record.tokens]
+        stored = 4 * run_plan.policy_costs.steering_features + action_bytes
+    data_infos = [read_json(resolve_asset(str(folder)) / INFO_PATH) for folder in cfg.algorithm.demonstrations]
+    frames, length = sum(info["total_frames"] for info in data_infos), policy.num_action_chunks
+    chunks = frames // length + (sum(info["total_episodes"] for info in data_infos) if length > 1 else 0)  # at most
     if not cfg.algorithm.transitions:
         longer = (policy.imitated or length) / length  # chunks are stored with the imitated length
-        each = whole - size[Record.action] + int(longer * size[Record.action])
-        seen = min(cfg.algorithm.replay_size, run_plan.max_samples * run_plan.total_steps)
-        return each * seen + whole * frames, whole * frames * (len(shown) > 1)
-    seen = min(cfg.algorithm.replay_size, 2 * run_plan.max_samples * run_plan.total_steps)
-    return kept * (seen + chunks), whole * (frames * min(len(shown), 2) + chunks)
+        chunk_bytes = record_bytes - size[Record.action] + int(longer * size[Record.action])
+        num_stored = min(cfg.algorithm.replay_size, run_plan.max_samples * run_plan.total_steps)
+        return chunk_bytes * num_stored + record_bytes * frames, record_bytes * frames * (len(data_infos) > 1)
+    num_stored = min(cfg.algorithm.replay_size, 2 * run_plan.max_samples * run_plan.total_steps)
+    return stored * (num_stored + chunks), record_bytes * (frames * min(len(data_infos), 2) + chunks)
 
 
 def _micro_batches(run_plan: RunPlan) -> int:
@@ -294,24 +302,28 @@ def _micro_batches(run_plan: RunPlan) -> int:
     return -(-batch // (run_plan.ranks * size))
 
 
-def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole: bool) -> int:
+def _activations(
+    cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole_gradients: bool
+) -> int:
     """Return the activation bytes of a micro-batch; `prompts` limits its number of distinct prompts.
 
     `copies`: autocast keeps bfloat16 copies of the weights for the backward pass.
-    `whole`: unsharded gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one layer and of the
-    output matrix are needed in addition to the shards. Embedding gradients are computed last.
+    `whole_gradients`: unsharded gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one
+    layer and of the output matrix are needed in addition to the shards. Embedding gradients are computed last.
     """
-    replays = cfg.algorithm.transitions
-    samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
+    off_policy = cfg.algorithm.transitions
+    samples = float(cfg.actor.global_batch_size if off_policy else cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / costs.sample_tokens)
-    apart = 0 if whole else _whole_at_a_time(costs)
-    scoring, again = costs.scoring(samples)
+    layer_gradients = 0 if whole_gradients else _whole_at_a_time(costs)
+    scoring, recomputed_scoring = costs.scoring(samples)
     if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
-        return int(samples * costs.recomputed_bytes) + max(int(samples * costs.largest_layer[1]) + apart, again)
+        return int(samples * costs.recomputed_bytes) + max(
+            int(samples * costs.largest_layer[1]) + layer_gradients, recomputed_scoring
+        )
     return (
         costs.stored(samples, min(samples, prompts))
-        + max(scoring, apart)
+        + max(scoring, layer_gradients)
         + (2 * (trained - costs.outside_layers) if copies else 0)
     )
 
@@ -339,16 +351,16 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
         return _UNKNOWN_SHARE
     if plan is not None:
         # The engine may use its minimum, which is counted, and all free memory.
-        beside = replace(plan, engine=0)
+        other_memory = replace(plan, engine=0)
         if plan.sleeps:
-            beside = replace(beside, gradients=0, activations=0, in_use=0)
-        left = gpu - (plan.acting if run_plan.is_disaggregated else fullest_gpu(run_plan, beside))
+            other_memory = replace(other_memory, gradients=0, activations=0, in_use=0)
+        free_bytes = gpu - (plan.acting if run_plan.is_disaggregated else fullest_gpu(run_plan, other_memory))
         if run_plan.is_disaggregated:
-            left += 2 * run_plan.policy_costs.num_parameters + _ENGINE
+            free_bytes += 2 * run_plan.policy_costs.num_parameters + _ENGINE
     else:
-        left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
+        free_bytes = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
     # vLLM takes its fraction of the total memory, even if another process uses a part.
-    return max(0.05, int(100 * (left / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
+    return max(0.05, int(100 * (free_bytes / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
 
 
 def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
@@ -357,7 +369,7 @@ def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
     for number, gpu in enumerate(devices.policies or ("inline",)):
         needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting
     for number in range(len(run_plan.env_workers) if plan.env_gpu else 0):
-        turn = number // len(run_plan.nodes["env"])
-        gpu = devices.of_env_worker(turn, on_gpu=True) or "inline"
+        index = number // len(run_plan.nodes["env"])
+        gpu = devices.of_env_worker(index, on_gpu=True) or "inline"
         needed[run_plan.env_node(number), gpu] += plan.env_gpu
     return max(needed.values())

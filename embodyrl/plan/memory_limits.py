@@ -21,7 +21,9 @@ def require_devices(run_plan: RunPlan) -> None:
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: this host has no GPU {', '.join(missing)}. "
             "Name GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
-    ranks = Counter((run_plan.policy_node(n), run_plan.devices.of_policy(n)) for n in range(run_plan.ranks))
+    ranks = Counter(
+        (run_plan.policy_node(number), run_plan.devices.of_policy(number)) for number in range(run_plan.ranks)
+    )
     if run_plan.devices.policies and max(ranks.values()) > 1:
         raise ConfigError(
             f"actor.fsdp.size={run_plan.ranks}: each process needs its own GPU, but only {len(ranks)} are visible. Set "
@@ -54,16 +56,16 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
         )
 
 
-def _advice(run_plan: RunPlan, plan: MemoryPlan, drawn: int | None = None) -> str:
+def _advice(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = None) -> str:
     """Return a sentence with settings that the run does not use and that would reduce its memory.
 
-    `drawn`: GPU memory of simulators on the fullest GPU in bytes; None: the memory of a host is too small.
+    `rendering_bytes`: GPU memory of simulators on the fullest GPU in bytes; None: the memory of a host is too small.
     """
-    cfg, workers, on_gpu = run_plan.cfg, len(run_plan.env_workers), drawn is not None
+    cfg, workers, on_gpu = run_plan.cfg, len(run_plan.env_workers), rendering_bytes is not None
     learns, keys = run_plan.algorithm is not None, list[str]()
-    if drawn and not run_plan.env.simulator.lockstep:
-        keys.append(f"MUJOCO_GL=osmesa, which renders on the CPU and frees {drawn / GIB:.1f} GiB")
-    if workers > 1 and (drawn or not on_gpu):
+    if rendering_bytes and not run_plan.env.simulator.lockstep:
+        keys.append(f"MUJOCO_GL=osmesa, which renders on the CPU and frees {rendering_bytes / GIB:.1f} GiB")
+    if workers > 1 and (rendering_bytes or not on_gpu):
         keys.append(f"launcher.env_workers below {workers}")
     split = "env.train" if learns else "env.eval"
     if not on_gpu and run_plan.num_slots > (cfg.algorithm.group_size if learns else 1):
@@ -86,8 +88,8 @@ def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
     for number in range(run_plan.ranks + run_plan.cfg.rollout_processes):
         trains = number < run_plan.ranks
-        own = plan.policy if trains else plan.acting
-        policies[run_plan.policy_node(number)] += PROCESS + plan.offloaded * trains if gpus else own
+        process_bytes = plan.policy if trains else plan.acting
+        policies[run_plan.policy_node(number)] += PROCESS + plan.offloaded * trains if gpus else process_bytes
     policies[run_plan.policy_node(0)] += plan.saving
     for number in range(len(run_plan.env_workers)):
         workers[run_plan.env_node(number)] += 1

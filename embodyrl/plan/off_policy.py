@@ -46,13 +46,13 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
         problems.append(f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
-    for key, reason in _unread(policy) if rules else ():
+    for key, reason in _unused_keys(policy) if rules else ():
         if cfg.typed(key):
             log.warning("warning: %s has no effect: %s.", key, reason)
     return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
 
 
-def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
+def _unused_keys(policy: PolicySpec) -> Iterator[tuple[str, str]]:
     """Yield config keys that have no effect for SAC, each with the reason."""
     yield "actor.micro_batch_size", "an update takes actor.global_batch_size samples at once"
     if policy.steering:
@@ -67,11 +67,11 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
         yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
         return
     if not resolve_asset(folder).is_dir():
-        out = shlex.quote(format_override("collect.out", folder))
-        yield f"algorithm.demonstrations: {folder} is not a folder; create one with `embodyrl collect {out}`."
+        override = shlex.quote(format_override("collect.out", folder))
+        yield f"algorithm.demonstrations: {folder} is not a folder; create one with `embodyrl collect {override}`."
         return
     card = read_card(resolve_asset(folder))
-    shown = card.env
+    data_env = card.env
     longest = max((row["length"] for row in read_episodes(resolve_asset(folder))), default=0)
     if longest > (limit := cfg.env.train.time_limit(env)):
         log.warning(
@@ -81,19 +81,19 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
         )
     if not cfg.algorithm.imitates:
         yield from _transition_problems(folder, card, cfg, env)
-    if (shown.action.dim, shown.state_dim, shown.cameras.names, shown.cameras.size) != (
+    if (data_env.action.dim, data_env.state_dim, data_env.cameras.names, data_env.cameras.size) != (
         *(env.action.dim, env.state_dim, env.cameras.names, env.cameras.size),
     ):
         yield (
-            f"algorithm.demonstrations: {folder} is of env '{shown.name}': {shown.action.dim} numbers per action, "
-            f"{shown.state_dim} of state, cameras {list(shown.cameras.names)} of {shown.cameras.size}; this "
-            f"run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of {env.cameras.size}. Collect data "
-            "with the settings of this run."
+            f"algorithm.demonstrations: {folder} is of env '{data_env.name}': {data_env.action.dim} numbers per "
+            f"action, {data_env.state_dim} of state, cameras {list(data_env.cameras.names)} of "
+            f"{data_env.cameras.size}; this run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of "
+            f"{env.cameras.size}. Collect data with the settings of this run."
         )
-    elif not {*shown.tasks} & {*env.tasks}:
+    elif not {*data_env.tasks} & {*env.tasks}:
         yield (
-            f"algorithm.demonstrations: {folder} is of env '{shown.name}' with none of the tasks of env '{env.name}'. "
-            f"Collect demonstrations of these tasks, or train on that folder with `embodyrl sft`."
+            f"algorithm.demonstrations: {folder} is of env '{data_env.name}' with none of the tasks of env "
+            f"'{env.name}'. Collect demonstrations of these tasks, or train on that folder with `embodyrl sft`."
         )
 
 
@@ -110,20 +110,23 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
             f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
             f"env '{env.name}'. Collect data with `embodyrl collect`, or train on this folder with `embodyrl sft`."
         )
-    theirs, own = card.collected.get("reward"), changed_reward(cfg.reward).get("reward")
-    if theirs != own:
+    data_reward, run_reward = card.collected.get("reward"), changed_reward(cfg.reward).get("reward")
+    if data_reward != run_reward:
         yield (
-            f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, but this "
-            f"run has {own and own['path']}, or other reward settings. Collect with the same reward."
+            f"algorithm.demonstrations: {folder} was collected with reward.path={data_reward and data_reward['path']}, "
+            f"but this run has {run_reward and run_reward['path']}, or other reward settings. Collect with the same "
+            "reward."
         )
-    told = resolve_asset(folder) / ENVIRONMENT_PATH
-    saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": to_builtin(cfg.env)}))
-    differs = [key for key in saved if "reward" in key and saved[key] != mine.get(key)]
-    if differs:
+    env_file = resolve_asset(folder) / ENVIRONMENT_PATH
+    saved_values, run_values = (
+        ({}, {}) if not env_file.is_file() else (flat(read_plain_yaml(env_file)), flat({"env": to_builtin(cfg.env)}))
+    )
+    keys = [key for key in saved_values if "reward" in key and saved_values[key] != run_values.get(key)]
+    if keys:
         yield (
             f"algorithm.demonstrations: {folder} was collected with "
-            f"{', '.join(f'{key}={saved[key]}, but this run has {mine.get(key)}' for key in differs)}: critics would "
-            "mix two rewards. Collect with the same settings."
+            f"{', '.join(f'{key}={saved_values[key]}, but this run has {run_values.get(key)}' for key in keys)}: "
+            "critics would mix two rewards. Collect with the same settings."
         )
 
 

@@ -18,18 +18,18 @@ def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
     return [f"eval.protocol.name={protocol.name} does not cover env '{env.name}'. Choose one of its envs: {known}."]
 
 
-def departures(cfg: Config, env: EnvSpec) -> list[str]:
+def protocol_deviations(cfg: Config, env: EnvSpec) -> list[str]:
     """Return the differences between an evaluation and its protocol, one line each.
 
     Documented deviations of embodyrl from the protocol come last.
     """
     values = dict(cfg.leaves())
-    found = [
+    differences = [
         f"{key}={format_value(values[key])} instead of {format_value(value)}"
-        for key, value in _asked(cfg, env).items()
+        for key, value in _required_settings(cfg, env).items()
         if key in values and to_builtin(values[key]) != value
     ]
-    return [*found, *cfg.eval.protocol.departures]
+    return [*differences, *cfg.eval.protocol.departures]
 
 
 def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
@@ -37,17 +37,22 @@ def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
     protocol = cfg.eval.protocol
     if protocol.name is None:
         return None
-    found = departures(cfg, env)
-    return {"name": protocol.name, "followed": not found, "departures": found, "sources": list(protocol.sources)}
+    differences = protocol_deviations(cfg, env)
+    return {
+        "name": protocol.name,
+        "followed": not differences,
+        "departures": differences,
+        "sources": list(protocol.sources),
+    }
 
 
-def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
+def _required_settings(cfg: Config, env: EnvSpec) -> dict[str, Any]:
     """Return {key: value} of the settings that the protocol requires."""
-    asked = {
+    required = {
         "eval.episodes": None,
         "eval.samples": 1,
-        **dict(parse_override(word) for word in cfg.eval.protocol.settings),
+        **dict(parse_override(override) for override in cfg.eval.protocol.settings),
     }
     if (horizon := cfg.eval.protocol.horizon(env.name)) is not None:
-        asked["env.eval.max_episode_steps"] = horizon
-    return asked
+        required["env.eval.max_episode_steps"] = horizon
+    return required

@@ -44,14 +44,14 @@ SPEEDS = (
 )
 """Assumed rates of GPUs; the first entry whose name occurs in the name from `nvidia-smi` is used.
 GeForce GPUs have half the rate for matrix products with float32 accumulation."""
-UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
-ACTING = 1.4
+DEFAULT_SPEED = Speed("H100", 650e12, 50e12, 2.8e12)
+ACTING_FACTOR = 1.4
 """Ratio of inference time to the time of the matrix products alone, measured with OpenVLA-OFT 7B on an H100 (batches of
 32 and 64)."""
-TRAINING = 2.2
+TRAINING_FACTOR = 2.2
 """Ratio of update time to the time of the matrix products alone. Measured values (docs/results/gpu.md): 1.8 for
 micro-batches of 16 with gradient checkpointing; 2.6 to 2.8 for micro-batches of 8 without gradient checkpointing."""
-CHUNK = 8
+ACTIONS_PER_CHUNK = 8
 """Number of actions per chunk for which `EnvCosts.chunk_s` is given."""
 
 
@@ -86,8 +86,8 @@ class Rates:
             (
                 "",
                 f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, "
-                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {ACTING}, training {TRAINING} times the time of "
-                f"matrix products (measured on an H100); {self._origin}",
+                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {ACTING_FACTOR}, training {TRAINING_FACTOR} times the "
+                f"time of matrix products (measured on an H100); {self._origin}",
             ),
         ]
 
@@ -115,46 +115,46 @@ def predict(run_plan: RunPlan) -> Rates | None:
     if not visible_gpus() or not costs.forward_flops:
         return None
     measured = read_measured()
-    found = _speed(run_plan.gpus, measured)
-    speed = found or UNKNOWN
-    flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
+    known_rates = _speed(run_plan.gpus, measured)
+    speed = known_rates or DEFAULT_SPEED
+    flops, bytes_per_value = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
     acting = cfg.rollout_processes or run_plan.ranks
     batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # With a small batch, inference is bound by reading all weights once per pass.
-    reading = costs.act_passes * item * costs.num_parameters / speed.bandwidth
-    act = acting * batch / (ACTING * max(batch * costs.forward_flops / flops, reading))
+    read_s = costs.act_passes * bytes_per_value * costs.num_parameters / speed.bandwidth
+    acting_rate = acting * batch / (ACTING_FACTOR * max(batch * costs.forward_flops / flops, read_s))
     # Cost in forward passes: three with backward, two for frozen weights, and one more with recomputed layers.
     passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
-    once = costs.forward_flops / flops / run_plan.ranks
+    pass_s = costs.forward_flops / flops / run_plan.ranks
     assert run_plan.algorithm is not None
-    rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
-    train = 1.0 / (TRAINING * once * passes)
+    num_rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
+    training_rate = 1.0 / (TRAINING_FACTOR * pass_s * passes)
     workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
     chunk = measured.get(env.chunk_name)
     chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
-    simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / CHUNK) if chunk_s else 0.0
+    simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / ACTIONS_PER_CHUNK) if chunk_s else 0.0
     if env.gpu_s:
         gpus = len({run_plan.devices.of_env_worker(number, on_gpu=True) for number in range(len(run_plan.env_workers))})
         simulators = min(simulators, gpus * len(run_plan.nodes["env"]) / env.gpu_s)
     samples = run_plan.max_samples
-    updated = samples * cfg.algorithm.update_epoch
+    num_updated = samples * cfg.algorithm.update_epoch
     if isinstance(cfg.algorithm, BufferSettings):
-        updated = run_plan.optimizer_steps_per_step * cfg.actor.global_batch_size
-    parts = {
+        num_updated = run_plan.optimizer_steps_per_step * cfg.actor.global_batch_size
+    durations = {
         "simulators": samples / simulators if simulators else 0.0,
-        "acting": samples / act,
-        "training": updated / train + samples * rescored * ACTING * once,
+        "acting": samples / acting_rate,
+        "training": num_updated / training_rate + samples * num_rescored * ACTING_FACTOR * pass_s,
     }
     # Simulators and policy run in parallel during the rollout; the update starts afterwards.
-    seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
+    seconds = max(durations["simulators"], durations["acting"]) + durations["training"]
     return Rates(
         simulators=simulators,
-        acting=act,
-        training=train,
+        acting=acting_rate,
+        training=training_rate,
         seconds=seconds,
-        bound_by=max(parts, key=parts.__getitem__),
+        bound_by=max(durations, key=durations.__getitem__),
         speed=speed,
-        known=found is not None,
+        known=known_rates is not None,
         chunk_source=_source(chunk) if chunk else "",
     )
 
@@ -162,23 +162,23 @@ def predict(run_plan: RunPlan) -> Rates | None:
 def known_speed(kind: str) -> Speed | None:
     """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for the name."""
     # Match whole words: L4 does not match L40S.
-    return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
+    return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", kind)), None)
 
 
 def _measured_speed(kind: str, measured: Mapping[str, Measured]) -> Speed | None:
-    one = measured.get(kind)
-    if one is None or not {"flops", "slow_flops", "bandwidth"} <= one.rates.keys():
+    measurement = measured.get(kind)
+    if measurement is None or not {"flops", "slow_flops", "bandwidth"} <= measurement.rates.keys():
         return None
-    rates = {name: one.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
-    return Speed(kind, **rates, source=_source(one))
+    rates = {name: measurement.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
+    return Speed(kind, **rates, source=_source(measurement))
 
 
-def _source(one: Measured) -> str:
-    return f"{one.report} ({one.day})"
+def _source(measurement: Measured) -> str:
+    return f"{measurement.report} ({measurement.day})"
 
 
 def _speed(gpus: Gpus, measured: Mapping[str, Measured]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
-    fitting = [_measured_speed(kind, measured) or known_speed(kind) for kind in gpus.kinds]
-    known = [one for one in fitting if one is not None]
-    return min(known, key=lambda one: one.flops) if known and len(known) == len(fitting) else None
+    speeds = [_measured_speed(kind, measured) or known_speed(kind) for kind in gpus.kinds]
+    known = [speed for speed in speeds if speed is not None]
+    return min(known, key=lambda speed: speed.flops) if known and len(known) == len(speeds) else None

@@ -56,11 +56,15 @@ def record_of(path: Path) -> Path | None:
     return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else run_config(path)
 
 
-def config_of_ckpt(words: Sequence[str]) -> Path | None:
+def config_of_ckpt(arguments: Sequence[str]) -> Path | None:
     """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
-    named = [word for word in words if word.startswith("ckpt=")]
+    ckpt_arguments = [argument for argument in arguments if argument.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
-        return run_config(_described("ckpt", str(parse_override(named[-1])[1]))) if named else None
+        return (
+            run_config(_resolve_weights_folder("ckpt", str(parse_override(ckpt_arguments[-1])[1])))
+            if ckpt_arguments
+            else None
+        )
     return None
 
 
@@ -69,12 +73,12 @@ def save_config(cfg: Config, path: Path) -> None:
     write_atomically(path, dump_config(cfg))
 
 
-def dump_config(cfg: Config, only: str | None = None) -> str:
-    """Return all keys and values of a config, or of the group `only`, as YAML.
+def dump_config(cfg: Config, group: str | None = None) -> str:
+    """Return all keys and values of a config, or of the group `group`, as YAML.
 
     Values of environment variables are written as `${oc.env:NAME}`.
     """
-    values = to_builtin(cfg) if only is None else {only: to_builtin(getattr(cfg, only))}
+    values = to_builtin(cfg) if group is None else {group: to_builtin(getattr(cfg, group))}
     return dump_plain_yaml(_masked(values))
 
 
@@ -122,28 +126,31 @@ def merge_with_base(
     base: Path,
     command: str,
     groups: Mapping[str, str],
-    chosen: Sequence[Setting],
-    typed: Sequence[Setting],
+    file_settings: Sequence[Setting],
+    overrides: Sequence[Setting],
     problems: list[str],
 ) -> list[Setting]:
     """Return the settings inherited from the run with the initial weights, merged with the selected group options."""
-    saved = _base_settings(base, command, groups, chosen, problems)
-    check_trust(saved, typed, base, problems)
+    saved = _base_settings(base, command, groups, file_settings, problems)
+    check_trust(saved, overrides, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
-    unset = [s for s in chosen if s.key.partition(".")[0] not in sections]
+    unsaved = [s for s in file_settings if s.key.partition(".")[0] not in sections]
     # Cameras and frozen base weights stay those that the weights were trained with.
-    seen = {s.key for s in saved if s.key.startswith("env.init_params.") or s.key in _BASE_WEIGHTS}
-    return [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
+    fixed_keys = {s.key for s in saved if s.key.startswith("env.init_params.") or s.key in _BASE_WEIGHTS}
+    return [*unsaved, *saved, *(s for s in file_settings if _is_set_by(s, groups) and s.key not in fixed_keys)]
 
 
 def _with_own_statistics(saved: Sequence[Setting], start: Path) -> list[Setting]:
     """Replace `model.path` by the copy of the initial weights with statistics of the run's data, if there is one."""
-    whole = start.is_dir() and all(path.exists() for path in start.iterdir())
-    return [replace(s, value=str(start)) if whole and s.key == "model.path" else s for s in saved]
+    is_complete = start.is_dir() and all(path.exists() for path in start.iterdir())
+    return [
+        replace(setting, value=str(start)) if is_complete and setting.key == "model.path" else setting
+        for setting in saved
+    ]
 
 
 def _base_settings(
-    base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
+    base: Path, command: str, groups: Mapping[str, str], file_settings: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
     """Return the settings that a command inherits from the run whose weights it uses.
 
@@ -153,28 +160,28 @@ def _base_settings(
     saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
     made_by = command_of(saved)
     if base.name == EXPORTED_CONFIG:  # the folder contains all weights, with merged adapters
-        own = {"model.path": str(base.parent), "model.is_lora": False, "model.lora.path": None}
-        saved = [replace(setting, value=own.get(setting.key, setting.value)) for setting in saved]
-    left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
+        exported_values = {"model.path": str(base.parent), "model.is_lora": False, "model.lora.path": None}
+        saved = [replace(setting, value=exported_values.get(setting.key, setting.value)) for setting in saved]
+    excluded = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
     if "eval" in groups:
-        left.add("runner.val_suites")
+        excluded.add("runner.val_suites")
     if command != "train":
-        left.add("runner.logger")  # a run without a console must not silence its evaluation
+        excluded.add("runner.logger")  # a run without a console must not silence its evaluation
     # The reply length is part of the task; an environment of the same kind keeps the images that the weights were
     # trained on.
-    kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
-    if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):
-        kept.add("env.init_params")
-    if "model" in groups and _value_of("model.model_type", saved) == _value_of("model.model_type", chosen):
-        kept |= _BASE_WEIGHTS
+    inherited = {"algorithm.sampling_params"} - excluded if "env" not in groups else set()
+    if "env" in groups and _get_value("env.env_type", saved) == _get_value("env.env_type", file_settings):
+        inherited.add("env.init_params")
+    if "model" in groups and _get_value("model.model_type", saved) == _get_value("model.model_type", file_settings):
+        inherited |= _BASE_WEIGHTS
     if made_by not in ("train", "eval") and "env" not in groups:
-        saved += _played_environment(base.parent, saved, problems)
+        saved += _data_environment(base.parent, saved, problems)
     if command == "train" and made_by != "train":
         saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
-    return [s for s in saved if is_key_or_subkey(s.key, kept) or not is_key_or_subkey(s.key, left)]
+    return [s for s in saved if is_key_or_subkey(s.key, inherited) or not is_key_or_subkey(s.key, excluded)]
 
 
-def _value_of(key: str, settings: Sequence[Setting]) -> Any:
+def _get_value(key: str, settings: Sequence[Setting]) -> Any:
     return next((setting.value for setting in reversed(settings) if setting.key == key), None)
 
 
@@ -183,27 +190,30 @@ def is_key_or_subkey(name: str, keys: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{key}.") for key in keys)
 
 
-def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
+def _data_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """Return the settings of the environment in which the data of an SFT or DAgger run were recorded.
 
     Tasks and time limit of the evaluation are those of the recording.
     """
-    own = [setting for setting in saved if setting.key.startswith("env.")]
-    if not own and not (run / ENVIRONMENT_FILE).is_file():
+    env_settings = [setting for setting in saved if setting.key.startswith("env.")]
+    if not env_settings and not (run / ENVIRONMENT_FILE).is_file():
         problems.append(f"{run} was trained on data without a known environment; set env=...")
         return []
-    played = own or read_saved(run / ENVIRONMENT_FILE)
-    alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
-    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in played):
-        alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them, because other state ids may not exist
-    return [*played, *(replace(setting, key=alike[setting.key]) for setting in played if setting.key in alike)]
+    data_env = env_settings or read_saved(run / ENVIRONMENT_FILE)
+    eval_keys = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
+    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in data_env):
+        eval_keys["env.train.state_ids"] = "env.eval.state_ids"  # all of them, because other state ids may not exist
+    return [
+        *data_env,
+        *(replace(setting, key=eval_keys[setting.key]) for setting in data_env if setting.key in eval_keys),
+    ]
 
 
-def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
+def _is_set_by(setting: Setting, groups: Mapping[str, str]) -> bool:
     """Return True if the setting comes from the file of a command-line group and fits the weights of the run."""
     folders = Path(setting.source).parts[-3:-1]
-    fits = "start" not in folders or "model" in groups or not setting.key.startswith("model.")
-    return fits and any(group in folders for group in groups)
+    fits_weights = "start" not in folders or "model" in groups or not setting.key.startswith("model.")
+    return fits_weights and any(group in folders for group in groups)
 
 
 _IMAGES = [f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")]
@@ -223,33 +233,50 @@ def settings_of_weights(
     images are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.
     """
     last = {setting.key: setting for setting in settings}
-    named = next((last[key] for key in ("ckpt", "model.path") if key in last and last[key].value), None)
-    if named is None or not isinstance(named.value, str):
+    weights_setting = next((last[key] for key in ("ckpt", "model.path") if key in last and last[key].value), None)
+    if weights_setting is None or not isinstance(weights_setting.value, str):
         return [], []
-    here = {key: last[key].value for key in _TASK_KEYS if key in last}
+    task_values = {key: last[key].value for key in _TASK_KEYS if key in last}
     try:
-        file, made = _record(_described(named.key, named.value) if fetch else resolve_run(named.value), here)
+        file, description = _read_description(
+            _resolve_weights_folder(weights_setting.key, weights_setting.value)
+            if fetch
+            else resolve_run(weights_setting.value),
+            task_values,
+        )
     except ConfigError as error:
         problems += error.problems
         return [], []
     keys = [_CHUNK]
-    keys += [_NUM_IMAGES] if made.get("model.model_type") == _values(settings).get("model.model_type") else []
-    keys += _IMAGES if made.get("env.env_type") == here.get("env.env_type") else []
-    if here and all(made.get(key) == value for key, value in here.items()):
+    keys += [_NUM_IMAGES] if description.get("model.model_type") == _values(settings).get("model.model_type") else []
+    keys += _IMAGES if description.get("env.env_type") == task_values.get("env.env_type") else []
+    if task_values and all(description.get(key) == value for key, value in task_values.items()):
         keys += [*_HORIZONS, *(key for key in _TASKS if key not in last)]  # presets and arguments select other tasks
-    found = [Setting(key, made[key], str(file)) for key in keys if key in made]
-    own = made.get(_CHUNK)
-    if command != "sft" and isinstance(own, int) and _CHUNK in last and last[_CHUNK].typed:
-        longer = isinstance(chunk := last[_CHUNK].value, int) and chunk > own
-        text = f"{last[_CHUNK].where}the weights {named.value} output chunks of {own} actions. Use at most {own}."
-        problems += [text] if longer else []
-    changed = [s for s in found if s.key in last and last[s.key].typed and last[s.key].value != s.value]
-    typed, own = (" ".join(format_override(s.key, one[s.key]) for s in changed) for one in (_values(settings), made))
-    warnings = [f"{typed}: the weights {named.value} were trained with {own}."] if changed else []
-    return [s for s in found if named.typed or s.key not in last or last[s.key].source != named.source], warnings
+    weight_settings = [Setting(key, description[key], str(file)) for key in keys if key in description]
+    length = description.get(_CHUNK)
+    if command != "sft" and isinstance(length, int) and _CHUNK in last and last[_CHUNK].typed:
+        is_too_long = isinstance(chunk := last[_CHUNK].value, int) and chunk > length
+        path = weights_setting.value
+        text = f"{last[_CHUNK].where}the weights {path} output chunks of {length} actions. Use at most {length}."
+        problems += [text] if is_too_long else []
+    changed_settings = [
+        s for s in weight_settings if s.key in last and last[s.key].typed and last[s.key].value != s.value
+    ]
+    given, trained = (
+        " ".join(format_override(s.key, one[s.key]) for s in changed_settings)
+        for one in (_values(settings), description)
+    )
+    warnings = (
+        [f"{given}: the weights {weights_setting.value} were trained with {trained}."] if changed_settings else []
+    )
+    return [
+        s
+        for s in weight_settings
+        if weights_setting.typed or s.key not in last or last[s.key].source != weights_setting.source
+    ], warnings
 
 
-def _described(key: str, path: str) -> Path:
+def _resolve_weights_folder(key: str, path: str) -> Path:
     """Return the folder of weights; of a hub repository, the files that describe the weights are downloaded.
 
     Raises:
@@ -262,26 +289,30 @@ def _described(key: str, path: str) -> Path:
     return resolve_run(download(key, path, "model", files=(EXPORTED_CONFIG, INPUTS_FILE, ENVIRONMENT_FILE)))
 
 
-def _record(folder: Path, here: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Return the file that describes the training of the weights in a folder, and its values by dotted key.
 
-    `here` contains the values of `_TASK_KEYS`. A copy of a checkpoint contains only the policy's inputs.
+    `task_values` contains the values of `_TASK_KEYS`. A copy of a checkpoint contains only the policy's inputs.
     """
     if (file := record_of(folder)) is not None:
         saved = read_saved(file)
         if command_of(saved) not in ("train", "eval"):
-            saved += _played_environment(file.parent, saved, [])
+            saved += _data_environment(file.parent, saved, [])
         return file, _values(saved)
     inputs = read_saved_inputs(folder)
-    alike = {"env.env_type": here.get("env.env_type")} if inputs.pop("environment", None) in here.values() else {}
-    return folder / INPUTS_FILE, inputs | alike
+    env_type = (
+        {"env.env_type": task_values.get("env.env_type")}
+        if inputs.pop("environment", None) in task_values.values()
+        else {}
+    )
+    return folder / INPUTS_FILE, inputs | env_type
 
 
 def _values(settings: Sequence[Setting]) -> dict[str, Any]:
     return {setting.key: setting.value for setting in settings}
 
 
-def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
+def check_trust(saved: Sequence[Setting], overrides: Sequence[Setting], file: Path, problems: list[str]) -> None:
     """Raise an error for untrusted values in a saved config. Call this function before any component is imported."""
-    if found := find_untrusted_values(_values(saved), _values(typed), file):
-        raise ConfigError([*problems, *found])
+    if errors := find_untrusted_values(_values(saved), _values(overrides), file):
+        raise ConfigError([*problems, *errors])

@@ -53,10 +53,10 @@ class Schema:
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
         """All keys by dotted name."""
-        found = {name: key for name, key in keys_of(TopSettings).items() if uses_section(self.command, name)}
+        keys_by_name = {name: key for name, key in keys_of(TopSettings).items() if uses_section(self.command, name)}
         for section, kind in self.sections.items():
-            found |= keys_of(kind, f"{section}.")
-        return found | (keys_of(self.loss, "algorithm.") if "algorithm" in self.sections else {})
+            keys_by_name |= keys_of(kind, f"{section}.")
+        return keys_by_name | (keys_of(self.loss, "algorithm.") if "algorithm" in self.sections else {})
 
     @functools.cached_property
     def branches(self) -> frozenset[str]:
@@ -204,16 +204,20 @@ class Config(TopSettings):
     def changed(self) -> list[str]:
         """Command-line keys whose value differs from the default."""
         keys = self._schema.keys
-        return [n for n, value in self.leaves() if self.typed(n) and to_builtin(value) != to_builtin(keys[n].default)]
+        return [
+            name
+            for name, value in self.leaves()
+            if self.typed(name) and to_builtin(value) != to_builtin(keys[name].default)
+        ]
 
     @property
     def conditions(self) -> dict[str, str]:
         """{condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
-        found = {
+        needs = {
             "reward.path=null or reward.mode=add": "env.use_rel_reward",
             **get_command_sections(self.command).needs,
         }
-        return found | (_TEXT_NEEDS if self.reads_rows else {})
+        return needs | (_TEXT_CONDITIONS if self.reads_rows else {})
 
     @property
     def programs(self) -> dict[str, str]:
@@ -241,8 +245,12 @@ class Config(TopSettings):
 
 def selectors(command: str) -> dict[str, str]:
     """Return the name of the key that selects the settings class, by group; other groups have a fixed class."""
-    read = get_command_sections(command).sections.split()  # acting alone takes keys that all algorithms have
-    return {g: key for g, (key, _) in SELECTORS.items() if g in read and (g != "algorithm" or "critic" in read)}
+    sections = get_command_sections(command).sections.split()  # acting alone takes keys that all algorithms have
+    return {
+        group: key
+        for group, (key, _) in SELECTORS.items()
+        if group in sections and (group != "algorithm" or "critic" in sections)
+    }
 
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[Schema, frozenset[str]]:
@@ -309,7 +317,7 @@ def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSet
     return estimator.settings, Settings if estimator.needs_replay else loss.settings
 
 
-def _algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
+def _select_algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
     adv_type = name_of(values, "algorithm.adv_type", "grpo")
     return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
 
@@ -318,12 +326,12 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Setting
     "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
     "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
     "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
-    "algorithm": ("adv_type", _algorithm),
+    "algorithm": ("adv_type", _select_algorithm),
 }
 """Groups of keys whose settings class depends on a component: the key that names the component, and a function that
 returns its settings classes. An algorithm has one class for its estimator and one for its loss."""
 
-_TEXT_NEEDS = {
+_TEXT_CONDITIONS = {
     "never: a conversation has at most env.max_turns replies": "env.train.max_episode_steps "
     "env.eval.max_episode_steps env.train.ignore_terminations env.eval.ignore_terminations",
     "never: a conversation has no images": "video",

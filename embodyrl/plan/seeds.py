@@ -12,7 +12,7 @@ _POOL = 4
 
 
 def _constants(first: int, factor: int, count: int) -> list[int]:
-    return list(accumulate(repeat(factor, count), lambda value, f: value * f & _MASK, initial=first))
+    return list(accumulate(repeat(factor, count), lambda value, multiplier: value * multiplier & _MASK, initial=first))
 
 
 _MIXING, _DRAWING = _constants(0x43B0D7E5, 0x931E8875, 64), _constants(0x8B51F9DD, 0x58F38DED, 2)
@@ -25,35 +25,35 @@ def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
     `SeedSequence([seed, *path]).generate_state(2)`, which does not support arrays.
     """
     key = [zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path]
-    words = [word for number in (seed, *key) for word in _words(number)]
+    words = [word for number in (seed, *key) for word in _split_into_32_bit(number)]
     words += [0] * (_POOL - len(words))
     # Each use of a constant takes the next value, so the order of the calls below is a part of the function.
     constants = iter(_MIXING)
-    before = next(constants)
+    constant = next(constants)
 
-    def mixed(value: Any) -> Any:
-        nonlocal before
-        value, before = value ^ before, next(constants)
-        value = value * before & _MASK
+    def mix(value: Any) -> Any:
+        nonlocal constant
+        value, constant = value ^ constant, next(constants)
+        value = value * constant & _MASK
         return value ^ value >> 16
 
-    def joined(x: Any, y: Any) -> Any:
+    def join(x: Any, y: Any) -> Any:
         value = (0xCA01F9DD * x & _MASK) - (0x4973F715 * y & _MASK) & _MASK
         return value ^ value >> 16
 
-    pool = [mixed(word) for word in words[:_POOL]]
+    pool = [mix(word) for word in words[:_POOL]]
     for source in range(_POOL):
         for target in range(_POOL):
             if source != target:
-                pool[target] = joined(pool[target], mixed(pool[source]))
+                pool[target] = join(pool[target], mix(pool[source]))
     for word in words[_POOL:]:
-        pool = [joined(value, mixed(word)) for value in pool]
+        pool = [join(value, mix(word)) for value in pool]
     high, low = ((pool[i] ^ _DRAWING[i]) * _DRAWING[i + 1] & _MASK for i in range(2))
     high, low = high ^ high >> 16, low ^ low >> 16
     return (high << 31 | low >> 1) & (2**63 - 1)
 
 
-def _words(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int64]]:
+def _split_into_32_bit(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int64]]:
     """Return the 32-bit words of a number, lowest first."""
     if not isinstance(number, int):
         return [number]

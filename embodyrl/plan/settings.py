@@ -20,14 +20,14 @@ VideoChoice = Annotated[
 ]
 
 
-_DIFFERENT = valid_if(lambda names: len(set(names)) == len(names))
+_DISTINCT = valid_if(lambda names: len(set(names)) == len(names))
 
 
 class LoggerSettings(Settings):
     """Config keys for metric loggers."""
 
     backends: Annotated[
-        list[str], _DIFFERENT, Constraint("a list of different names, for example [console,jsonl,wandb]")
+        list[str], _DISTINCT, Constraint("a list of different names, for example [console,jsonl,wandb]")
     ] = [
         "console",
         "jsonl",
@@ -61,7 +61,7 @@ class RunnerSettings(Settings):
     val_check_interval: CountOrAll = -1
     """Number of training steps between validations, which also run before the first and after the last step; -1: no
     validation."""
-    val_suites: Annotated[list[str], _DIFFERENT, Constraint("a list of different names")] = []
+    val_suites: Annotated[list[str], _DISTINCT, Constraint("a list of different names")] = []
     """Additional suites for evaluations and validations, as a list, or [all]. LIBERO: base, object, swap, lan, task,
     camera, robot, noise, language. Tabletop: colours, positions, phrasings."""
     save_interval: CountOrAll = 50
@@ -180,8 +180,8 @@ class ProtocolSettings(Settings):
 
     def horizon(self, env: str) -> int | None:
         """Return the time limit in env steps of the longest prefix of an environment's name; None: not covered."""
-        fitting = [name for name in self.horizons if env == name or env.startswith(f"{name}_")]
-        return self.horizons[max(fitting, key=len)] if fitting else None
+        matches = [name for name in self.horizons if env == name or env.startswith(f"{name}_")]
+        return self.horizons[max(matches, key=len)] if matches else None
 
 
 class EvalSettings(Settings):

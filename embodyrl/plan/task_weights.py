@@ -12,57 +12,64 @@ from embodyrl.plan.initial_states import reset_ids_of, selected_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec, Episode
 
-_MEMORY = 0.5
+_DECAY = 0.5
 """Decay factor of earlier counts, applied in each training step that samples the task (or reset id)."""
 
 
-def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
-    """Add the successes and episodes of a training step to the counts `seen`, after decaying earlier counts."""
-    now: Outcomes = {}
+def record_outcomes(outcomes: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
+    """Add the successes and episodes of a training step to the counts `outcomes`, after decaying earlier counts."""
+    step_outcomes: Outcomes = {}
     for episode in (e for e in episodes if not e.cut):  # the outcome of a cut episode is unknown
-        found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
-        found[0] += episode.success_once
-        found[1] += 1
-    for name, (won, played) in now.items():
-        before = seen.get(name, [0.0, 0.0])
+        counts = step_outcomes.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
+        counts[0] += episode.success_once
+        counts[1] += 1
+    for name, (successes, num_episodes) in step_outcomes.items():
+        earlier = outcomes.get(name, [0.0, 0.0])
         # Only the counts of sampled tasks decay.
-        seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
+        outcomes[name] = [_DECAY * earlier[0] + successes, _DECAY * earlier[1] + num_episodes]
 
 
-def openness(seen: Outcomes, name: int) -> float:
+def success_variance(outcomes: Outcomes, name: int) -> float:
     """Return the success variance 4 p (1 - p), in 0..1, of the success rate p = (successes + 1) / (episodes + 2)."""
-    won, played = seen.get(str(name), (0.0, 0.0))
-    p = (won + 1) / (played + 2)
-    return 4 * p * (1 - p)
+    successes, num_episodes = outcomes.get(str(name), (0.0, 0.0))
+    rate = (successes + 1) / (num_episodes + 2)
+    return 4 * rate * (1 - rate)
 
 
-def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
+def has_task_weights(env: EnvSpec, split: EnvSplit) -> bool:
     """Return True if tasks are weighted, or False if the reset ids of a single selected task are weighted."""
     return len(selected_tasks(env, split)) > 1
 
 
-def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
+def count_weights(env: EnvSpec, split: EnvSplit) -> int:
     """Return the number of sampling weights: one per selected task, or one per reset id of a single task."""
     tasks = selected_tasks(env, split)
-    return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
+    return len(tasks) if has_task_weights(env, split) else len(reset_ids_of(env, split, tasks[0]))
 
 
-def weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, seed: int) -> list[int]:
+def weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: Outcomes | None, seed: int) -> list[int]:
     """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
     Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
     to its weight, rounded up or down.
     """
     rng, split, tasks = np.random.default_rng(seed), cfg.env.train, selected_tasks(env, cfg.env.train)
-    each = [reset_ids_of(env, split, task) for task in tasks]
-    groups, names = (each, tasks) if weighs_tasks(env, split) else ([[i] for i in each[0]], list(each[0]))
-    given = np.asarray(split.task_weights or [1.0] * len(groups))
-    share, wanted = cfg.algorithm.curriculum, given * np.asarray([openness(seen or {}, name) for name in names])
-    chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
-    drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
-    rng.shuffle(drawn)
+    ids_by_task = [reset_ids_of(env, split, task) for task in tasks]
+    groups, names = (
+        (ids_by_task, tasks)
+        if has_task_weights(env, split)
+        else ([[index] for index in ids_by_task[0]], list(ids_by_task[0]))
+    )
+    weights = np.asarray(split.task_weights or [1.0] * len(groups))
+    scaled = weights * np.asarray([success_variance(outcomes or {}, name) for name in names])
+    share = cfg.algorithm.curriculum
+    probabilities = (1 - share) * weights / weights.sum() + share * scaled / scaled.sum()
+    indices = np.searchsorted(probabilities.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
+    rng.shuffle(indices)
     # The cumulative sum may end slightly below 1 by rounding: samples beyond the sum use the last group.
-    return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
+    return [
+        group[int(rng.integers(len(group)))] for group in (groups[min(index, len(groups) - 1)] for index in indices)
+    ]
 
 
 def has_weights(cfg: Config) -> bool:
@@ -79,13 +86,15 @@ def weight_problems(cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> l
         return []
     split = cfg.env.train
     if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
-        given, wanted = len(split.task_weights or ()), count_weighed(env, split)
-        few = f"env.train.task_weights has {given} weights for {wanted} tasks; set one weight for each task."
-        return [few] if given not in (0, wanted) else []
-    given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
+        num_weights, num_needed = len(split.task_weights or ()), count_weights(env, split)
+        error = (
+            f"env.train.task_weights has {num_weights} weights for {num_needed} tasks; set one weight for each task."
+        )
+        return [error] if num_weights not in (0, num_needed) else []
+    num_weights = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
     return [
         f"{key} weights initial states, but slots choose initial states freely; set "
         f"env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or remove {key}."
-        for key, value in given.items()
+        for key, value in num_weights.items()
         if value
     ]

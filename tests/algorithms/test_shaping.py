@@ -53,13 +53,13 @@ def test_reward_scale_zero_leaves_only_the_kl():
 
 
 def test_curriculum_ignores_unfinished_episodes():
-    from embodyrl.plan.task_weights import note_outcomes
+    from embodyrl.plan.task_weights import record_outcomes
 
     won, lost = make_episode([[1.0]], success=True), make_episode([[0.0]])
     seen: Outcomes = {}
-    note_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
+    record_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
     assert seen == {"3": [1.0, 2.0]}
-    note_outcomes(seen, [won], by_task=True)
+    record_outcomes(seen, [won], by_task=True)
     assert seen == {"3": [0.5 * 1.0 + 1.0, 0.5 * 2.0 + 1.0]}, "what was found earlier counts less"
 
 
@@ -199,10 +199,10 @@ def test_returns_of_unfinished_episodes_are_saved_in_the_state():
 
 
 def test_curriculum_outcomes_are_saved_in_the_state():
-    from embodyrl.plan.task_weights import note_outcomes
+    from embodyrl.plan.task_weights import record_outcomes
 
     algorithm, other = (Algorithm(algorithm_of(curriculum=1.0)) for _ in range(2))
-    note_outcomes(algorithm.seen, [make_episode([[1.0]], success=True)], by_task=True)
+    record_outcomes(algorithm.seen, [make_episode([[1.0]], success=True)], by_task=True)
     other.load_state(json.loads(json.dumps(algorithm.state())))
     assert other.seen == algorithm.seen == {"3": [1.0, 1.0]}
 

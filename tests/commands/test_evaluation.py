@@ -26,7 +26,7 @@ from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.protocols import departures
+from embodyrl.plan.protocols import protocol_deviations
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import ActionSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
 
@@ -223,7 +223,7 @@ def test_evaluation_protocol_sets_episodes_and_horizon(tmp_path):
 def test_protocol_deviations_include_missing_suites(typed, found):
     cfg = load_config("eval", ["env=tabletop", "eval=tabletop_axes", *typed])
     run_plan = build_run_plan(cfg, training=False)
-    assert len(departures(run_plan.cfg, run_plan.env)) == found
+    assert len(protocol_deviations(run_plan.cfg, run_plan.env)) == found
 
 
 def test_overrides_that_deviate_from_the_protocol_are_listed(tmp_path):

@@ -251,7 +251,7 @@ def test_tasks_are_sampled_by_weight_and_success_variance(config):
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
 
     def groups(cfg: Config, step: int = 0, seen: dict | None = None) -> Counter[int]:
-        episodes = train_episodes(cfg, ENV, step, counts_chunk_steps=False, seen=seen).episodes
+        episodes = train_episodes(cfg, ENV, step, counts_chunk_steps=False, outcomes=seen).episodes
         return Counter(e.task_id for e in episodes if e.member == 0)
 
     weighted = config(*words, "env.train.task_weights=[1, 2, 3]")
@@ -273,7 +273,7 @@ def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
     cfg = config(*words, f"algorithm.curriculum={share}")
 
     def drawn(seen: dict | None) -> list[int]:
-        found = [e.task_id for e in train_episodes(cfg, ENV, 0, counts_chunk_steps=False, seen=seen).episodes]
+        found = [e.task_id for e in train_episodes(cfg, ENV, 0, counts_chunk_steps=False, outcomes=seen).episodes]
         return [found[::4].count(task) for task in range(3)]
 
     assert drawn(None) == [2, 4, 6]
@@ -290,7 +290,7 @@ def test_refill_groups_are_sampled_by_the_same_weights(config):
     assert [e.reset_id for e in first] != [e.reset_id for e in again]
     wide = config("env.train.total_num_envs=48", "algorithm.group_size=4", "algorithm.curriculum=1")
     seen = {"0": [0.0, 30.0], "1": [15.0, 30.0], "2": [30.0, 30.0]}
-    drawn = Counter(e.task_id for e in refill_episodes(wide, ENV, 0, 0, 6, seen=seen).episodes)
+    drawn = Counter(e.task_id for e in refill_episodes(wide, ENV, 0, 0, 6, outcomes=seen).episodes)
     assert drawn[1] >= 16
 
 
@@ -300,7 +300,9 @@ def test_curriculum_of_one_task_samples_reset_ids(config):
     )
     seen = {"4": [0.0, 30.0], "5": [15.0, 30.0], "6": [0.0, 30.0], "7": [30.0, 30.0]}
     drawn = [
-        e.reset_id for s in range(5) for e in train_episodes(cfg, ENV, s, counts_chunk_steps=False, seen=seen).episodes
+        e.reset_id
+        for s in range(5)
+        for e in train_episodes(cfg, ENV, s, counts_chunk_steps=False, outcomes=seen).episodes
     ]
     assert drawn.count(5) > len(drawn) / 2
     assert {*drawn} <= {4, 5, 6, 7}

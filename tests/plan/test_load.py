@@ -343,7 +343,7 @@ def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without a known environment"):
         load_config("train", [], base=base)
     shown = load_config("collect", [*demos.split(), "collect.out=demos"])
-    (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, only="env"))
+    (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, group="env"))
     cfg = load_config("train", [], base=base)
     assert (cfg.env.task_suite_name, cfg.env.eval.task_ids, cfg.env.eval.max_episode_steps) == (
         "libero_object",

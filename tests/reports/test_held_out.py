@@ -88,7 +88,7 @@ def test_sft_runs_are_evaluated_on_held_out_states(words, states, horizon, tmp_p
     (tmp_path / "checkpoints").mkdir()
     save_config(load_config("sft", ["data.path=demos"]), tmp_path / "config.yaml")
     shown = load_config("collect", [*words.split(), "collect.out=demos"])
-    (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, only="env"))
+    (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, group="env"))
     env = load_config("eval", [f"ckpt={tmp_path}", "trust=true"], base=tmp_path / "config.yaml").env
     assert (env.eval.state_ids, env.eval.max_episode_steps) == (states, horizon)
     assert env.eval.task_ids == shown.env.train.task_ids
