@@ -15,7 +15,7 @@ from settings import env_of
 from test_gym import begin, config, look
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.gym.sims import one_frame
+from embodyrl.envs.gym.sims import to_single_frame
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
@@ -219,7 +219,7 @@ def test_byte_arrays_with_other_bounds_are_read_as_state(shape, high, doubted):
 
 @pytest.mark.parametrize(("frame", "pixel"), [(np.full((4, 6, 3), 0.5), 128), (np.full((4, 6, 3), 70.4), 70)])
 def test_rendered_floats_become_bytes(frame, pixel):
-    shown = one_frame(frame)
+    shown = to_single_frame(frame)
     assert (shown.dtype, shown.shape, shown.max(), shown.min()) == (np.uint8, (4, 6, 3), pixel, pixel)
 
 
@@ -227,7 +227,7 @@ def test_rendered_floats_become_bytes(frame, pixel):
 def test_rendered_value_without_an_image_is_refused(frame):
     shape = str(np.shape(frame)).replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(EnvError, match=rf"shape {shape}, expected \[H, W, 3\]"):
-        one_frame(frame)
+        to_single_frame(frame)
 
 
 def test_largest_float_as_bound_means_unbounded():

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from embodyrl.envs.gym.said import names_of, success_key, words
+from embodyrl.envs.gym.episode_info import get_success_keys, iterate_info_names, to_text
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import Path
 from embodyrl.registry import closest
@@ -35,7 +35,9 @@ def warnings(
     """Warn about ignored texts, success flags and action masks."""
     yield from instruction_warnings(cfg, texts, reset_info, instruction)
     yield from mask_warnings(str(key) for info in (reset_info, *infos) for key in info)
-    yield from success_warnings(cfg, [*dict.fromkeys(name for info in infos for name in names_of(info))], has_success)
+    yield from success_warnings(
+        cfg, [*dict.fromkeys(name for info in infos for name in iterate_info_names(info))], has_success
+    )
 
 
 def success_warnings(cfg: GymSettings, names: Sequence[str], has_success: bool) -> Iterator[str]:
@@ -51,7 +53,7 @@ def success_warnings(cfg: GymSettings, names: Sequence[str], has_success: bool) 
         return
     for name in names:
         if _SUCCESS_PATTERN.search(name) or get_close_matches(
-            name.rpartition(".")[2].lower(), success_key(cfg), 1, 0.8
+            name.rpartition(".")[2].lower(), get_success_keys(cfg), 1, 0.8
         ):
             yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
             return
@@ -77,6 +79,6 @@ def instruction_warnings(
         yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
     elif texts and instruction is None:
         yield f"'{texts[0][0]}' is empty, so there is no instruction; fix: env.instruction='...'"
-    similar_keys = (key for key, value in info.items() if words(value) and _INSTRUCTION_PATTERN.search(str(key)))
+    similar_keys = (key for key, value in info.items() if to_text(value) and _INSTRUCTION_PATTERN.search(str(key)))
     if instruction is None and (key := next(similar_keys, None)) is not None:
         yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is"

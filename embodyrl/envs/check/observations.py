@@ -11,8 +11,8 @@ from gymnasium.wrappers import FrameStackObservation
 
 from embodyrl.envs.check.info_warnings import MASK_NOT_APPLIED, MASK_PATTERN
 from embodyrl.envs.gym.api import begin_episode
-from embodyrl.envs.gym.create import running_statistics
-from embodyrl.envs.gym.spaces import copied, frames_of, is_text, leaves, member, spell
+from embodyrl.envs.gym.create import find_running_statistics
+from embodyrl.envs.gym.spaces import copy_observation, format_path, get_frame_shape, get_member, is_text, leaves
 
 _MAX_EXACT_INTEGER = 2**24
 """Largest absolute value up to which float32 represents every integer exactly."""
@@ -26,16 +26,16 @@ def warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterat
     """Yield warnings about `observations`, the observations of one episode in order, starting at the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
-        name = spell(path)
+        name = format_path(path)
         if is_text(leaf):
-            if len({str(member(observation, path)) for observation in observations}) > 1:
+            if len({str(get_member(observation, path)) for observation in observations}) > 1:
                 yield f"'{name}' changes within an episode; policies receive only the text of the reset"
             continue
         if MASK_PATTERN.search(name):
             yield f"'{name}' is part of the state and is not applied to actions: {MASK_NOT_APPLIED}"
         if not isinstance(leaf, spaces.Box):
             continue
-        values = [np.asarray(member(observation, path)) for observation in observations]
+        values = [np.asarray(get_member(observation, path)) for observation in observations]
         if any(value.shape != leaf.shape or value.dtype.kind not in "fiub" for value in values):
             continue
         if not values[0].size:
@@ -49,7 +49,7 @@ def warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterat
 
 def _seeding_warnings(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
     """Warn if a second reset with the same seed returns a different observation."""
-    if isinstance(env, VectorEnv) or running_statistics(env):
+    if isinstance(env, VectorEnv) or find_running_statistics(env):
         return
     wrapper = ""
     try:
@@ -70,14 +70,14 @@ def _seeding_warnings(space: Space[Any], first: Any, env: Any) -> Iterator[str]:
 
 
 def _reset(env: Any) -> Any:
-    return copied(env.observation_space, begin_episode("", env, 0)[0])
+    return copy_observation(env.observation_space, begin_episode("", env, 0)[0])
 
 
 def _reset_repeats(space: Space[Any], first: Any, env: Any) -> bool:
     """Return True if a reset with the same seed returns the observation `first` again."""
     observations = first, _reset(env)
     return all(
-        _are_close(*(np.asarray(member(observation, path)) for observation in observations))
+        _are_close(*(np.asarray(get_member(observation, path)) for observation in observations))
         for path, _ in leaves(space, ())
     )
 
@@ -123,7 +123,7 @@ def _image_warnings(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], s
                     f"'{name}' {shape} looks like an image, but its bounds are {leaf.low.min()}..{leaf.high.max()}, so "
                     f"it becomes {size} numbers of the state; fix: low=0, high=255, for model=cnn"
                 )
-        elif len(shape) > 2 and frames_of(leaf) is None:
+        elif len(shape) > 2 and get_frame_shape(leaf) is None:
             yield (
                 f"'{name}' {shape} looks like images whose channels are not last, which become {size} numbers of "
                 "the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"

@@ -16,7 +16,7 @@ from gymnasium.vector import VectorEnv
 from embodyrl.errors import ConfigError, EmbodyError, EnvError, one_line
 from embodyrl.types import BoolArray
 
-_OLD = (
+_OLD_API_FIX = (
     "This is the API before Gymnasium 0.26. Fix: change reset to accept (seed, options) and return (observation, info) "
     "and step to return (observation, reward, terminated, truncated, info), where truncated is the time limit. Or "
     "pip install shimmy and set env.id to a function that returns shimmy.GymV21CompatibilityV0(env=...)."
@@ -29,47 +29,51 @@ def require_env(env_id: str, made: Any) -> Any:
     Raises:
         ConfigError: `made` has another type; the message explains the conversion.
     """
-    kinds = made.__mro__ if isinstance(made, type) else type(made).__mro__
-    if issubclass(kinds[0], (gymnasium.Env, VectorEnv)):
+    classes = made.__mro__ if isinstance(made, type) else type(made).__mro__
+    if issubclass(classes[0], (gymnasium.Env, VectorEnv)):
         return made
-    what = f"env.id={env_id} is {kinds[0].__module__}.{kinds[0].__qualname__}, which is not a Gymnasium environment"
+    description = (
+        f"env.id={env_id} is {classes[0].__module__}.{classes[0].__qualname__}, which is not a Gymnasium environment"
+    )
     if made is None:
         problem = f"env.id={env_id}: the function returned None. Fix: end the function with `return env`."
-    elif hasattr(made, "possible_agents") or any(kind.__module__.startswith("pettingzoo") for kind in kinds):
+    elif hasattr(made, "possible_agents") or any(cls.__module__.startswith("pettingzoo") for cls in classes):
         problem = (
-            f"{what}: a PettingZoo environment has several agents, but a run trains one policy. Fix: write a "
+            f"{description}: a PettingZoo environment has several agents, but a run trains one policy. Fix: write a "
             f"gymnasium.Env for one agent that controls the other agents itself."
         )
-    elif any(kind.__module__.partition(".")[0] == "gym" for kind in kinds):
-        problem = f"{what}: it is an environment of the old package gym. {_OLD}"
+    elif any(cls.__module__.partition(".")[0] == "gym" for cls in classes):
+        problem = f"{description}: it is an environment of the old package gym. {_OLD_API_FIX}"
     elif hasattr(made, "action_spec") and hasattr(made, "observation_spec"):
         problem = (
-            f"{what} but a dm_env environment. Fix: pip install shimmy, then write a function that returns "
+            f"{description} but a dm_env environment. Fix: pip install shimmy, then write a function that returns "
             "shimmy.DmControlCompatibilityV0(env)."
         )
     else:
-        problem = f"{what}. Fix: derive it from gymnasium.Env. {_OLD if _is_old(kinds[0]) else ''}".rstrip()
+        problem = (
+            f"{description}. Fix: derive it from gymnasium.Env. {_OLD_API_FIX if _is_old(classes[0]) else ''}".rstrip()
+        )
     raise ConfigError(problem)
 
 
-def _is_old(kind: type) -> bool:
+def _is_old(cls: type) -> bool:
     """Return True if `reset` of the class accepts no seed, as in the API before Gymnasium 0.26."""
     try:
-        parameters = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
+        parameters = inspect.signature(cls.reset).parameters  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
         return False
-    flexible = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    return hasattr(kind, "step") and "seed" not in parameters and not flexible
+    takes_any_keyword = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return hasattr(cls, "step") and "seed" not in parameters and not takes_any_keyword
 
 
 def require_spaces(env_id: str, env: Any) -> None:
     """Raise ConfigError if the environment has no observation_space or action_space."""
     names = ("single_observation_space", "single_action_space")
     for name in names if isinstance(env, VectorEnv) else ("observation_space", "action_space"):
-        found = getattr(env, name, None)
-        if not isinstance(found, gymnasium.Space):
+        space = getattr(env, name, None)
+        if not isinstance(space, gymnasium.Space):
             raise ConfigError(
-                f"env.id={env_id}: {name} is {found!r:.80}, expected a gymnasium.spaces object. Fix: set "
+                f"env.id={env_id}: {name} is {space!r:.80}, expected a gymnasium.spaces object. Fix: set "
                 f"self.{name} in __init__."
             )
 
@@ -86,11 +90,13 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
         # Raised deep inside, it is a bug of the environment and not of our call.
         if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
             raise
-        raise EnvError(f"env '{env_id}': reset does not accept a seed. {_OLD}") from error
-    if _length(result) != 2 or not isinstance(result[1], dict):
-        pair = isinstance(result, tuple) and len(result) == 2
-        cure = "Fix: return info={} if there is no information." if pair else _OLD
-        raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {cure}")
+        raise EnvError(f"env '{env_id}': reset does not accept a seed. {_OLD_API_FIX}") from error
+    if _get_length(result) != 2 or not isinstance(result[1], dict):
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        fix = "Fix: return info={} if there is no information." if is_pair else _OLD_API_FIX
+        raise EnvError(
+            f"env '{env_id}': reset returned {_describe_values(result)}, expected (observation, info). {fix}"
+        )
     return result[0], result[1]
 
 
@@ -115,16 +121,16 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
     """
     if result.__class__ is tuple and len(result) == 5 and isinstance(result[4], dict):
         return result
-    if _length(result) == 5 and isinstance(result[4], dict):
+    if _get_length(result) == 5 and isinstance(result[4], dict):
         return tuple(result)
     expected = "expected (observation, reward, terminated, truncated, info)"
     raise EnvError(
-        f"env '{env_id}': step returned {_shape(result)}, {expected}."
-        + {4: f" {_OLD}", 5: " Fix: return info={} if there is no information."}.get(_length(result), "")
+        f"env '{env_id}': step returned {_describe_values(result)}, {expected}."
+        + {4: f" {_OLD_API_FIX}", 5: " Fix: return info={} if there is no information."}.get(_get_length(result), "")
     )
 
 
-def number(env_id: str, reward: Any) -> float:
+def to_float(env_id: str, reward: Any) -> float:
     """Convert a reward (a number, or an array of one element) to float; raise EnvError for other values."""
     if np.ndim(reward) and np.size(reward) > 1:
         raise EnvError(
@@ -142,46 +148,46 @@ def number(env_id: str, reward: Any) -> float:
         ) from error
 
 
-def flag(env_id: str, name: str, value: Any) -> bool:
+def to_bool(env_id: str, name: str, value: Any) -> bool:
     """Convert a termination or success flag (a bool, 0, 1, or an array of one element) to bool, or raise EnvError."""
     if value is True or value is False:
         return value
-    return bool(flags(env_id, name, np.reshape(value, -1) if np.size(value) == 1 else value, 1)[0])
+    return bool(to_bool_array(env_id, name, np.reshape(value, -1) if np.size(value) == 1 else value, 1)[0])
 
 
-def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
+def to_bool_array(env_id: str, name: str, values: Any, count: int) -> BoolArray:
     """Convert termination or success flags of a batch of environments to booleans [count].
 
     Raises:
         EnvError: a value is neither true nor false, such as the fraction of a goal.
     """
-    found = np.asarray(values)
-    found = found[:, 0] if found.shape == (count, 1) else found
-    kind = found.dtype.kind if found.shape in ((), (count,)) else ""
-    if kind == "b" or (kind and kind in "iuf" and np.isin(found, (0, 1)).all()):
-        return np.broadcast_to(found, count).astype(np.bool_)
-    shown = found.reshape(-1).tolist()[0] if found.size == 1 else values
+    array = np.asarray(values)
+    array = array[:, 0] if array.shape == (count, 1) else array
+    dtype_kind = array.dtype.kind if array.shape in ((), (count,)) else ""
+    if dtype_kind == "b" or (dtype_kind and dtype_kind in "iuf" and np.isin(array, (0, 1)).all()):
+        return np.broadcast_to(array, count).astype(np.bool_)
+    shown_value = array.reshape(-1).tolist()[0] if array.size == 1 else values
     raise EnvError(
-        f"env '{env_id}': step returned {shown!r:.80} for {name}, expected True or False. Fix: return one bool, "
+        f"env '{env_id}': step returned {shown_value!r:.80} for {name}, expected True or False. Fix: return one bool, "
         f"for example bool(distance < 0.05)."
     )
 
 
-def line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an exception of user code in one line, with the place where it was raised."""
     text = one_line(error)
     if isinstance(error, EmbodyError):
         return text
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{place}"
+    location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{location}"
 
 
-def _length(result: Any) -> int:
+def _get_length(result: Any) -> int:
     return len(result) if isinstance(result, (tuple, list)) else 0
 
 
-def _shape(result: Any) -> str:
+def _describe_values(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"{len(result)} values ({', '.join(type(part).__name__ for part in result)})"
     return "nothing" if result is None else f"one {type(result).__name__}"

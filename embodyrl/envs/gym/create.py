@@ -14,7 +14,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.envs.gym.api import line, require_env, require_spaces
+from embodyrl.envs.gym.api import format_error, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.mujoco_rendering import draw_without_display
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
@@ -29,15 +29,15 @@ def find_wrapper(name: str) -> Callable[..., AnyEnv]:
     Raises:
         UnknownNameError: the path names no wrapper.
     """
-    wants = "a Gymnasium wrapper, or a function from environment to environment"
-    return load(name, "wrapper", wants=wants, fits=_is_wrapper)
+    expected = "a Gymnasium wrapper, or a function from environment to environment"
+    return load(name, "wrapper", wants=expected, fits=_is_wrapper)
 
 
-def _is_wrapper(found: Any) -> bool:
-    return issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found)
+def _is_wrapper(value: Any) -> bool:
+    return issubclass(value, (gymnasium.Env, VectorEnv)) if isinstance(value, type) else takes(0)(value)
 
 
-_COUNTS = ("num_envs", "n_envs")
+_COUNT_PARAMETERS = ("num_envs", "n_envs")
 """Names of the parameter for the number of environments; LeRobot uses the second name."""
 GL_FIX = (
     "Fix: MUJOCO_GL=osmesa (apt-get install libosmesa6; pip install PyOpenGL) or, with a GPU, MUJOCO_GL=egl "
@@ -60,8 +60,8 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
     """Build an environment (see `create`); also return the names of all environments if there are several."""
     env_id = str(cfg.id)
-    made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
-    env = require_env(env_id, made)
+    environment, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
+    env = require_env(env_id, environment)
     for name, arguments in cfg.wrapped:
         wrapper, inner = find_wrapper(name), env
         try:
@@ -69,15 +69,15 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
         except EmbodyError:
             raise
         except Exception as error:
-            given = f" with {arguments}" if arguments else ""
+            arguments_text = f" with {arguments}" if arguments else ""
             raise ConfigError(
-                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{given}: {line(error)}. Write the wrapper's "
-                "arguments next to its name: env.wrappers=[{name: package.module:attr, argument: value}]."
+                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{arguments_text}: {format_error(error)}. Write the "
+                "wrapper's arguments next to its name: env.wrappers=[{name: package.module:attr, argument: value}]."
             ) from error
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise ConfigError(f"env.wrappers: '{name}' returned {env!r:.80}, expected the wrapped environment.")
-        if running_statistics(env) != running_statistics(inner):
-            raise ConfigError(f"env.wrappers: '{name}' {NOT_SAVED}")
+        if find_running_statistics(env) != find_running_statistics(inner):
+            raise ConfigError(f"env.wrappers: '{name}' {STATISTICS_NOT_SAVED}")
     require_spaces(env_id, env)
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
@@ -91,58 +91,58 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
     return env, suites
 
 
-NOT_SAVED = (
+STATISTICS_NOT_SAVED = (
     "normalizes with running statistics, which every slot estimates alone and no checkpoint contains, so evaluations "
     "would observe other numbers than training. Fix: remove it; model.normalize_state=true normalizes states and "
     "algorithm.normalize_returns=true rewards, with saved statistics of all slots."
 )
 
 
-def running_statistics(env: Any) -> list[str]:
+def find_running_statistics(env: Any) -> list[str]:
     """Return the class names of wrappers that update running statistics (NormalizeObservation), outermost first."""
-    found = []
+    names = []
     while env is not None:
-        own = getattr(env, "__dict__", {})
-        frozen = getattr(type(env), "update_running_mean", None) is not None and not env.update_running_mean
-        if not frozen and any(map(_is_running, own.values())):
-            found.append(type(env).__name__)
-        env = own.get("env") or next(iter(own.get("envs") or ()), None)
-    return found
+        attributes = getattr(env, "__dict__", {})
+        is_frozen = getattr(type(env), "update_running_mean", None) is not None and not env.update_running_mean
+        if not is_frozen and any(map(_is_running_statistic, attributes.values())):
+            names.append(type(env).__name__)
+        env = attributes.get("env") or next(iter(attributes.get("envs") or ()), None)
+    return names
 
 
-def _is_running(value: Any) -> bool:
+def _is_running_statistic(value: Any) -> bool:
     """Return True for a mean and a variance with a count of samples, as in Gymnasium and Stable-Baselines3."""
     names = getattr(value, "__dict__", {}).keys()
     return "mean" in names and bool({"var", "std", "M2"} & names) and bool({"count", "n"} & names)
 
 
-def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the environment that `env.suite` selects in `made`, and the names of all environments.
+def _choose_suite(cfg: GymSettings, environment: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the environment that `env.suite` selects in `environment`, and the names of all environments.
 
-    `made`: one environment, {suite: env}, or {suite: {task: env}}.
+    `environment`: one environment, {suite: env}, or {suite: {task: env}}.
 
     Raises:
         ConfigError: `env.suite` is not one of the names.
     """
-    if not isinstance(made, dict):
+    if not isinstance(environment, dict):
         if cfg.suite is not None:
             raise ConfigError(f"env.suite={cfg.suite}: env.id={cfg.id} builds only one environment. Remove env.suite.")
-        return made, ()
-    found: dict[str, Any] = {}
-    for suite, inside in made.items():
-        tasks = inside if isinstance(inside, dict) else {None: inside}
-        found |= {str(suite) if task is None else f"{suite}/{task}": env for task, env in tasks.items()}
-    names = tuple(found)
+        return environment, ()
+    environments: dict[str, Any] = {}
+    for suite, suite_tasks in environment.items():
+        tasks = suite_tasks if isinstance(suite_tasks, dict) else {None: suite_tasks}
+        environments |= {str(suite) if task is None else f"{suite}/{task}": env for task, env in tasks.items()}
+    names = tuple(environments)
     matching = [name for name in names if cfg.suite in (None, name, name.partition("/")[0])]
     if not matching:
         raise ConfigError(
             f"env.id={cfg.id} has no suite '{cfg.suite}' (env.suite). Suites: {', '.join(names) or 'empty'}."
         )
-    chosen = found.pop(matching[0])
-    for other in found.values():
-        if other is not chosen and hasattr(other, "close"):
+    selected = environments.pop(matching[0])
+    for other in environments.values():
+        if other is not selected and hasattr(other, "close"):
             other.close()
-    return chosen, names
+    return selected, names
 
 
 def find_creator(env_id: str) -> Callable[..., Any] | None:
@@ -151,20 +151,22 @@ def find_creator(env_id: str) -> Callable[..., Any] | None:
         return load(env_id, "env.id", wants="a Gymnasium environment, or a function that returns one", fits=takes(0))
     if "@" not in env_id or not HUB_NAME.fullmatch(env_id):
         return None
-    from embodyrl.envs.gym.hub_programs import program_of
+    from embodyrl.envs.gym.hub_programs import load_program
 
-    return program_of(env_id)
+    return load_program(env_id)
 
 
 def takes_render_mode(cfg: GymSettings) -> bool:
     """Return True if the constructor of the environment may accept the argument `render_mode`."""
     if cfg.id is None or (creator := find_creator(cfg.id)) is None:
         return True
-    kinds = parameters_of(creator)
-    return "render_mode" in kinds or inspect.Parameter.VAR_KEYWORD in [one.kind for one in kinds.values()]
+    parameters = get_parameters(creator)
+    return "render_mode" in parameters or inspect.Parameter.VAR_KEYWORD in [
+        parameter.kind for parameter in parameters.values()
+    ]
 
 
-def parameters_of(creator: Any) -> dict[str, inspect.Parameter]:
+def get_parameters(creator: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function by name; empty if they are unknown."""
     try:
         return dict(inspect.signature(creator).parameters)
@@ -176,8 +178,12 @@ def builds_vector(cfg: GymSettings) -> bool:
     """Return True if the function or class of `env.id` builds one vector environment for all slots."""
     assert cfg.id is not None
     if (creator := find_creator(cfg.id)) is not None:
-        kind = isinstance(creator, type)
-        return issubclass(creator, VectorEnv) if kind else not parameters_of(creator).keys().isdisjoint(_COUNTS)
+        is_class = isinstance(creator, type)
+        return (
+            issubclass(creator, VectorEnv)
+            if is_class
+            else not get_parameters(creator).keys().isdisjoint(_COUNT_PARAMETERS)
+        )
     _import_namespace(cfg.id)
     module, _, name = cfg.id.rpartition(":")
     with contextlib.suppress(Exception):  # building it gives the error
@@ -191,18 +197,20 @@ def _build_vector(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> An
     """Build a vector environment with `num_envs` environments."""
     assert cfg.id is not None
     if (creator := find_creator(cfg.id)) is not None:
-        return creator(**_counted(creator, num_envs), **kwargs)
+        return creator(**_get_vector_arguments(creator, num_envs), **kwargs)
     return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
 
 
-def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
+def _get_vector_arguments(creator: Any, num_envs: int) -> dict[str, Any]:
     """Return the arguments with which `creator`, such as a class or `make_env`, builds `num_envs` environments."""
-    if isinstance(creator, type) or "num_envs" in (takes := parameters_of(creator)):
+    if isinstance(creator, type) or "num_envs" in (parameters := get_parameters(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
-    rest = {"use_async_envs": False, "cfg": None}
-    needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
-    return {"n_envs": num_envs} | {name: rest[name] for name in needed}
+    lerobot_arguments = {"use_async_envs": False, "cfg": None}
+    required = [
+        name for name in lerobot_arguments if name in parameters and parameters[name].default is inspect.Parameter.empty
+    ]
+    return {"n_envs": num_envs} | {name: lerobot_arguments[name] for name in required}
 
 
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
@@ -235,8 +243,8 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {line(error)}. Compare env.kwargs with the "
-            "arguments of the environment's constructor."
+            f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {format_error(error)}. Compare env.kwargs with "
+            "the arguments of the environment's constructor."
         ) from error
 
 
@@ -246,9 +254,9 @@ _NAMESPACE = re.compile(r"((?:\w*gym|lerobot_env_)\w*)/[^:]+")
 
 def _import_namespace(env_id: str) -> None:
     """Import the package in an id such as `gym_pusht/PushT-v0`, if installed, because the import registers the id."""
-    named = _NAMESPACE.fullmatch(env_id)
-    if named and env_id not in gymnasium.registry and importlib.util.find_spec(named[1]) is not None:
-        importlib.import_module(named[1])
+    match = _NAMESPACE.fullmatch(env_id)
+    if match and env_id not in gymnasium.registry and importlib.util.find_spec(match[1]) is not None:
+        importlib.import_module(match[1])
 
 
 def _is_path(name: str) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spec import spec_of
+from embodyrl.envs.gym.spec import build_spec
 from embodyrl.envs.protocol import EnvContext, GoalReward
 from embodyrl.envs.simulators import Simulators
 from embodyrl.types import EnvSpec
@@ -60,13 +60,13 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims
 
-        found = probe(cfg, pictures=context.pictures, described=context.described)
-        spec, build = spec_of(cfg, found), partial(create, cfg, found.kwargs)
-        if found.vector:
+        probed = probe(cfg, pictures=context.pictures, described=context.described)
+        spec, build = build_spec(cfg, probed), partial(create, cfg, probed.kwargs)
+        if probed.vector:
             from embodyrl.envs.gym.vector_sims import VectorSims
 
-            return VectorSims(cfg, spec, found, build, context.num_slots)
-        return GymSims(cfg, spec, found, build)
+            return VectorSims(cfg, spec, probed, build, context.num_slots)
+        return GymSims(cfg, spec, probed, build)
 
     def judge(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""

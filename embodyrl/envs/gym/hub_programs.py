@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import cached_snapshot
-from embodyrl.envs.gym.api import line
+from embodyrl.envs.gym.api import format_error
 from embodyrl.errors import ConfigError
 
 FILE, FUNCTION = "env.py", "make_env"
 
 
-def program_of(name: str) -> Callable[..., Any]:
+def load_program(name: str) -> Callable[..., Any]:
     """Import env.py of a downloaded repository `owner/name@commit` and return its `make_env`.
 
     The caller has checked `trust=true`. Modules next to env.py can be imported.
@@ -33,7 +33,7 @@ def program_of(name: str) -> Callable[..., Any]:
     module_name = "embodyrl_hub_" + "".join(c if c.isalnum() else "_" for c in name)
     if module_name not in sys.modules:
         if not path.is_file():
-            found = ", ".join(sorted(one.name for one in folder.iterdir()))
+            found = ", ".join(sorted(file.name for file in folder.iterdir()))
             raise ConfigError(
                 f"env.id={name}: the repository has no {FILE} (files: {found}). Use an EnvHub repository."
             )
@@ -53,4 +53,4 @@ def _import(module_name: str, path: Path, name: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ConfigError(f"env.id={name}: {FILE} cannot be imported: {line(error)}.") from error
+        raise ConfigError(f"env.id={name}: {FILE} cannot be imported: {format_error(error)}.") from error

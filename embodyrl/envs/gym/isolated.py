@@ -25,7 +25,7 @@ def describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
     if _is_loaded(cfg):
         return describe_here(cfg, pictures)
     try:
-        return call_isolated(f"{__name__}:describe_alone", cfg, pictures, kind=EnvSpec, timeout_s=_BUILD_S)
+        return call_isolated(f"{__name__}:describe_and_check_close", cfg, pictures, kind=EnvSpec, timeout_s=_BUILD_S)
     except NoAnswerError as error:
         raise EnvError(
             f"env.id={cfg.id}: the test process, which builds, resets and steps the environment once, "
@@ -41,9 +41,9 @@ def _is_loaded(cfg: GymSettings) -> bool:
     return not module and "gymnasium" in sys.modules and name in sys.modules["gymnasium"].registry
 
 
-def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
+def describe_and_check_close(cfg: GymSettings, pictures: bool) -> EnvSpec:
     """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
     spec = describe_here(cfg, pictures)
-    left = left_after(_CLOSE_S)
-    warning = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
-    return replace(spec, warnings=(*spec.warnings, warning)) if left else spec
+    remaining = left_after(_CLOSE_S)
+    warning = f"{remaining} did not end with the environment's close(); fix: stop threads and processes in close()"
+    return replace(spec, warnings=(*spec.warnings, warning)) if remaining else spec

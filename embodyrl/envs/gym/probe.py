@@ -13,26 +13,26 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.check.info_warnings import warnings as info_warnings
 from embodyrl.envs.check.observations import warnings as observation_warnings
-from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
+from embodyrl.envs.gym.api import begin_episode, format_error, require_step, to_bool, to_float
 from embodyrl.envs.gym.create import (
-    NOT_SAVED,
+    STATISTICS_NOT_SAVED,
     builds_vector,
     create_named,
+    find_running_statistics,
     find_wrapper,
-    running_statistics,
     takes_render_mode,
 )
+from embodyrl.envs.gym.episode_info import get_success_keys, has_success_key, read_instruction
 from embodyrl.envs.gym.goals import GymGoals
-from embodyrl.envs.gym.properties import PROBED_S, Probe, max_probed, success_facts
-from embodyrl.envs.gym.said import instruction_of, says_success, success_key
+from embodyrl.envs.gym.properties import PROBED_S, Probe, get_max_probe_steps, measure_success
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import ObservationWriter, copied
-from embodyrl.envs.gym.vector_probe import try_out_vector
+from embodyrl.envs.gym.spaces import ObservationWriter, copy_observation
+from embodyrl.envs.gym.vector_probe import probe_vector_steps
 from embodyrl.envs.mujoco_rendering import draw_without_display
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import EnvSpec
 
-_LOOKS = 4
+_MAX_OBSERVATIONS = 4
 """Maximum number of observations that the warnings compare."""
 
 
@@ -52,23 +52,23 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
     draw_without_display()
     # Two environments are the minimum to check whether they can be reset separately.
     env, suites = create_named(cfg, kwargs, 2 if builds_vector(cfg) else 1)
-    late: list[str] = []
-    with _closed(cfg, env, late):
+    close_warnings: list[str] = []
+    with _close_at_end(cfg, env, close_warnings):
         vector = isinstance(env, VectorEnv)
         modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
-        asked = pictures and not vector and env.render_mode is None and "render_mode" not in kwargs
-        if asked and "rgb_array" in modes and takes_render_mode(cfg):
+        sets_render_mode = pictures and not vector and env.render_mode is None and "render_mode" not in kwargs
+        if sets_render_mode and "rgb_array" in modes and takes_render_mode(cfg):
             kwargs["render_mode"] = "rgb_array"
         try:
             if described is not None:
-                probed = _shown(described)
+                probed = _get_described_fields(described)
             else:
-                probed = try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+                probed = probe_vector_steps(cfg, env) if vector else _probe_steps(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
-            raise EnvError(f"env.id={cfg.id}: the first reset or step failed: {line(error)}.") from error
-        found = Probe(
+            raise EnvError(f"env.id={cfg.id}: the first reset or step failed: {format_error(error)}.") from error
+        result = Probe(
             observation_space=env.single_observation_space if vector else env.observation_space,
             action_space=env.single_action_space if vector else env.action_space,
             max_episode_steps=_time_limit(cfg, env),
@@ -79,23 +79,25 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
             warnings=(*probed.pop("warnings"), *_suite_warnings(cfg, suites), *_statistics_warnings(cfg, env)),
             **probed,
         )
-    return replace(found, warnings=(*found.warnings, *late))
+    return replace(result, warnings=(*result.warnings, *close_warnings))
 
 
 @contextlib.contextmanager
-def _closed(cfg: GymSettings, env: Any, late: list[str]) -> Iterator[None]:
-    """Close the environment at the end of the block; append a warning to `late` if `close` fails."""
+def _close_at_end(cfg: GymSettings, env: Any, close_warnings: list[str]) -> Iterator[None]:
+    """Close the environment at the end of the block; append a warning to `close_warnings` if `close` fails."""
     try:
         yield
     finally:
         try:
             env.close()
         except Exception as error:
-            late.append(f"close() of env.id={cfg.id} failed: {line(error)}; fix: let close() end without an error")
+            close_warnings.append(
+                f"close() of env.id={cfg.id} failed: {format_error(error)}; fix: let close() end without an error"
+            )
 
 
-def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Reconstruct the result of `_try_out` from an earlier spec of the environment."""
+def _get_described_fields(spec: EnvSpec) -> dict[str, Any]:
+    """Reconstruct the result of `_probe_steps` from an earlier spec of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "success": spec.reward.success,
@@ -116,41 +118,43 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
     return min((int(limit) for limit in limits if limit and limit > 0), default=0)  # -1: no limit
 
 
-def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
+def _probe_steps(cfg: GymSettings, env: Any) -> dict[str, Any]:
     """Reset and step the environment; return the `Probe` fields that are measured in an episode."""
-    env_id, keys = str(cfg.id), success_key(cfg)
-    first, begun = begin_episode(env_id, env, 0)
-    seen = [copied(env.observation_space, first)]
+    env_id, keys = str(cfg.id), get_success_keys(cfg)
+    first, reset_info = begin_episode(env_id, env, 0)
+    observations = [copy_observation(env.observation_space, first)]
     env.action_space.seed(0)
-    last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
-    number(env_id, reward)
+    observation, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
+    to_float(env_id, reward)
     for name, end in zip(("terminated", "truncated"), ends, strict=True):
-        flag(env_id, name, end)
-    goals = GymGoals.applies(env, last, reward)
-    infos, earned = [info], [reward]
-    reports, longest = says_success(info, keys), max_probed(cfg)
+        to_bool(env_id, name, end)
+    goals = GymGoals.applies(env, observation, reward)
+    infos, rewards = [info], [reward]
+    has_success, max_steps = has_success_key(info, keys), get_max_probe_steps(cfg)
     started = time.perf_counter()
     # Some report success only at the end of an episode.
     with contextlib.suppress(Exception):  # later errors are reported when episodes run
-        while not any(flag(env_id, "end", end) for end in ends) and (len(seen) < _LOOKS or not reports):
-            if len(seen) < _LOOKS:
-                seen.append(copied(env.observation_space, last))
-            if len(infos) >= longest or time.perf_counter() - started > PROBED_S:
+        while not any(to_bool(env_id, "end", end) for end in ends) and (
+            len(observations) < _MAX_OBSERVATIONS or not has_success
+        ):
+            if len(observations) < _MAX_OBSERVATIONS:
+                observations.append(copy_observation(env.observation_space, observation))
+            if len(infos) >= max_steps or time.perf_counter() - started > PROBED_S:
                 break
-            last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
+            observation, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
             infos.append(info)
-            earned.append(reward)
-            reports = reports or says_success(info, keys)
+            rewards.append(reward)
+            has_success = has_success or has_success_key(info, keys)
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
-    instruction = instruction_of(cfg, writer.texts, first, begun, env)
-    found = [
-        *observation_warnings(env.observation_space, seen, env),
-        *info_warnings(cfg, writer.texts, begun, instruction, infos, reports),
+    instruction = read_instruction(cfg, writer.texts, first, reset_info, env)
+    warnings = [
+        *observation_warnings(env.observation_space, observations, env),
+        *info_warnings(cfg, writer.texts, reset_info, instruction, infos, has_success),
     ]
     return {
-        **success_facts(infos, keys, earned),
-        "warnings": tuple(found),
+        **measure_success(infos, keys, rewards),
+        "warnings": tuple(warnings),
         "goals": goals,
         "instruction": instruction,
     }
@@ -158,7 +162,9 @@ def _try_out(cfg: GymSettings, env: Any) -> dict[str, Any]:
 
 def _statistics_warnings(cfg: GymSettings, env: Any) -> list[str]:
     """Warn about running statistics in the environment itself; those of `env.wrappers` are refused."""
-    return [f"'{name}' in env.id={cfg.id} {NOT_SAVED.removesuffix('.')}" for name in running_statistics(env)]
+    return [
+        f"'{name}' in env.id={cfg.id} {STATISTICS_NOT_SAVED.removesuffix('.')}" for name in find_running_statistics(env)
+    ]
 
 
 def _suite_warnings(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:

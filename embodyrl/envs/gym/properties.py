@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from embodyrl.envs.gym.said import says_success, succeeded, success_source
+from embodyrl.envs.gym.episode_info import describe_success_source, has_success_key, read_success
 from embodyrl.envs.gym.settings import GymSettings
 
-_TRIED_STEPS, _TRIED_NAMED, PROBED_S = 256, 2048, 2.0
+_MAX_STEPS, _MAX_STEPS_WITH_KEY, PROBED_S = 256, 2048, 2.0
 """Maximum steps and seconds of the probed episode, in which `info` is searched for a success key; more steps for
 `env.success_key`, which may appear only at the end of an episode."""
 
@@ -48,18 +48,20 @@ class Probe:
     """True if the environment can compute rewards for relabelled goals."""
 
 
-def max_probed(cfg: GymSettings) -> int:
+def get_max_probe_steps(cfg: GymSettings) -> int:
     """Return the maximum number of steps in which `info` is searched for a success key."""
-    return _TRIED_STEPS if cfg.success_key is None else _TRIED_NAMED
+    return _MAX_STEPS if cfg.success_key is None else _MAX_STEPS_WITH_KEY
 
 
-def success_facts(infos: Sequence[Any], keys: Sequence[str], rewards: Sequence[Any]) -> dict[str, Any]:
+def measure_success(infos: Sequence[Any], keys: Sequence[str], rewards: Sequence[Any]) -> dict[str, Any]:
     """Return the `Probe` fields about success from the infos and rewards of consecutive steps."""
-    reports = any(says_success(info, keys) for info in infos)
+    has_success = any(has_success_key(info, keys) for info in infos)
     steps = zip(infos, rewards, strict=True)
-    dense = reports and any(np.any((np.asarray(reward) > 0) & ~_reached(info, keys)) for info, reward in steps)
-    return {"reports_success": reports, "success": success_source(infos, keys), "dense": bool(dense)}
+    dense = has_success and any(
+        np.any((np.asarray(reward) > 0) & ~_get_success_mask(info, keys)) for info, reward in steps
+    )
+    return {"reports_success": has_success, "success": describe_success_source(infos, keys), "dense": bool(dense)}
 
 
-def _reached(info: Any, keys: Sequence[str]) -> Any:
-    return np.asarray(succeeded(info, keys)).astype(np.bool_)
+def _get_success_mask(info: Any, keys: Sequence[str]) -> Any:
+    return np.asarray(read_success(info, keys)).astype(np.bool_)

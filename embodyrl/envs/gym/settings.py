@@ -50,26 +50,31 @@ class GymSettings(EnvSettings, RewardSettings):
         yield from super().problems()
         if self.instruction is not None and self.instruction_key is not None:
             yield "env.instruction and env.instruction_key are both set; remove one."
-        for number, each in enumerate(self.controls):
-            if problem := _control_problem(each):
+        for number, control in enumerate(self.controls):
+            if problem := _find_control_problem(control):
                 yield f"env.controls[{number}]: {problem}"
 
     @property
     def wrapped(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and arguments of each wrapper."""
-        named = [{"name": item} if isinstance(item, str) else item for item in self.wrappers]
-        return [(str(item.get("name", "")), {k: v for k, v in item.items() if k != "name"}) for item in named]
+        entries = [{"name": item} if isinstance(item, str) else item for item in self.wrappers]
+        return [
+            (str(item.get("name", "")), {key: value for key, value in item.items() if key != "name"})
+            for item in entries
+        ]
 
 
-def _control_problem(given: Mapping[str, Any]) -> str:
+def _find_control_problem(control: Mapping[str, Any]) -> str:
     """Return the error in an entry of `env.controls`; empty if the entry is valid."""
-    kinds = {"label": str, "key": str, "pad": str, "index": int, "value": (int, float)}
-    if wrong := [name for name, value in given.items() if not isinstance(value, kinds.get(name, ()))]:
-        return f"{wrong[0]}={given[wrong[0]]!r} is unknown or has a wrong type; the fields are {', '.join(kinds)}."
-    if missing := [name for name in ("index", "value") if name not in given]:
+    types = {"label": str, "key": str, "pad": str, "index": int, "value": (int, float)}
+    if invalid := [name for name, value in control.items() if not isinstance(value, types.get(name, ()))]:
+        return (
+            f"{invalid[0]}={control[invalid[0]]!r} is unknown or has a wrong type; the fields are {', '.join(types)}."
+        )
+    if missing := [name for name in ("index", "value") if name not in control]:
         return f"{missing[0]} is missing."
-    if not given.get("key") and not given.get("pad"):
+    if not control.get("key") and not control.get("pad"):
         return "neither key nor pad is set."
-    if given.get("pad") and not re.fullmatch(r"button\d\d?|axis\d\d?[+-]", given["pad"]):
-        return f"pad={given['pad']!r} is invalid, expected buttonN, axisN+ or axisN-."
+    if control.get("pad") and not re.fullmatch(r"button\d\d?|axis\d\d?[+-]", control["pad"]):
+        return f"pad={control['pad']!r} is invalid, expected buttonN, axisN+ or axisN-."
     return ""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from gymnasium.error import Error as GymnasiumError
 
-from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
+from embodyrl.envs.gym.api import begin_episode, format_error, require_step, to_bool, to_float
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
+from embodyrl.envs.gym.episode_info import get_final_step, get_success_keys, read_instruction, read_success
 from embodyrl.envs.gym.properties import Probe
-from embodyrl.envs.gym.said import ended, instruction_of, succeeded, success_key
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
 from embodyrl.envs.simulators import PerSlot, SimStep, Simulators
@@ -22,16 +22,16 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 log = logging.getLogger(__name__)
 
 
-class GymSlots(Simulators):
+class GymSimulators(Simulators):
     """Base class of Gymnasium simulators, which stores the last observations and renders frames."""
 
-    def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe) -> None:
+    def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe) -> None:
         super().__init__(spec)
         self._cfg = cfg
-        self._success_keys = success_key(cfg)
+        self._success_keys = get_success_keys(cfg)
         self._instructions: dict[int, str | None] = {}
-        self._native = native_actions(spec.name, found.action_space)
-        self._writer = ObservationWriter(spec.name, found.observation_space)
+        self._native = native_actions(spec.name, probe.action_space)
+        self._writer = ObservationWriter(spec.name, probe.observation_space)
         self._observations: dict[int, Any] = {}
 
     def render(self, slot: int) -> ByteArray:
@@ -49,12 +49,12 @@ class GymSlots(Simulators):
         except Exception as error:
             if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
                 raise
-            why = f"cannot render on this machine: {line(error)}. {GL_FIX}"
-            raise NoImageError(f"env '{self.spec.name}' {why}") from error
+            problem = f"cannot render on this machine: {format_error(error)}. {GL_FIX}"
+            raise NoImageError(f"env '{self.spec.name}' {problem}") from error
         if frame is None and not self.spec.cameras.names:
-            why = "add the render mode 'rgb_array' or an image observation, or set video=none"
-            raise NoImageError(f"env '{self.spec.name}' has no image to record: {why}.")
-        return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
+            problem = "add the render mode 'rgb_array' or an image observation, or set video=none"
+            raise NoImageError(f"env '{self.spec.name}' has no image to record: {problem}.")
+        return self._writer.image(self._observations[slot]) if frame is None else to_single_frame(frame)
 
     def instruction(self, slot: int) -> str | None:
         """Return the instruction of the slot's episode (see `Simulators.instruction`)."""
@@ -63,7 +63,7 @@ class GymSlots(Simulators):
     def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
         if not self.spec.text.prompt_bytes:
             return
-        text = instruction_of(self._cfg, self._writer.texts, self._observations[slot], info, env)
+        text = read_instruction(self._cfg, self._writer.texts, self._observations[slot], info, env)
         if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.text.prompt_bytes:
             raise EnvError(
                 f"env '{self.spec.name}': the instruction {text!r:.60} is longer than "
@@ -77,12 +77,12 @@ class GymSlots(Simulators):
         """Render a frame; return None without a render mode."""
 
 
-class GymSims(GymSlots, PerSlot):
+class GymSims(GymSimulators, PerSlot):
     """Simulators with one instance of a Gymnasium environment per slot."""
 
-    def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
-        super().__init__(cfg, spec, found)
-        self._flat = flat_actions(spec.name, found.action_space)
+    def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe, create: Callable[..., Any]) -> None:
+        super().__init__(cfg, spec, probe)
+        self._flat = flat_actions(spec.name, probe.action_space)
         self._create = create
         self._envs: dict[int, AnyEnv] = {}
         self._infos: dict[int, dict[str, Any]] = {}
@@ -94,22 +94,22 @@ class GymSims(GymSlots, PerSlot):
         env = self._envs[slot]
         self._observations[slot], self._infos[slot] = begin_episode(self.spec.name, env, reset_id)
         self._read_instruction(slot, self._infos[slot], env)
-        reached = succeeded(self._infos[slot], self._success_keys)
-        self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", reached)))
+        success = read_success(self._infos[slot], self._success_keys)
+        self.note_start(slot, solved=bool(to_bool(self.spec.name, "success in info", success)))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; read success from `info`."""
         name = self.spec.name
         result = require_step(name, self._envs[slot].step(self._native(action)))
-        seen, reward, terminated, truncated, info = result
-        terminated, truncated = flag(name, "terminated", terminated), flag(name, "truncated", truncated)
+        observation, reward, terminated, truncated, info = result
+        terminated, truncated = to_bool(name, "terminated", terminated), to_bool(name, "truncated", truncated)
         if terminated or truncated:
-            seen, info = ended(seen, info)
-        self._observations[slot], self._infos[slot] = seen, info
+            observation, info = get_final_step(observation, info)
+        self._observations[slot], self._infos[slot] = observation, info
         return SimStep(
-            reward=number(name, reward),
+            reward=to_float(name, reward),
             terminated=terminated,
-            success=flag(name, "success in info", succeeded(info, self._success_keys)),
+            success=to_bool(name, "success in info", read_success(info, self._success_keys)),
             truncated=truncated,
         )
 
@@ -134,7 +134,7 @@ class GymSims(GymSlots, PerSlot):
             try:
                 self._envs.popitem()[1].close()
             except Exception as error:
-                log.warning("close() of env '%s' failed: %s", self.spec.name, line(error))
+                log.warning("close() of env '%s' failed: %s", self.spec.name, format_error(error))
 
     def _frame(self, slot: int) -> Any:
         env = self._envs[slot]
@@ -144,13 +144,13 @@ class GymSims(GymSlots, PerSlot):
         return frame
 
 
-def one_frame(frame: Any) -> ByteArray:
+def to_single_frame(frame: Any) -> ByteArray:
     """Return a rendered image [H, W, 3]; images of several cameras are placed side by side."""
     if isinstance(frame, Mapping):
         frame = list(frame.values())
     if isinstance(frame, (list, tuple)):
-        same = [one for one in frame if np.shape(one) == np.shape(frame[0])]
-        return one_frame(np.stack(same) if same else np.zeros((1, 1, 1, 3), np.uint8))
+        same_shape = [item for item in frame if np.shape(item) == np.shape(frame[0])]
+        return to_single_frame(np.stack(same_shape) if same_shape else np.zeros((1, 1, 1, 3), np.uint8))
     array = np.asarray(frame)
     if array.ndim == 4:
         array = np.concatenate([*array], axis=1)

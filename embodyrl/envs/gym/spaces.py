@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
 """(number of frames, height, width, channels) of an image space; channels are 1 or 3."""
 
-_MOST = 1024
+_MAX_ACTION_VALUES = 1024
 """Maximum number of values of an action dimension in an integer Box."""
 _UNBOUNDED = 1e30
 """Action bounds of at least this magnitude are treated as infinite."""
@@ -49,17 +49,17 @@ class ObservationWriter:
         sizes: set[tuple[int, int]] = set()
         self.state_dim = 0
         for path, leaf in leaves(space, ()):
-            name = spell(path)
+            name = format_path(path)
             if is_text(leaf):
                 self.texts.append((name, path))
-                self.text_bytes = max(self.text_bytes, _text_bytes(leaf))
+                self.text_bytes = max(self.text_bytes, _get_text_bytes(leaf))
                 continue
-            if (frames := frames_of(leaf)) is not None:
+            if (frames := get_frame_shape(leaf)) is not None:
                 self._images.append((path, leaf, frames, slice(len(cameras), len(cameras) + frames[0])))
                 cameras += [name] if frames[0] == 1 else [f"{name}.{i}" for i in range(frames[0])]
                 sizes.add(frames[1:3])
                 continue
-            width = _width(env_id, name, leaf)
+            width = _get_width(env_id, name, leaf)
             self._parts.append((path, leaf, slice(self.state_dim, self.state_dim + width)))
             self.state_dim += width
         if len(sizes) > 1:
@@ -78,7 +78,10 @@ class ObservationWriter:
 
     def columns(self, name: str) -> tuple[int, int]:
         """Return the state columns (start, stop) of a key of a Dict space; (0, 0) if the key has no columns."""
-        return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
+        return next(
+            ((part_columns.start, part_columns.stop) for path, _, part_columns in self._parts if path == (name,)),
+            (0, 0),
+        )
 
     def write(self, observation: Any, out: ObservationOut) -> None:
         """Write one observation into the arrays of `out`.
@@ -87,9 +90,9 @@ class ObservationWriter:
             EnvError: a shape or a category does not match the space.
         """
         for path, leaf, frames, rows in self._images:
-            out.images[rows] = _unstacked(self._picture(path, leaf, self._member(observation, path)), frames)
+            out.images[rows] = _split_frames(self._get_image(path, leaf, self._get_member(observation, path)), frames)
         for path, leaf, columns in self._parts:
-            out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
+            out.state[columns] = self._flatten(path, leaf, self._get_member(observation, path))
 
     def check(self, observation: Any) -> None:
         """Check an observation against the space, with the same errors as `write`."""
@@ -99,60 +102,64 @@ class ObservationWriter:
         )
         self.write(observation, out)
 
-    def _member(self, observation: Any, path: Path) -> Any:
+    def _get_member(self, observation: Any, path: Path) -> Any:
         try:
-            return member(observation, path)
+            return get_member(observation, path)
         except (KeyError, IndexError, TypeError):
             raise EnvError(
-                f"env '{self._env_id}' returned no '{spell(path)}', a member of its observation space. Fix: return all "
-                "members of the space."
+                f"env '{self._env_id}' returned no '{format_path(path)}', a member of its observation space. Fix: "
+                "return all members of the space."
             ) from None
 
     def image(self, observation: Any) -> np.ndarray:
         """Return the newest frame [H, W, 3] of the first image space."""
         path, leaf, frames, _ = self._images[0]
-        picture = self._picture(path, leaf, member(observation, path))
-        return np.broadcast_to(_unstacked(picture, frames)[-1], (*self.image_size, 3))
+        pixels = self._get_image(path, leaf, get_member(observation, path))
+        return np.broadcast_to(_split_frames(pixels, frames)[-1], (*self.image_size, 3))
 
-    def _picture(self, path: Path, leaf: Space[Any], value: Any) -> ByteArray:
-        array = self._fitting(path, value, leaf)
+    def _get_image(self, path: Path, leaf: Space[Any], value: Any) -> ByteArray:
+        array = self._check_array(path, value, leaf)
         if array.dtype == np.uint8 or not array.size:
             return array
         low, high = array.min(), array.max()
         if low < 0 or high > 255 or (array.dtype.kind in "fb" and 0 < high <= 1):
             raise EnvError(
                 f"env '{self._env_id}' returned {array.dtype} values in {low:g}..{high:g} for the uint8 image "
-                f"'{spell(path)}', expected 0..255. Fix: convert it, for example (255 * image).astype(np.uint8)."
+                f"'{format_path(path)}', expected 0..255. Fix: convert it, for example (255 * image).astype(np.uint8)."
             )
         return array.astype(np.uint8)
 
     def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> np.ndarray:
         if not isinstance(leaf, _CATEGORIES):
             # Not `spaces.flatten`, which wraps values outside of the space's dtype and takes longer.
-            return self._fitting(path, value, leaf).ravel()
+            return self._check_array(path, value, leaf).ravel()
         if not leaf.contains(value):
             raise EnvError(
-                f"env '{self._env_id}' returned category {value} in '{spell(path)}', expected a value of {leaf}."
+                f"env '{self._env_id}' returned category {value} in '{format_path(path)}', expected a value of {leaf}."
             )
         return np.asarray(spaces.flatten(leaf, value), np.float32)
 
-    def _fitting(self, path: Path, value: Any, leaf: Space[Any]) -> np.ndarray:
+    def _check_array(self, path: Path, value: Any, leaf: Space[Any]) -> np.ndarray:
         array, shape = np.asarray(value), leaf.shape
-        whole = leaf.dtype is not None and leaf.dtype.kind in "biu"
+        is_integer = leaf.dtype is not None and leaf.dtype.kind in "biu"
         if array.shape != shape:
             raise EnvError(
-                f"env '{self._env_id}' returned shape {array.shape} in '{spell(path)}', but its observation space "
-                f"declares {shape}."
+                f"env '{self._env_id}' returned shape {array.shape} in '{format_path(path)}', but its observation "
+                f"space declares {shape}."
             )
         if array.dtype.kind not in "biuf":
-            raise EnvError(f"env '{self._env_id}' returned {value!r:.80} in '{spell(path)}', expected real numbers.")
-        if whole and array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise EnvError(
+                f"env '{self._env_id}' returned {value!r:.80} in '{format_path(path)}', expected real numbers."
+            )
+        if is_integer and array.dtype.kind == "f" and not np.isfinite(array).all():
             # The conversion of an image to integers would hide NaN and infinity.
-            raise EnvError(f"env '{self._env_id}' returned {value!r:.80} in '{spell(path)}', expected finite numbers.")
+            raise EnvError(
+                f"env '{self._env_id}' returned {value!r:.80} in '{format_path(path)}', expected finite numbers."
+            )
         return array
 
 
-def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
+def _get_categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
     """Return the number of categories of each discrete action dimension [A], and the smallest values.
 
     Returns None if actions are real numbers or the space is not supported.
@@ -166,7 +173,7 @@ def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
             return np.full(spaces.flatdim(space), 2), 0
         case spaces.Box() if np.issubdtype(space.dtype, np.integer):
             counts = space.high.astype(np.float64) - space.low + 1
-            if (counts <= _MOST).all():
+            if (counts <= _MAX_ACTION_VALUES).all():
                 return counts.astype(np.int64).reshape(-1), space.low.astype(np.int64)
     return None
 
@@ -179,18 +186,21 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
     """
     if space.shape is not None and 0 in space.shape:
         raise ConfigError(f"env.id={env_id}: the action space {space} is empty, expected at least one dimension.")
-    if (categories := _categories(space)) is not None:
+    if (categories := _get_categories(space)) is not None:
         kind = ActionKind.discrete if isinstance(space, spaces.Discrete) else ActionKind.multi_discrete
         sizes = tuple(map(int, categories[0]))
         return ActionSpec(dim=len(sizes), kind=kind, sizes=sizes)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         bounds = (bound.astype(np.float64).reshape(-1) for bound in (space.low, space.high))
         # Some environments declare the largest float instead of infinity.
-        low, high = (np.where(np.abs(b) < _UNBOUNDED, b, np.copysign(np.inf, b)).tolist() for b in bounds)
+        low, high = (
+            np.where(np.abs(values) < _UNBOUNDED, values, np.copysign(np.inf, values)).tolist() for values in bounds
+        )
         return ActionSpec(dim=len(low), low=tuple(low), high=tuple(high))
     raise ConfigError(
         f"env.id={env_id}: actions of {space} are not supported. Convert the space to Discrete, MultiDiscrete, "
-        f"MultiBinary or Box (floats, or integers with up to {_MOST} values) with a wrapper in env.wrappers."
+        f"MultiBinary or Box (floats, or integers with up to {_MAX_ACTION_VALUES} values) with a wrapper in "
+        "env.wrappers."
     )
 
 
@@ -201,47 +211,47 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
     """
     shape, dtype = space.shape, space.dtype
     assert dtype is not None
-    if (categories := _categories(space)) is None:
+    if (categories := _get_categories(space)) is None:
         assert isinstance(space, spaces.Box)
         low, high = space.low, space.high
         # The dispatch of `np.clip` takes three times as long.
         return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
     sizes, starts = categories
 
-    def refuse(ids: list[int]) -> NoReturn:
+    def reject(ids: list[int]) -> NoReturn:
         raise EnvError(f"env '{env_id}' received action {ids}, expected ids from 0 to {(sizes - 1).tolist()}.")
 
     # Actions are stored as float32, categories too.
-    def several(action: FloatArray) -> Any:
+    def convert(action: FloatArray) -> Any:
         ids = np.rint(action).astype(np.int64)
         if ((ids < 0) | (ids >= sizes)).any():
-            refuse(ids.tolist())
+            reject(ids.tolist())
         return (ids.reshape(shape) + starts).astype(dtype)
 
-    def single(action: FloatArray) -> Any:
+    def convert_single(action: FloatArray) -> Any:
         category = round(float(action[0]))
         if not 0 <= category < size:
-            refuse([category])
+            reject([category])
         return number(category + first)
 
     if not isinstance(space, spaces.Discrete):
-        return several
+        return convert
     size, first, number = int(space.n), int(space.start), dtype.type
-    return single
+    return convert_single
 
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
     """Return the inverse of `native_actions`, which is a function that raises EnvError for invalid actions."""
-    categories = _categories(space)
+    categories = _get_categories(space)
     starts = 0 if categories is None else categories[1]
 
-    def flat(action: Any) -> FloatArray:
-        found = np.asarray(action)
-        if found.shape != space.shape or not np.isfinite(found).all():
+    def convert(action: Any) -> FloatArray:
+        array = np.asarray(action)
+        if array.shape != space.shape or not np.isfinite(array).all():
             raise EnvError(f"env '{env_id}': expert_action returned {action!r:.80}, expected an action of {space}.")
-        return (found - starts).astype(np.float32).reshape(-1)
+        return (array - starts).astype(np.float32).reshape(-1)
 
-    return flat
+    return convert
 
 
 def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
@@ -256,7 +266,7 @@ def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
         yield path, space
 
 
-def frames_of(space: Space[Any]) -> _Frames | None:
+def get_frame_shape(space: Space[Any]) -> _Frames | None:
     """Return the number of frames, height, width and channels of an image space, or None for other spaces."""
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -272,10 +282,10 @@ def frames_of(space: Space[Any]) -> _Frames | None:
     return (shape[0], shape[1], shape[2], shape[3]) if len(shape) == 4 else None
 
 
-def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
+def _split_frames(image: np.ndarray, frames: _Frames) -> np.ndarray:
     """Reshape an image to [n, H, W, 1 or 3]."""
-    last = frames[3] == 1 and picture.ndim == 3 and picture.shape[:2] == frames[1:3]
-    return (np.moveaxis(picture, -1, 0) if last else picture).reshape(frames)
+    frames_last = frames[3] == 1 and image.ndim == 3 and image.shape[:2] == frames[1:3]
+    return (np.moveaxis(image, -1, 0) if frames_last else image).reshape(frames)
 
 
 def is_text(space: Space[Any]) -> bool:
@@ -283,27 +293,29 @@ def is_text(space: Space[Any]) -> bool:
     return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
 
 
-_MOST_CATEGORIES = 2**16
+_MAX_CATEGORIES = 2**16
 """Maximum number of values of a categorical observation; each value is one column of the one-hot state."""
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 """Keys of the goals in the observation of a goal environment (Gymnasium-Robotics' GoalEnv)."""
-LONGEST_TEXT = 512
+MIN_TEXT_BYTES = 512
 """Minimum number of UTF-8 bytes reserved for an instruction."""
 
 
-def _text_bytes(space: Space[Any]) -> int:
+def _get_text_bytes(space: Space[Any]) -> int:
     if not isinstance(space, spaces.Text):
-        return LONGEST_TEXT
-    letter = max((len(letter.encode("utf-8", errors="replace")) for letter in space.character_set), default=1)
-    return min(4096, letter * space.max_length)
+        return MIN_TEXT_BYTES
+    character_bytes = max(
+        (len(character.encode("utf-8", errors="replace")) for character in space.character_set), default=1
+    )
+    return min(4096, character_bytes * space.max_length)
 
 
-def _width(env_id: str, name: str, space: Space[Any]) -> int:
+def _get_width(env_id: str, name: str, space: Space[Any]) -> int:
     if isinstance(space, (spaces.Box, spaces.MultiBinary, *_CATEGORIES)):
-        if isinstance(space, _CATEGORIES) and (width := spaces.flatdim(space)) > _MOST_CATEGORIES:
+        if isinstance(space, _CATEGORIES) and (width := spaces.flatdim(space)) > _MAX_CATEGORIES:
             raise ConfigError(
                 f"env.id={env_id}: '{name}' is {space}, whose one-hot state would have {width} numbers (at most "
-                f"{_MOST_CATEGORIES}). Convert it to numbers with a wrapper in env.wrappers, for example "
+                f"{_MAX_CATEGORIES}). Convert it to numbers with a wrapper in env.wrappers, for example "
                 "gymnasium.wrappers.TransformObservation."
             )
         return spaces.flatdim(space)
@@ -313,22 +325,24 @@ def _width(env_id: str, name: str, space: Space[Any]) -> int:
     )
 
 
-def member(observation: Any, path: Path) -> Any:
+def get_member(observation: Any, path: Path) -> Any:
     """Return the part of a nested observation at a path of keys and indices."""
     for key in path:
         observation = observation[key]
     return observation
 
 
-def copied(space: Space[Any], observation: Any) -> Any:
+def copy_observation(space: Space[Any], observation: Any) -> Any:
     """Copy the members of an observation that the space declares, because other members may not be copyable."""
     if isinstance(space, spaces.Dict) and isinstance(observation, Mapping):
-        return {key: copied(part, observation[key]) for key, part in space.spaces.items() if key in observation}
+        return {
+            key: copy_observation(part, observation[key]) for key, part in space.spaces.items() if key in observation
+        }
     if isinstance(space, spaces.Tuple) and isinstance(observation, (tuple, list)):
-        return tuple(copied(part, one) for part, one in zip(space.spaces, observation, strict=False))
+        return tuple(copy_observation(part, item) for part, item in zip(space.spaces, observation, strict=False))
     return copy.deepcopy(observation)
 
 
-def spell(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Return a path of keys and indices as a dotted name."""
     return ".".join(map(str, path)) or "observation"

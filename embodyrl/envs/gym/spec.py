@@ -30,45 +30,41 @@ def describe_here(cfg: GymSettings, pictures: bool) -> EnvSpec:
     """Return the environment's spec, measured in this process (see `GymFactory.describe`)."""
     from embodyrl.envs.gym.probe import probe
 
-    return spec_of(cfg, probe(cfg, pictures=pictures))
+    return build_spec(cfg, probe(cfg, pictures=pictures))
 
 
-def spec_of(cfg: GymSettings, found: Probe) -> EnvSpec:
-    """Return the spec of an environment with the properties `found`."""
-    from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED, LONGEST_TEXT, ObservationWriter, action_space
+def build_spec(cfg: GymSettings, probe: Probe) -> EnvSpec:
+    """Return the spec of an environment with the properties `probe`."""
+    from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED, MIN_TEXT_BYTES, ObservationWriter, action_space
 
     env_id = cfg.id
     assert env_id is not None, "validate first"
-    observations = ObservationWriter(env_id, found.observation_space)
-    fixed = cfg.instruction is not None or found.instruction is None
+    writer = ObservationWriter(env_id, probe.observation_space)
+    has_fixed_instruction = cfg.instruction is not None or probe.instruction is None
     return EnvSpec(
         name=env_id,
-        action=_with_controls(cfg, action_space(env_id, found.action_space)),
-        tasks=(found.instruction or env_id,),
+        action=_add_controls(cfg, action_space(env_id, probe.action_space)),
+        tasks=(probe.instruction or env_id,),
         text=TextSpec(
-            instructed=found.instruction is not None,
+            instructed=probe.instruction is not None,
             prompt_bytes=0
-            if fixed
-            else max(observations.text_bytes, LONGEST_TEXT, len(str(found.instruction).encode())),
+            if has_fixed_instruction
+            else max(writer.text_bytes, MIN_TEXT_BYTES, len(str(probe.instruction).encode())),
         ),
         # Each episode may have another instruction.
         states_per_task=(SEEDS,),
-        cameras=CameraSpec(names=observations.cameras, size=observations.image_size, grey=observations.grey),
-        state_dim=observations.state_dim,
-        max_episode_steps=found.max_episode_steps or cfg.longest_episode,
-        goal=GoalSpec(achieved=observations.columns(ACHIEVED), desired=observations.columns(DESIRED))
-        if found.goals
-        else None,
-        simulator=SimulatorSpec(
-            may_truncate=True, lockstep=found.vector, renders=found.draws or bool(observations.cameras)
-        ),
-        reward=RewardSpec(reports_success=found.reports_success, success=found.success, dense=found.dense),
-        expert=ExpertSpec(tasks=(0,) if found.expert else ()),
-        warnings=found.warnings,
+        cameras=CameraSpec(names=writer.cameras, size=writer.image_size, grey=writer.grey),
+        state_dim=writer.state_dim,
+        max_episode_steps=probe.max_episode_steps or cfg.longest_episode,
+        goal=GoalSpec(achieved=writer.columns(ACHIEVED), desired=writer.columns(DESIRED)) if probe.goals else None,
+        simulator=SimulatorSpec(may_truncate=True, lockstep=probe.vector, renders=probe.draws or bool(writer.cameras)),
+        reward=RewardSpec(reports_success=probe.reports_success, success=probe.success, dense=probe.dense),
+        expert=ExpertSpec(tasks=(0,) if probe.expert else ()),
+        warnings=probe.warnings,
     )
 
 
-def _with_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
+def _add_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
     """Add the keyboard and gamepad inputs of `env.controls` to the action spec.
 
     Raises:
@@ -76,12 +72,12 @@ def _with_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
     """
     if len(cfg.neutral) not in (0, action.dim):
         raise ConfigError(f"env.neutral has {len(cfg.neutral)} numbers, expected {action.dim} for actions of {cfg.id}.")
-    controls = tuple(Control(**{"label": "", **each}) for each in cfg.controls) or None
+    controls = tuple(Control(**{"label": "", **control}) for control in cfg.controls) or None
     low, high = action.bounds
-    for number, each in enumerate(controls or ()):
-        if not (0 <= each.index < action.dim and low[each.index] <= each.value <= high[each.index]):
+    for number, control in enumerate(controls or ()):
+        if not (0 <= control.index < action.dim and low[control.index] <= control.value <= high[control.index]):
             raise ConfigError(
-                f"env.controls[{number}]: index={each.index}, value={each.value:g} is outside the action space of "
-                f"{cfg.id}, which has {action.dim} dimensions in {low}..{high}."
+                f"env.controls[{number}]: index={control.index}, value={control.value:g} is outside the action space "
+                f"of {cfg.id}, which has {action.dim} dimensions in {low}..{high}."
             )
     return replace(action, controls=controls, neutral=tuple(cfg.neutral))
