@@ -30,18 +30,18 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
     >>> closest("PPO", ["grpo", "ppo"])
     " Did you mean 'ppo'?"
     """
-    typed, spelled = name.casefold(), {option.casefold(): option for option in options}
-    matches = difflib.get_close_matches(typed, spelled, n=3, cutoff=cutoff)
+    folded, options_by_folded = name.casefold(), {option.casefold(): option for option in options}
+    matches = difflib.get_close_matches(folded, options_by_folded, n=3, cutoff=cutoff)
     if not matches:
         return ""
     # Of equally similar names, prefer swapped letters.
-    best = next((match for match in matches if sorted(match) == sorted(typed)), matches[0])
-    return f" Did you mean '{spelled[best]}'?"
+    best = next((match for match in matches if sorted(match) == sorted(folded)), matches[0])
+    return f" Did you mean '{options_by_folded[best]}'?"
 
 
 def has(*names: str) -> Callable[[Any], bool]:
     """Return a check for `load` that accepts objects with all of the attributes `names`, but no classes."""
-    return lambda found: not isinstance(found, type) and all(hasattr(found, name) for name in names)
+    return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 def takes(arguments: int) -> Callable[[Any], bool]:
@@ -50,14 +50,14 @@ def takes(arguments: int) -> Callable[[Any], bool]:
     Callables of the standard library are rejected.
     """
 
-    def check(found: Any) -> bool:
-        while isinstance(found, functools.partial) and not found.keywords:
-            return takes(arguments + len(found.args))(found.func)
-        home = (getattr(found, "__module__", None) or type(found).__module__).partition(".")[0]
-        if not callable(found) or home in sys.stdlib_module_names:
+    def check(value: Any) -> bool:
+        while isinstance(value, functools.partial) and not value.keywords:
+            return takes(arguments + len(value.args))(value.func)
+        top_module = (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+        if not callable(value) or top_module in sys.stdlib_module_names:
             return False
         try:
-            inspect.signature(found).bind(*range(arguments)) if arguments else None
+            inspect.signature(value).bind(*range(arguments)) if arguments else None
         except (TypeError, ValueError):  # too few or too many; a C function without a signature
             return False
         return True
@@ -77,7 +77,7 @@ def _entry_points(path: tuple[str, ...]) -> Any:
     return entry_points()
 
 
-def _found_here(module: str) -> str:
+def _local_module_hint(module: str) -> str:
     """Return a hint if a module that cannot be imported exists in the working folder or a subfolder."""
     name = module.partition(".")[0]
     for folder in (Path.cwd(), Path.cwd() / name):
@@ -129,7 +129,7 @@ def name_problems(key: str, names: Iterable[str], find: Callable[[str], Any]) ->
     return problems
 
 
-MOVED = {
+MOVED_MODULES = {
     "embodyrl.datasets.tasks": "embodyrl.text.tasks",
     "embodyrl.extensions.objectives": "embodyrl.algorithms.objectives",
     "embodyrl.extensions.openenv": "embodyrl.envs.openenv",
@@ -145,7 +145,7 @@ FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill
 def current_path(target: str) -> str:
     """Return an import path of an earlier version with the present name of its module."""
     module, colon, attribute = target.partition(":")
-    for old, new in MOVED.items():
+    for old, new in MOVED_MODULES.items():
         if f"{module}.".startswith(f"{old}."):
             module = new + module.removeprefix(old)
     return f"{module}{colon}{attribute}"
@@ -161,7 +161,7 @@ def _import(target: str, kind: str) -> Any:
         # The plugin lacks a dependency: that is its author's error, and its traceback shows where.
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
-        hint = _found_here(module_name) if error.name == module_name.partition(".")[0] else ""
+        hint = _local_module_hint(module_name) if error.name == module_name.partition(".")[0] else ""
         raise UnknownNameError(f"Cannot import '{module_name}' for {kind} '{target}': {error}.{hint}") from error
     except (SystemExit, Exception) as error:
         if isinstance(error, ImportError):

@@ -15,7 +15,7 @@ from typing import Any
 from embodyrl.cli.output import show_result
 from embodyrl.commands.run_folder import locked
 from embodyrl.config.compose import Setting, parse_override
-from embodyrl.config.settings import keys_of
+from embodyrl.config.settings import get_keys
 from embodyrl.data.conversion.settings import ConversionSettings, ConvertSettings
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.group import build_monitor
@@ -48,7 +48,7 @@ def read_settings(words: Sequence[str]) -> ConversionSettings:
     """
     problems: list[str] = []
     settings: dict[str, Setting] = {}
-    known = keys_of(ConvertSettings)
+    known = get_keys(ConvertSettings)
     for word in words:
         name, value = parse_override(word)
         if name not in known:

@@ -21,7 +21,7 @@ from embodyrl.commands.sft_data import require_instructions
 from embodyrl.commands.unchanged_data import check_unchanged
 from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.trust import shell_command
+from embodyrl.config.trust import format_shell_command
 from embodyrl.data.cards import read_card
 from embodyrl.data.recap.report import REPORT_TEXT, Round, read_score, write_report
 from embodyrl.errors import Interrupted
@@ -152,7 +152,7 @@ class Rounds:
     def _compose(self, command: str, words: list[str]) -> Config:
         """Compose and check the config of a stage, and record its command for the report."""
         cfg = self._load(command, words)
-        self._commands.append(shell_command([command, *words, *dir_flags(self._dirs)], cfg))
+        self._commands.append(format_shell_command([command, *words, *dir_flags(self._dirs)], cfg))
         return cfg
 
     def _load(self, command: str, words: list[str]) -> Config:

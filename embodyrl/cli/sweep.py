@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from embodyrl.cli.discover.runs import describe_run
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.compose import dir_flags
-from embodyrl.config.trust import shell_command
+from embodyrl.config.trust import format_shell_command
 from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
 from embodyrl.plan.config import load_config
@@ -76,7 +76,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     with running.listening():
         for number, (job, cfg, place) in enumerate(zip(jobs, configs, places, strict=True)):
             before = _written(place)
-            line = shell_command([command, *job, *flags], cfg)
+            line = format_shell_command([command, *job, *flags], cfg)
             print(f"[{number + 1}/{len(jobs)}] {line}", flush=True)
             codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
             # Also a run that `runner.on_existing=resume` resumed.

@@ -24,7 +24,7 @@ from embodyrl.commands.facts import evaluation_banner, facts
 from embodyrl.commands.kept import open_writer, stores_episodes, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import build_console_monitor, print_banner
-from embodyrl.config.trust import shell_command, trust_overrides
+from embodyrl.config.trust import format_shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.group import MonitorGroup
@@ -86,7 +86,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
                 raise  # a resumed evaluation would fail again
             said, *details = str(error).splitlines()
             again = ["eval", "--resume", str(folder.root), *trust_overrides(cfg)]
-            said += f"; resume with: {shell_command(again, cfg)}"
+            said += f"; resume with: {format_shell_command(again, cfg)}"
             error.args = ("\n".join([said, *details]),)
             raise
         print_table(result, monitor.text)

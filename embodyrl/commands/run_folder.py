@@ -22,7 +22,7 @@ from pathlib import Path
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset, resolve_run
-from embodyrl.config.trust import own_sources, python_path
+from embodyrl.config.trust import find_user_modules, python_path
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores, remove_scratch
@@ -239,7 +239,7 @@ def _describe_machine(cfg: Config) -> str:
             lines.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             lines.append(f"{package} not installed")
-    for module, file in own_sources(cfg).items():
+    for module, file in find_user_modules(cfg).items():
         lines.append(f"source {module} {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}")
     if folders := python_path(cfg):
         lines.append(f"pythonpath {os.pathsep.join(folders)}")

@@ -17,7 +17,7 @@ from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import RunFolder
-from embodyrl.config.trust import shell_command, trust_overrides
+from embodyrl.config.trust import format_shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.group import MonitorGroup, build_monitor
@@ -289,11 +289,11 @@ class Session:
 
     def _resume_line(self) -> str:
         again = [self._command, "--resume", str(self.folder.root), *trust_overrides(self.cfg)]
-        return f"resume with: {shell_command(again, self.cfg)}"
+        return f"resume with: {format_shell_command(again, self.cfg)}"
 
     def print_summary(self, checkpoint: Path, *uses: Sequence[str]) -> None:
         """Print the folders of a finished run, and suggest commands for the next steps."""
-        known = [shell_command(use, self.cfg) for use in uses if use[0] in COMMANDS.names()]
+        known = [format_shell_command(use, self.cfg) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):
             self.monitor.text(line)

@@ -21,7 +21,7 @@ from embodyrl.registry import closest
 
 COMMAND_LINE = "command line"
 """Source of settings from the command line."""
-_LONGEST_WORD = 4000
+_MAX_OVERRIDE_CHARS = 4000
 """Maximum number of characters of one override."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
@@ -34,97 +34,100 @@ class Setting:
     value: Any
     source: str
     """`COMMAND_LINE`, or the path of the file that sets the value."""
-    words: str = ""
+    override: str = ""
     """Override as written by the user; empty for values from files."""
 
     @property
-    def typed(self) -> bool:
+    def is_set_by_user(self) -> bool:
         """True if the command line sets the key."""
         return self.source == COMMAND_LINE
 
     @property
     def text(self) -> str | None:
         """Unparsed value from the command line, for keys of type str: 2026_11_24 must not become 20261124."""
-        name, _, said = self.words.partition("=")
-        return said.strip() if name == self.key else None
+        name, _, value = self.override.partition("=")
+        return value.strip() if name == self.key else None
 
     @property
     def where(self) -> str:
         """Prefix of error messages that contains the source of the setting."""
-        return f"{short(self.words)}: " if self.typed else f"{self.source}: "
+        return f"{short(self.override)}: " if self.is_set_by_user else f"{self.source}: "
 
 
 def compose(
     command: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     config_dirs: Sequence[Path],
     problems: list[str],
     *,
-    unread: Container[str] = (),
+    unused_groups: Container[str] = (),
     on_run: bool = False,
 ) -> tuple[dict[str, str], list[Setting], list[Setting]]:
     """Return the options that arguments choose, by group, the values that arguments set, and the values of the files.
 
-    Arguments of the groups `unread`, which have no options for this command, are returned as values. `on_run` is true
-    if the config of a run becomes the base of the config. Invalid arguments are appended to `problems`.
+    Arguments of the groups `unused_groups`, which have no options for this command, are returned as values. `on_run` is
+    true if the config of a run becomes the base of the config. Invalid arguments are appended to `problems`.
 
     Raises:
         ConfigError: the files cannot be composed; the problems are included.
     """
-    groups, typed = split_overrides(command, words, config_dirs, problems)
-    for group in [group for group in groups if group in unread]:
-        typed.append(Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}"))
+    groups, overrides = split_overrides(command, arguments, config_dirs, problems)
+    for group in [group for group in groups if group in unused_groups]:
+        overrides.append(Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}"))
     try:
         values = compose_groups(command, groups, config_dirs)
         # An experiment selects all values, although a run is the base.
-        replaced = on_run and groups.get("experiment", "null") == "null"
-        if replaced or _has_other_weights(values, typed, config_dirs):
-            values = compose_groups(command, groups | _no_start(command), config_dirs)
+        ignores_start = on_run and groups.get("experiment", "null") == "null"
+        if ignores_start or _has_other_weights(values, overrides, config_dirs):
+            values = compose_groups(command, groups | _start_override(command), config_dirs)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    return groups, typed, values
+    return groups, overrides, values
 
 
-def _no_start(command: str) -> dict[str, str]:
+def _start_override(command: str) -> dict[str, str]:
     return {"start": "none"} if "optional start" in _defaults(command) else {}
 
 
-def _has_other_weights(values: Sequence[Setting], typed: Sequence[Setting], config_dirs: Sequence[Path]) -> bool:
+def _has_other_weights(values: Sequence[Setting], overrides: Sequence[Setting], config_dirs: Sequence[Path]) -> bool:
     """Return True if conf/start/ENV-MODEL.yaml sets `model.path`, but another file or the command line replaces it."""
     starts = {Path(setting.source) for setting in values if Path(setting.source).parent.name == "start"}
     folders = search_path(config_dirs)
-    if not any("model.path" in dict(_keys_of(f"start/{file.stem}", folders)) for file in starts):
+    if not any("model.path" in dict(_list_keys(f"start/{file.stem}", folders)) for file in starts):
         return False
     path = next(setting for setting in values if setting.key == "model.path")
-    named = [s.value for s in typed if s.key == "model.path" or (s.key == "ckpt" and s.value is not None)]
+    paths = [s.value for s in overrides if s.key == "model.path" or (s.key == "ckpt" and s.value is not None)]
     if Path(path.source) not in starts or not isinstance(path.value, str):
         return True
-    own = resolve_asset(path.value).resolve()
-    return any(not isinstance(name, str) or resolve_asset(name).resolve() != own for name in named)
+    start_path = resolve_asset(path.value).resolve()
+    return any(
+        not isinstance(weights_path, str) or resolve_asset(weights_path).resolve() != start_path
+        for weights_path in paths
+    )
 
 
 def split_overrides(
-    command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
+    command: str, arguments: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], list[Setting]]:
     """Separate `group=option` from `key=value` arguments; append a message to `problems` for each invalid argument."""
     groups: dict[str, str] = {}
     settings: list[Setting] = []
-    for text in words:
+    for argument in arguments:
         try:
-            name, value = parse_override(text)
+            name, value = parse_override(argument)
         except ConfigError as error:
             problems += error.problems
             continue
         if name in default_options(command):
-            if problem := _refuse_option(command, name, value, text, config_dirs):
+            if problem := _option_error(command, name, value, argument, config_dirs):
                 problems.append(problem)
             else:
                 groups[name] = "null" if value is None else str(value)
         else:
             try:
-                settings += [Setting(key, leaf, COMMAND_LINE, text) for key, leaf in flat({name: value}).items()]
+                settings += [Setting(key, leaf, COMMAND_LINE, argument) for key, leaf in flat({name: value}).items()]
             except ConfigError as error:
-                problems += [f"{short(text)}: {problem}" for problem in error.problems]
+                problems += [f"{short(argument)}: {problem}" for problem in error.problems]
     return groups, settings
 
 
@@ -141,7 +144,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     from hydra.errors import HydraException
 
     try:
-        if len(text.encode()) > 4 * _LONGEST_WORD or len(text) > _LONGEST_WORD:
+        if len(text.encode()) > 4 * _MAX_OVERRIDE_CHARS or len(text) > _MAX_OVERRIDE_CHARS:
             raise ValueError
         override = OverridesParser.create().parse_override(text)
         value = None if override.is_sweep_override() or override.is_delete() else override.value()
@@ -159,9 +162,9 @@ def parse_override(text: str) -> tuple[str, Any]:
         )
     if override.package is not None:
         raise ConfigError(f"{short(text)}: '@' is not supported; write {name}=...")
-    if isinstance(value, str) and value and is_yaml_only(written := text.partition("=")[2].strip()):
-        number = written.replace(".", "")
-        raise ConfigError(f"{short(text)}: {written} is YAML. Write {name}={number}, or quotes for text.")
+    if isinstance(value, str) and value and is_yaml_only(text_value := text.partition("=")[2].strip()):
+        number = text_value.replace(".", "")
+        raise ConfigError(f"{short(text)}: {text_value} is YAML. Write {name}={number}, or quotes for text.")
     return name, value
 
 
@@ -173,14 +176,14 @@ def format_override(name: str, value: object) -> str:
     """
     from embodyrl.config.settings import to_builtin  # here, because `list` needs no pydantic
 
-    return f"{name}={_written(to_builtin(value))}"
+    return f"{name}={_format_value(to_builtin(value))}"
 
 
-def _written(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_format_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(_format_value, value))}]"
     if not isinstance(value, str):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     try:
@@ -188,17 +191,19 @@ def _written(value: object) -> str:
             return value
     except ConfigError:
         pass  # brackets, commas, an equals sign, ...
-    escaped = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), value)
-    return f'"{escaped}"'
+    escaped_text = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + match[2].replace('"', r"\""), value)
+    return f'"{escaped_text}"'
 
 
-def _refuse_option(command: str, group: str, option: object, text: str, config_dirs: Sequence[Path]) -> str | None:
+def _option_error(command: str, group: str, option: object, text: str, config_dirs: Sequence[Path]) -> str | None:
     known = options(group, config_dirs)
     nullable = default_options(command)[group] is None
     if (option is None and nullable) or (isinstance(option, str) and option in known):
-        own = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
-        if own and known[str(option)] != own[0]:
-            return f"{short(text)}: {group} '{option}' is built in, so {own[0]} would be ignored; rename the file."
+        own_files = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
+        if own_files and known[str(option)] != own_files[0]:
+            return (
+                f"{short(text)}: {group} '{option}' is built in, so {own_files[0]} would be ignored; rename the file."
+            )
         return None
     if not isinstance(option, str):
         return f"{short(text)}: {group} takes the name of one option: {', '.join(known)}."
@@ -211,26 +216,26 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     Raises:
         ConfigError: an inner name is empty, contains a dot, or is not text or an integer.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if prefix and (type(key) not in (str, int) or not str(key) or "." in str(key)):
             raise ConfigError(f"{key!r} is not a name in {prefix[:-1]}. Use text without dots.")
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
+        has_subkeys = isinstance(value, Mapping) and value
+        leaves |= flat(value, f"{prefix}{key}.") if has_subkeys else {f"{prefix}{key}": value}
+    return leaves
 
 
 def conf_dir() -> Path:
     """Return the folder with the YAML files of the config groups, in the installed package or the source checkout."""
-    inside = PACKAGE / "conf"
-    return inside if (inside / "train.yaml").exists() else PACKAGE.parent / "conf"
+    packaged = PACKAGE / "conf"
+    return packaged if (packaged / "train.yaml").exists() else PACKAGE.parent / "conf"
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
     """Return the folders that contain option files: the included folder first, then the user's folders."""
-    if missing := [d for d in config_dirs if not d.is_dir()]:
-        raise ConfigError([f"--config-dir {d}: no such folder; create it or fix the path." for d in missing])
-    return [conf_dir(), *(d.resolve() for d in config_dirs)]
+    if missing := [folder for folder in config_dirs if not folder.is_dir()]:
+        raise ConfigError([f"--config-dir {folder}: no such folder; create it or fix the path." for folder in missing])
+    return [conf_dir(), *(folder.resolve() for folder in config_dirs)]
 
 
 def root_file(command: str) -> str:
@@ -259,14 +264,14 @@ def dir_flags(config_dirs: Sequence[Path]) -> list[str]:
 
 def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
     """Return the options of a group by name (`text/gsm` for a file in a subfolder), with their files."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in search_path(config_dirs):
         base = folder / group
         for file in sorted(base.rglob("*.yaml")):
-            found.setdefault(file.relative_to(base).with_suffix("").as_posix(), file)
+            files.setdefault(file.relative_to(base).with_suffix("").as_posix(), file)
     for name in variants(group):
-        found.setdefault(name, conf_dir() / "variants.yaml")
-    return dict(sorted(found.items()))
+        files.setdefault(name, conf_dir() / "variants.yaml")
+    return dict(sorted(files.items()))
 
 
 @functools.cache
@@ -275,23 +280,27 @@ def variants(group: str) -> dict[str, tuple[str | None, str, dict[str, Any]]]:
 
     For example libero_pro_10_swap is libero_10 with the suite libero_10_swap.
     """
-    found: dict[str, tuple[str | None, str, dict[str, Any]]] = {}
-    for family, of in read_plain_yaml(conf_dir() / "variants.yaml").get(group, {}).items():
-        for name, about in of.get("options", {}).items():
-            values = {of["key"]: name} | of.get("all", {}) | of.get("more", {}).get(name, {})
-            found[name] = of.get("base"), about, values
-        for base in of.get("bases", ()):
-            for axis, about in of["axes"].items():
+    variants_by_name: dict[str, tuple[str | None, str, dict[str, Any]]] = {}
+    for family, entry in read_plain_yaml(conf_dir() / "variants.yaml").get(group, {}).items():
+        for name, description in entry.get("options", {}).items():
+            values = {entry["key"]: name} | entry.get("all", {}) | entry.get("more", {}).get(name, {})
+            variants_by_name[name] = entry.get("base"), description, values
+        for base in entry.get("bases", ()):
+            for axis, description in entry["axes"].items():
                 name = f"{family}_{base.partition('_')[2]}_{axis}"
-                found[name] = base, f"{of['title']}: {base}, {about}", {of["key"]: f"{base}_{axis}"}
-    return found
+                variants_by_name[name] = (
+                    base,
+                    f"{entry['title']}: {base}, {description}",
+                    {entry["key"]: f"{base}_{axis}"},
+                )
+    return variants_by_name
 
 
 def compose_groups(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
     """Return the unresolved values from the root file of a command and from the chosen group options."""
     folders = tuple(search_path(config_dirs))
     # Included files do not change while the program runs.
-    composed = compose_files if len(folders) > 1 else _compose_shipped
+    composed = compose_files if len(folders) > 1 else _compose_included
     try:
         return list(composed(root_file(command), tuple(groups.items()), folders))
     except ConfigError as error:
@@ -299,10 +308,10 @@ def compose_groups(command: str, groups: Mapping[str, str], config_dirs: Sequenc
         raise ConfigError(f"Cannot compose {options or command}: {error}") from None
 
 
-def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
+def compose_files(root: str, options: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
     """Return the values from a root file and group options, with interpolations unresolved, each with its source file.
 
-    `typed` are options from the command line, which override the options of files. The first folder with a file wins.
+    `options` are options from the command line, which override the options of files. The first folder with a file wins.
 
     Raises:
         ConfigError: a file or group does not exist, a file is not plain YAML, or Hydra cannot read a defaults list.
@@ -313,39 +322,43 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    groups = dict(typed)
-    shipped, *more = (str(folder) for folder in folders)
+    groups = dict(options)
+    included, *user_folders = (str(folder) for folder in folders)
     # Check the files before Hydra reads them, because Hydra expands aliases without a limit.
-    for group, option in groups.items() if more else ():
+    for group, option in groups.items() if user_folders else ():
         try:
-            deque(_keys_of(f"{group}/{option}", folders), maxlen=0)
+            deque(_list_keys(f"{group}/{option}", folders), maxlen=0)
         except RecursionError:
             raise ConfigError(f"the defaults of {group}={option} form a cycle; remove one entry.") from None
     # Hydra cannot override an option with null, but null is the default of the groups that accept null.
     _store_variants()
-    words = [f"{group}={option}" for group, option in groups.items() if option != "null"]
-    words += [f"hydra.searchpath={json.dumps([f'file://{folder}' for folder in more])}"] * bool(more)
+    arguments = [f"{group}={option}" for group, option in groups.items() if option != "null"]
+    arguments += [f"hydra.searchpath={json.dumps([f'file://{folder}' for folder in user_folders])}"] * bool(
+        user_folders
+    )
     try:
-        with _own_hydra(), initialize_config_dir(shipped, version_base="1.3"):
-            cfg = compose_by_hydra(root, overrides=words, return_hydra_config=True)
+        with _isolated_hydra(), initialize_config_dir(included, version_base="1.3"):
+            cfg = compose_by_hydra(root, overrides=arguments, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     choices = dict(cfg.hydra.runtime.choices)
-    if wrong := next((group for group, option in groups.items() if option == "null" and choices.get(group)), None):
-        raise ConfigError(f"{wrong}=null has no effect: another option selects {wrong}={choices[wrong]}. Remove one.")
+    if overridden := next((group for group, option in groups.items() if option == "null" and choices.get(group)), None):
+        raise ConfigError(
+            f"{overridden}=null has no effect: another option selects {overridden}={choices[overridden]}. Remove one."
+        )
     with open_dict(cfg):
         del cfg.hydra
     values: Any = OmegaConf.to_container(cfg, resolve=False)
-    files = dict(_keys_of(root, folders))
+    files = dict(_list_keys(root, folders))
     for entry in read_plain_yaml(folders[0] / f"{root}.yaml")["defaults"]:
         group = next(iter(entry)).removeprefix("optional ") if isinstance(entry, dict) else ""
         if choices.get(group) is not None:
-            files |= dict(_keys_of(f"{group}/{choices[group]}", folders))
+            files |= dict(_list_keys(f"{group}/{choices[group]}", folders))
     default = f"{folders[0].name}/{root}.yaml"
     return tuple(Setting(key, value, files.get(key, default)) for key, value in flat(values).items())
 
 
-_compose_shipped = functools.cache(compose_files)
+_compose_included = functools.cache(compose_files)
 
 
 @functools.cache
@@ -360,30 +373,30 @@ def _store_variants() -> None:
 
 
 @contextmanager
-def _own_hydra() -> Iterator[None]:
+def _isolated_hydra() -> Iterator[None]:
     """Clear Hydra's global state inside the block, then restore the state of another Hydra application."""
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
-    other = GlobalHydra.instance().hydra
-    added = [name for name in ("hydra", "now", "python_version") if not OmegaConf.has_resolver(name)]
+    previous = GlobalHydra.instance().hydra
+    added_resolvers = [name for name in ("hydra", "now", "python_version") if not OmegaConf.has_resolver(name)]
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        GlobalHydra.instance().hydra = other
-        for name in added:
+        GlobalHydra.instance().hydra = previous
+        for name in added_resolvers:
             OmegaConf.clear_resolver(name)
 
 
-def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
+def _list_keys(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield (key, name of the file that sets the key) for a file and the files in its defaults list."""
     folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     group, _, option = name.rpartition("/")
     if folder is None:
         base, _, values = variants(group).get(option, (None, "", {}))
         if base:
-            yield from _keys_of(f"{group}/{base}", folders)
+            yield from _list_keys(f"{group}/{base}", folders)
         yield from ((key, f"{folders[0].name}/{name}") for key in flat(values, f"{group}."))
         return
     file = folder / f"{name}.yaml"
@@ -393,7 +406,7 @@ def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"{file}: defaults must be a list.")
     for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":
-            yield from _keys_of(f"{group}/{entry}" if group else entry, folders)
+            yield from _list_keys(f"{group}/{entry}" if group else entry, folders)
     match = _PACKAGE.match(file.read_text(encoding="utf-8"))
     package = group.replace("/", ".") if match is None else match[1].removeprefix("_global_")
     source = f"{folder.name}/{name}.yaml" if folder == folders[0] else str(file)

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1]
 
 def assets_dir() -> Path:
     """Return the folder of included data, such as tiny checkpoints, text tasks and images."""
-    inside = PACKAGE / "assets"
-    return inside if inside.is_dir() else PACKAGE.parent / "assets"
+    packaged = PACKAGE / "assets"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "assets"
 
 
 def cache_dir() -> Path:
@@ -32,8 +32,8 @@ def resolve_asset(path: str) -> Path:
 
 def is_on_hub(path: str) -> bool:
     """Return True if a path has the form owner/name of a hub repository and is not a local path."""
-    found = HUB_NAME.fullmatch(path)
-    if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
+    match = HUB_NAME.fullmatch(path)
+    if match is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
         return False
     first = path.partition("/")[0]
     return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
@@ -41,13 +41,13 @@ def is_on_hub(path: str) -> bool:
 
 def cached_snapshot(path: str) -> Path | None:
     """Return the folder of `owner/name@commit` in the hub's cache; None: not cached."""
-    found = HUB_NAME.fullmatch(path)
-    if found is None or len(found["revision"] or "") != 40:
+    match = HUB_NAME.fullmatch(path)
+    if match is None or len(match["revision"] or "") != 40:
         return None
     from huggingface_hub import constants
 
-    names = (f"{kind}s--{found['owner']}--{found['name']}" for kind in ("model", "dataset"))
-    folders = (Path(constants.HF_HUB_CACHE, name, "snapshots", found["revision"]) for name in names)
+    names = (f"{kind}s--{match['owner']}--{match['name']}" for kind in ("model", "dataset"))
+    folders = (Path(constants.HF_HUB_CACHE, name, "snapshots", match["revision"]) for name in names)
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
@@ -56,5 +56,5 @@ def resolve_run(path: str) -> Path:
 
     All other paths are resolved by `resolve_asset`.
     """
-    named = Path("runs") / path
-    return named if "/" not in path and not Path(path).exists() and named.is_dir() else resolve_asset(path)
+    run_folder = Path("runs") / path
+    return run_folder if "/" not in path and not Path(path).exists() and run_folder.is_dir() else resolve_asset(path)

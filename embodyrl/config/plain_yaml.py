@@ -11,9 +11,9 @@ import yaml
 
 from embodyrl.errors import ConfigError, short
 
-_LIMIT = 1 << 20
+_MAX_BYTES = 1 << 20
 """Maximum size of a file, in bytes."""
-_DEPTH = 100
+_MAX_DEPTH = 100
 _TAG = "tag:yaml.org,2002:"
 _INT = r"(?:0|[1-9](?:_?\d)*)"
 _POINT = rf"(?:{_INT}?\.\d(?:_?\d)*|{_INT}\.)"
@@ -28,10 +28,10 @@ _COMMAND_LINE_TYPES = {
 _YAML_ONLY = re.compile(r"~?|[+-]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 """Pattern of null, infinity and NaN in YAML, which the command line rejects."""
 _LINE_BREAKS = re.compile("[\r\x85\u2028\u2029]")
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_Base):
+class _Loader(_BaseLoader):
     """YAML loader for settings: 1e-4 is a number, a date is a string, and duplicate keys are errors."""
 
     yaml_implicit_resolvers = {
@@ -41,8 +41,8 @@ class _Loader(_Base):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"key '{twice}' occurs twice", node.start_mark)
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"key '{duplicate}' occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -65,28 +65,28 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    plain = type_of(text) == _yaml_type(text) == "str"
+    is_plain = command_line_type(text) == _yaml_type(text) == "str"
     # Quotes of the other kind fold rare line breaks.
-    style = '"' if _LINE_BREAKS.search(text) else None if plain else "'"
+    style = '"' if _LINE_BREAKS.search(text) else None if is_plain else "'"
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
 
 
-def type_of(word: str) -> str:
+def command_line_type(text: str) -> str:
     """Return the type of an unquoted word on the command line: null, bool, int, float or str."""
-    return next((name for name, pattern in _COMMAND_LINE_TYPES.items() if pattern.fullmatch(word)), "str")
+    return next((name for name, pattern in _COMMAND_LINE_TYPES.items() if pattern.fullmatch(text)), "str")
 
 
-def is_yaml_only(word: str) -> bool:
+def is_yaml_only(text: str) -> bool:
     """Return True for a word of YAML without an equivalent on the command line, for example `.inf`."""
-    return _YAML_ONLY.fullmatch(word) is not None
+    return _YAML_ONLY.fullmatch(text) is not None
 
 
-def _yaml_type(word: str) -> str:
-    for tag, pattern in _Loader.yaml_implicit_resolvers.get(word[:1], ()):
-        if pattern.match(word):
+def _yaml_type(text: str) -> str:
+    for tag, pattern in _Loader.yaml_implicit_resolvers.get(text[:1], ()):
+        if pattern.match(text):
             return tag.removeprefix(_TAG)
     return "str"
 
@@ -105,16 +105,16 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
             reads as another type, such as `on` or `12:30`.
     """
     try:
-        if (size := file.stat().st_size) > _LIMIT:
-            raise ConfigError(f"{file} has {size} bytes; a config has at most {_LIMIT} bytes.")
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise ConfigError(f"{file} has {size} bytes; a config has at most {_MAX_BYTES} bytes.")
         text = file.read_text(encoding="utf-8")
         depth = 0
         # Check parser events before objects are built, so that deep nesting and aliases use no memory.
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEPTH:
-                raise ConfigError(f"{file} has more than {_DEPTH} nested levels. Use another file.")
-            if problem := _refused(event):
+            if depth > _MAX_DEPTH:
+                raise ConfigError(f"{file} has more than {_MAX_DEPTH} nested levels. Use another file.")
+            if problem := _find_problem(event):
                 raise ConfigError(f"{file}:{event.start_mark.line + 1}: {problem}")
         raw = _Loader(text).get_single_data() or {}
     except (OSError, yaml.YAMLError, ValueError) as error:
@@ -124,18 +124,19 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     return raw
 
 
-def _refused(event: yaml.Event) -> str | None:
+def _find_problem(event: yaml.Event) -> str | None:
     """Return the reason, with a fix, why an element of a file is rejected; None: the element is valid."""
     if isinstance(event, yaml.AliasEvent):
         return "YAML aliases are refused (unbounded size); remove them."
     if (tag := getattr(event, "tag", None)) is not None:
         return f"YAML tag '{tag}' is refused (tags can run code); remove it."
-    if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and not is_yaml_only(word := event.value):
-        here, there = _yaml_type(word), type_of(word)
-        if here != there:
-            kinds = {"str": "text", "int": "a number", "float": "a number", "bool": "true or false"}
+    if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and not is_yaml_only(text := event.value):
+        in_yaml, in_override = _yaml_type(text), command_line_type(text)
+        if in_yaml != in_override:
+            names = {"str": "text", "int": "a number", "float": "a number", "bool": "true or false"}
             return (
-                f"{short(word)} is {kinds.get(here, here)} in YAML and {kinds.get(there, there)} on the command line. "
-                f"Write '{short(word)}' in quotes for text; write numbers as 750 or .inf, and true, false or null."
+                f"{short(text)} is {names.get(in_yaml, in_yaml)} in YAML and {names.get(in_override, in_override)} on the "
+                "command line. "
+                f"Write '{short(text)}' in quotes for text; write numbers as 750 or .inf, and true, false or null."
             )
     return None

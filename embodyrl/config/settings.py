@@ -25,11 +25,14 @@ from pydantic.fields import FieldInfo
 from embodyrl.errors import ConfigError
 
 
-def valid_if(holds: Callable[[Any], bool]) -> AfterValidator:
-    """Return a validator that rejects values for which `holds` is false; the error text is the field's `Constraint`."""
+def valid_if(is_valid: Callable[[Any], bool]) -> AfterValidator:
+    """Return a validator that rejects values for which `is_valid` is false.
+
+    The error text is the field's `Constraint`.
+    """
 
     def check(value: Any) -> Any:
-        if not holds(value):
+        if not is_valid(value):
             raise ValueError
         return value
 
@@ -57,8 +60,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
 # No file system supports longer names, and opening such a path raises an unclear error.
-_short = valid_if(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
-Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Constraint("a path")]
+_has_short_names = valid_if(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
+Path = Annotated[
+    str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _has_short_names, Constraint("a path")
+]
 Name = Annotated[
     str,
     Field(pattern=r"^[^./\s\x00][^/\s\x00]*$", max_length=100),
@@ -99,8 +104,8 @@ class Settings(BaseModel):
         for name in self.used_fields():
             if not isinstance(value := getattr(self, name), Settings):
                 yield prefix + name, value
-        for name, below in self.nested():
-            yield from below.leaves(prefix + name)
+        for name, section in self.nested():
+            yield from section.leaves(prefix + name)
 
     def used_fields(self) -> Iterable[str]:
         """Return the names of the fields in use."""
@@ -115,8 +120,8 @@ class Settings(BaseModel):
     def nodes(self, prefix: str = "") -> Iterator[tuple[str, Settings]]:
         """Yield (prefix of the keys, settings) of these settings and of all nested settings."""
         yield prefix, self
-        for name, below in self.nested():
-            yield from below.nodes(prefix + name)
+        for name, section in self.nested():
+            yield from section.nodes(prefix + name)
 
     def get(self, name: str) -> Any:
         """Return the value of a key by dotted name; None: the settings have no such key."""
@@ -130,14 +135,14 @@ class Settings(BaseModel):
         """
         changes: dict[str, Any] = {}
         for name, value in values.items():
-            head, _, rest = name.partition(".")
+            head, _, subkey = name.partition(".")
             if head not in type(self).model_fields:
                 raise ConfigError(f"{type(self).__name__} has no key '{name}'.")
-            below = changes.get(head, getattr(self, head))
-            if rest and not isinstance(below, Settings):
-                reason = f"because its {head} is {below!r}. Set `{head}` to settings first."
-                raise ConfigError(f"{type(self).__name__} has no key '{rest}' {reason}")
-            changes[head] = below.updated({rest: value}) if isinstance(below, Settings) and rest else value
+            section = changes.get(head, getattr(self, head))
+            if subkey and not isinstance(section, Settings):
+                reason = f"because its {head} is {section!r}. Set `{head}` to settings first."
+                raise ConfigError(f"{type(self).__name__} has no key '{subkey}' {reason}")
+            changes[head] = section.updated({subkey: value}) if isinstance(section, Settings) and subkey else value
         return self.model_copy(update=changes)
 
 
@@ -163,23 +168,25 @@ class Key:
     @property
     def doc(self) -> str:
         """Help text of the key in one line."""
-        return doc_of(self.owner, self.name.rpartition(".")[2])
+        return get_doc(self.owner, self.name.rpartition(".")[2])
 
     @property
     def _type(self) -> tuple[Any, list[Any], bool]:
         """Return the type without annotations, the annotations' metadata, and True if null is allowed."""
-        hint, found, optional = self.field.annotation, list(self.field.metadata), False
+        hint, metadata, optional = self.field.annotation, list(self.field.metadata), False
         while True:
             if typing.get_origin(hint) is Annotated:
-                hint, *more = typing.get_args(hint)
-                found += more
+                hint, *annotations = typing.get_args(hint)
+                metadata += annotations
             elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
                 optional |= type(None) in typing.get_args(hint)
                 hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
             else:
                 break
-        flat = [part for item in found for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return hint, flat, optional
+        flat_metadata = [
+            part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])
+        ]
+        return hint, flat_metadata, optional
 
     @property
     def kind(self) -> Any:
@@ -192,7 +199,7 @@ class Key:
         return self._type[1]
 
     @property
-    def free(self) -> bool:
+    def is_mapping(self) -> bool:
         """True if the value is a mapping whose names the user chooses."""
         hint = self._type[0]
         return hint is dict or typing.get_origin(hint) is dict
@@ -203,46 +210,48 @@ class Key:
         hint = self._type[0]
         if typing.get_origin(hint) is typing.Literal:
             return [str(choice) for choice in typing.get_args(hint)]
-        return [m.value for m in hint] if isinstance(hint, type) and issubclass(hint, Enum) else []
+        return [member.value for member in hint] if isinstance(hint, type) and issubclass(hint, Enum) else []
 
     @property
     def type_text(self) -> str:
         """Type for help texts, for example `int | null` or `bf16 | fp32`."""
         hint, _, optional = self._type
-        plain_type = isinstance(hint, type) and not typing.get_args(hint)
-        text = " | ".join(self.choices) or (hint.__name__ if plain_type else _strip(str(_bare(hint))))
+        is_plain = isinstance(hint, type) and not typing.get_args(hint)
+        text = " | ".join(self.choices) or (hint.__name__ if is_plain else _strip_module(str(_strip_bounds(hint))))
         return f"{text} | null" if optional else text
 
     @property
     def expectation(self) -> str:
         """Description of the valid type and range, which error messages print after "must be"."""
         hint, metadata, optional = self._type
-        said = next((item.wording for item in metadata if isinstance(item, Constraint)), None)
-        if said is None:
-            said = f"one of {', '.join(self.choices)}" if self.choices else _noun(hint, metadata)
-        return f"{said} or null" if optional and "null" not in said else said
+        description = next((item.wording for item in metadata if isinstance(item, Constraint)), None)
+        if description is None:
+            description = f"one of {', '.join(self.choices)}" if self.choices else _describe_type(hint, metadata)
+        return f"{description} or null" if optional and "null" not in description else description
 
 
-def _bare(hint: Any) -> Any:
+def _strip_bounds(hint: Any) -> Any:
     """Return a list type without the bounds of its elements, such as list[int]; return other types unchanged."""
-    of = typing.get_args(hint)
-    return list[of[0].__origin__] if of and typing.get_origin(of[0]) is Annotated else hint
+    arguments = typing.get_args(hint)
+    return list[arguments[0].__origin__] if arguments and typing.get_origin(arguments[0]) is Annotated else hint
 
 
-def _strip(text: str) -> str:
+def _strip_module(text: str) -> str:
     return text.replace("typing.", "")
 
 
-def _noun(hint: Any, metadata: list[Any]) -> str:
+def _describe_type(hint: Any, metadata: list[Any]) -> str:
     if typing.get_origin(hint) is list:
-        example = {int: "[0,1]", float: "[0.1,0.9]"}.get(typing.get_args(_bare(hint))[0], "[a,b]")
+        example = {int: "[0,1]", float: "[0.1,0.9]"}.get(typing.get_args(_strip_bounds(hint))[0], "[a,b]")
         return f"a list such as {example}"
     if hint is dict or typing.get_origin(hint) is dict:
         return "a mapping such as {a: 1}"
     noun = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
-    words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "below"}
-    bounds = [(sign, getattr(item, sign)) for item in metadata for sign in words if hasattr(item, sign)]
-    return " ".join([noun, " and ".join(f"{words[sign]} {bound}" for sign, bound in bounds)]).strip()
+    phrases = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "below"}
+    bounds = [
+        (operator, getattr(item, operator)) for item in metadata for operator in phrases if hasattr(item, operator)
+    ]
+    return " ".join([noun, " and ".join(f"{phrases[operator]} {bound}" for operator, bound in bounds)]).strip()
 
 
 @functools.cache
@@ -254,29 +263,29 @@ def field_docs(kind: type) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError):  # a class without source, for example from a prompt
         return {}
     assert isinstance(body, ast.ClassDef)
-    found = {}
-    for item, after in zip(body.body, body.body[1:], strict=False):
+    docs = {}
+    for item, following in zip(body.body, body.body[1:], strict=False):
         if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
             continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[item.target.id] = " ".join(str(after.value.value).split())
-    return found
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[item.target.id] = " ".join(str(following.value.value).split())
+    return docs
 
 
 @functools.cache
-def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
+def get_keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
     """Return all keys of a settings class by dotted name."""
-    found: dict[str, Key] = {}
-    for name, info in kind.model_fields.items():
-        below = info.annotation
-        if isinstance(below, type) and issubclass(below, Settings):
-            found |= keys_of(below, f"{prefix}{name}.")
+    keys: dict[str, Key] = {}
+    for name, field in kind.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Settings):
+            keys |= get_keys(annotation, f"{prefix}{name}.")
         else:
-            found[prefix + name] = Key(name=prefix + name, owner=kind, field=info)
-    return found
+            keys[prefix + name] = Key(name=prefix + name, owner=kind, field=field)
+    return keys
 
 
-def parents_of(name: str) -> Iterator[str]:
+def get_parents(name: str) -> Iterator[str]:
     """Return the names of the sections that contain a key, innermost first."""
     while "." in name:
         name = name.rpartition(".")[0]
@@ -287,24 +296,24 @@ def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
     """Return the key with this name, or the key of the free mapping that contains the name; None: unknown."""
     if name in keys:
         return keys[name]
-    return next((keys[parent] for parent in parents_of(name) if parent in keys and keys[parent].free), None)
+    return next((keys[parent] for parent in get_parents(name) if parent in keys and keys[parent].is_mapping), None)
 
 
-def doc_of(kind: type[Settings], field: str) -> str:
+def get_doc(kind: type[Settings], field: str) -> str:
     """Return the documentation of a field in one line; empty if there is none."""
-    parts = (part for part in kind.__mro__ if issubclass(part, Settings))
-    return next((found[field] for part in parts if field in (found := field_docs(part))), "")
+    bases = (base for base in kind.__mro__ if issubclass(base, Settings))
+    return next((docs[field] for base in bases if field in (docs := field_docs(base))), "")
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Build nested mappings from values by dotted name; the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for name, value in leaves.items():
-        *parents, last = name.split(".")
-        at = tree
+        *parents, leaf_name = name.split(".")
+        node = tree
         for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = value
+            node = node.setdefault(part, {})
+        node[leaf_name] = value
     return tree
 
 
@@ -315,9 +324,9 @@ def to_builtin(value: object) -> Any:
     if isinstance(value, Settings):
         return nested({name: to_builtin(leaf) for name, leaf in value.leaves()})
     if isinstance(value, Mapping):
-        return {k: to_builtin(v) for k, v in value.items()}
+        return {key: to_builtin(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_builtin(v) for v in value]
+        return [to_builtin(item) for item in value]
     return value
 
 
@@ -329,7 +338,7 @@ def format_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(format_value(v) for v in value)}]"
+        return f"[{','.join(format_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{format_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{format_value(item)}" for key, item in value.items()) + "}"
     return str(value)

@@ -18,10 +18,10 @@ TRUST = "trust=true"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
 """Pattern of `\\${`, which is the text `${`."""
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
-_NAMED_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\S*")
-_DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
+_IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\S*")
+_CODE_OR_ADDRESS = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
-_PLAIN = (
+_SAFE_KEYS = (
     "video",
     "runner.experiment_name",
     "runner.logger.project_name",
@@ -31,13 +31,13 @@ _PLAIN = (
     "data.answer_pattern",
 )
 """Keys whose values are never code or addresses."""
-_PROGRAMS = ("env.id",)
+_PROGRAM_KEYS = ("env.id",)
 """Keys whose value may be a hub repository (owner/name@revision) with code that the run executes."""
-STARTED = ("env.python", "model.python")
+EXECUTABLE_KEYS = ("env.python", "model.python")
 """Keys whose value is the path of a program that a run starts."""
 
 
-def find_untrusted_values(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
+def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any], file: Path) -> list[str]:
     """Return one line for each value of a saved config that could run code or call a server.
 
     Accepted values: names of registered components, module paths that an installed package registers or the included
@@ -46,49 +46,51 @@ def find_untrusted_values(saved: Mapping[str, Any], typed: Mapping[str, Any], fi
 
     Args:
         saved: leaves of the file by dotted name, unresolved.
-        typed: leaves of the command line.
+        overrides: leaves of the command line.
         file: path of the config, for messages.
     """
-    if typed.get("trust") is True:
+    if overrides.get("trust") is True:
         return []
     return [
         f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
         f"author of this run, add {TRUST}; to allow only this value, add {format_override(key, value)}."
         for key, value in saved.items()
-        if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
-        for text in (key, *_texts(value))
-        if (key in STARTED and text == value)
-        or _names_program(key, text)
+        if key not in overrides and not any(key == name or key.startswith(f"{name}.") for name in _SAFE_KEYS)
+        for text in (key, *_iter_texts(value))
+        if (key in EXECUTABLE_KEYS and text == value)
+        or _is_hub_program(key, text)
         or (_may_execute_code_or_connect(text) and not _is_known(text))
     ]
 
 
-def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into `trust=true` arguments and all others."""
-    return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
+    return [argument for argument in arguments if argument == TRUST], [
+        argument for argument in arguments if argument != TRUST
+    ]
 
 
-def trust_overrides(cfg: Settings, further: Mapping[str, Any] | None = None) -> list[str]:
+def trust_overrides(cfg: Settings, extra_values: Mapping[str, Any] | None = None) -> list[str]:
     """Return ["trust=true"] if a command that loads the run's config needs this argument, else an empty list.
 
-    The argument is needed if the config, or the values in `further`, name code to import.
+    The argument is needed if the config, or the values in `extra_values`, name code to import.
     """
-    return [TRUST] if find_untrusted_values({**dict(cfg.leaves()), **(further or {})}, {}, Path()) else []
+    return [TRUST] if find_untrusted_values({**dict(cfg.leaves()), **(extra_values or {})}, {}, Path()) else []
 
 
-def own_sources(cfg: Settings) -> dict[str, Path]:
+def find_user_modules(cfg: Settings) -> dict[str, Path]:
     """Return the source file of each module of the user that a value `package.module:attr` names, by module name.
 
     Modules of embodyrl, of the standard library and of installed packages are left out.
     """
     names = {
-        found[1]
+        match[1]
         for key, value in cfg.leaves()
-        if not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
-        for text in _texts(value)
-        if (found := _NAMED_CODE.fullmatch(text))
+        if not any(key == name or key.startswith(f"{name}.") for name in _SAFE_KEYS)
+        for text in _iter_texts(value)
+        if (match := _IMPORT_PATH.fullmatch(text))
     }
-    files = ((name, _source_of(name)) for name in sorted(names))
+    files = ((name, _find_source(name)) for name in sorted(names))
     return {name: file for name, file in files if file is not None}
 
 
@@ -97,18 +99,18 @@ def python_path(cfg: Settings) -> list[str]:
 
     Installed packages need no entry, also if they are installed from a folder (`pip install -e`).
     """
-    set_now = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    started_in = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))  # found by `python -m` and `python FILE`
-    depths = {file: name.count(".") + (file.name == "__init__.py") for name, file in own_sources(cfg).items()}
-    own = [os.path.abspath(file.parents[depth]) for file, depth in depths.items()]
-    if not any(folder in (*set_now, *started_in) for folder in own):
+    current = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    start_folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))  # found by `python -m` and `python FILE`
+    depths = {file: name.count(".") + (file.name == "__init__.py") for name, file in find_user_modules(cfg).items()}
+    module_folders = [os.path.abspath(file.parents[depth]) for file, depth in depths.items()]
+    if not any(folder in (*current, *start_folders) for folder in module_folders):
         return []
-    return list(dict.fromkeys([*set_now, *(folder for folder in own if folder in started_in)]))
+    return list(dict.fromkeys([*current, *(folder for folder in module_folders if folder in start_folders)]))
 
 
-def shell_command(words: Sequence[str], cfg: Settings) -> str:
+def format_shell_command(arguments: Sequence[str], cfg: Settings) -> str:
     """Return a command of embodyrl as one shell line, with the PYTHONPATH that the code named in `cfg` needs."""
-    return f"{path_prefix(python_path(cfg))}{shlex.join(['embodyrl', *words])}"
+    return f"{path_prefix(python_path(cfg))}{shlex.join(['embodyrl', *arguments])}"
 
 
 def path_prefix(folders: Sequence[str]) -> str:
@@ -116,9 +118,9 @@ def path_prefix(folders: Sequence[str]) -> str:
     return f"PYTHONPATH={shlex.quote(os.pathsep.join(folders))} " if any(folders) else ""
 
 
-def _source_of(module: str) -> Path | None:
+def _find_source(module: str) -> Path | None:
     """Return the source file of a module of the user, without importing the module."""
-    top, *inner = module.split(".")
+    top, *submodules = module.split(".")
     if top == "embodyrl" or top in sys.stdlib_module_names:
         return None
     try:
@@ -127,21 +129,21 @@ def _source_of(module: str) -> Path | None:
         return None
     if spec is None:
         return None
-    places = [Path(place, *inner) for place in spec.submodule_search_locations or ()]
-    files = [file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")]
-    files += [Path(spec.origin)] if spec.origin and not inner else []
-    found = next((file for file in files if file.is_file()), None)
-    return None if found is None or {"site-packages", "dist-packages"} & set(found.parts) else found
+    paths = [Path(path, *submodules) for path in spec.submodule_search_locations or ()]
+    files = [file for path in paths for file in (path.with_name(f"{path.name}.py"), path / "__init__.py")]
+    files += [Path(spec.origin)] if spec.origin and not submodules else []
+    source = next((file for file in files if file.is_file()), None)
+    return None if source is None or {"site-packages", "dist-packages"} & set(source.parts) else source
 
 
-def _names_program(key: str, text: str) -> bool:
-    return key in _PROGRAMS and HUB_NAME.fullmatch(text) is not None and "@" in text
+def _is_hub_program(key: str, text: str) -> bool:
+    return key in _PROGRAM_KEYS and HUB_NAME.fullmatch(text) is not None and "@" in text
 
 
 def _may_execute_code_or_connect(text: str) -> bool:
     # This user sets the environment variables; other interpolations could hide a path.
-    plain = _ENV_VALUE.sub("x", _ESCAPED.sub("$(", text))
-    return "${" in plain or _DOOR.fullmatch(plain) is not None
+    unescaped = _ENV_VALUE.sub("x", _ESCAPED.sub("$(", text))
+    return "${" in unescaped or _CODE_OR_ADDRESS.fullmatch(unescaped) is not None
 
 
 def _is_known(path: str) -> bool:
@@ -151,11 +153,11 @@ def _is_known(path: str) -> bool:
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iter_texts(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _iter_texts(item)
     elif isinstance(value, str):
         yield value

@@ -13,7 +13,7 @@ from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
 from embodyrl.config.compose import Setting
-from embodyrl.config.settings import Key, Settings, find_key, format_value, keys_of, nested, parents_of, to_builtin
+from embodyrl.config.settings import Key, Settings, find_key, format_value, get_keys, get_parents, nested, to_builtin
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.envs.settings import TrainSplit
@@ -62,12 +62,12 @@ def checked(
     cfg = validated_config(schema, values, problems, last)
     if cfg is None or problems:
         raise ConfigError(problems)
-    cfg.note({name: last[name].source for name in values})
+    cfg.add_sources({name: last[name].source for name in values})
     if cfg.has("env"):
         cfg.env.play(get_command_sections(cfg.command).plays)
     if problems := [*contradictions(cfg)]:
         raise ConfigError(problems)
-    cfg.note(warnings=[*unused_key_warnings, *inert(cfg, cfg.changed, cfg.conditions)])
+    cfg.add_sources(warnings=[*unused_key_warnings, *no_effect_warnings(cfg, cfg.changed, cfg.conditions)])
     return cfg
 
 
@@ -101,7 +101,7 @@ def validated(
     kind: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
 ) -> S | None:
     """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
-    return _build_settings(kind, nested(values), "", keys_of(kind), last, problems)
+    return _build_settings(kind, nested(values), "", get_keys(kind), last, problems)
 
 
 def _build_settings(
@@ -133,7 +133,7 @@ def _wrong_values(
             continue
         value = to_builtin(setting.value if setting else entry["input"])
         source = f"{setting.where if setting else ''}{name}={short(format_value(value))} "
-        if setting and setting.typed:
+        if setting and setting.is_set_by_user:
             source = setting.where
         yield f"{source}{_rule(key, value)}"
 
@@ -153,7 +153,7 @@ def wrong_value(key: Key, value: Any) -> list[str]:
     return []
 
 
-def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
+def no_effect_warnings(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each key in `names` that has no effect because of the values of other keys.
 
     `needs` contains conditions in addition to `Settings.needs` of the classes.
@@ -161,16 +161,19 @@ def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Ite
     conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
         for prefix, node in root.nodes()
-        for kind in reversed(type(node).__mro__)
-        for condition, keys in kind.__dict__.get("needs", {}).items()
+        for settings_class in reversed(type(node).__mro__)
+        for condition, keys in settings_class.__dict__.get("needs", {}).items()
         for key in keys.split()
     }
     for name in names:
-        found = next((at for at in (name, *parents_of(name)) if at in conditions), name)
-        prefix, text = conditions.get(found, ("", ""))
+        key_name = next((part for part in (name, *get_parents(name)) if part in conditions), name)
+        prefix, text = conditions.get(key_name, ("", ""))
         condition, _, reason = text.partition(": ")
-        alternatives = [one[1:] if one.startswith("/") else prefix + one for one in condition.split(" or ")]
-        if condition and not any(_condition_is_met(root, one) for one in alternatives):
+        alternatives = [
+            alternative[1:] if alternative.startswith("/") else prefix + alternative
+            for alternative in condition.split(" or ")
+        ]
+        if condition and not any(_condition_is_met(root, alternative) for alternative in alternatives):
             yield f"{name} has no effect" + (f": {reason}." if reason else f" without {' or '.join(alternatives)}.")
 
 
@@ -201,7 +204,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     # A file serves training as well.
-    if cfg.typed("video") and cfg.video.startswith("changed:") and (not cfg.trains or cfg.runner.only_eval):
+    if cfg.is_set_by_user("video") and cfg.video.startswith("changed:") and (not cfg.trains or cfg.runner.only_eval):
         yield f"video={cfg.video} compares two validations of a training. Use first:N, failures or all."
     if cfg.trains:
         yield from _training_problems(cfg)

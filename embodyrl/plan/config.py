@@ -12,7 +12,7 @@ from typing import Any
 
 from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_override, split_overrides
 from embodyrl.config.paths import is_on_hub, resolve_run
-from embodyrl.config.settings import find_key, nested, parents_of, to_builtin
+from embodyrl.config.settings import find_key, get_parents, nested, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan.checks import checked, contradictions, validated_config
@@ -64,7 +64,7 @@ def load_config(
     problems: list[str] = []
     unused_groups = SELECTORS.keys() - selectors(command)
     groups, overrides, file_settings = compose(
-        command, arguments, config_dirs, problems, unread=unused_groups, on_run=base is not None
+        command, arguments, config_dirs, problems, unused_groups=unused_groups, on_run=base is not None
     )
     if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
         file_settings = merge_with_base(base, command, groups, file_settings, overrides, problems)
@@ -146,7 +146,7 @@ def _get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> 
                 problems += error.problems
                 continue
             protocol_settings += [
-                Setting(name, leaf, entry.source, entry.words) for name, leaf in flat({key: value}).items()
+                Setting(name, leaf, entry.source, entry.override) for name, leaf in flat({key: value}).items()
             ]
     return protocol_settings
 
@@ -171,14 +171,14 @@ def _finish(
     values = _resolve(last, command, problems)
     schema, unclear = choose(command, values, problems)
     # A typed empty mapping removes the values that files set under the key (names chosen by the user).
-    emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
+    emptied = {setting.key for setting in settings if setting.is_set_by_user and setting.value == {}}
     used_values: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in values.items():
         key = find_key(schema.keys, name)
         if key is None:
             unknown.append(name)
-        elif key.name not in emptied or last[name].typed:
+        elif key.name not in emptied or last[name].is_set_by_user:
             # A number is a fine text, where it was not written as one by mistake.
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
             text = last[name].text if value is last[name].value else None
@@ -221,11 +221,11 @@ def _resolve(last: Mapping[str, Setting], command: str, problems: list[str]) -> 
     # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
     schema, _ = choose(command, {name: value for name, value in values.items() if name not in unresolved}, [])
-    set_names = {part for name in values for part in (name, *parents_of(name))}
+    set_names = {part for name in values for part in (name, *get_parents(name))}
     unset = {
         name: to_builtin(key.default)
         for name, key in schema.keys.items()
-        if name not in set_names and values.keys().isdisjoint(parents_of(name)) and not key.required
+        if name not in set_names and values.keys().isdisjoint(get_parents(name)) and not key.required
     }
     tree = OmegaConf.create(nested({**unset, **values}))
     for name in unresolved:
@@ -258,7 +258,7 @@ def _derive_values(cfg: Config) -> dict[str, Any]:
         limit = protocol.horizon(cfg.env.title)
         derived |= {} if limit is None else {"eval.protocol.settled": True}
         # A time limit on the command line takes precedence.
-        derived |= {} if limit is None or cfg.typed(_HORIZON) else {_HORIZON: limit}
+        derived |= {} if limit is None or cfg.is_set_by_user(_HORIZON) else {_HORIZON: limit}
     return derived
 
 
@@ -273,7 +273,7 @@ def _get_host_values(cfg: Config) -> dict[str, Any]:
             host_values[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
     if cfg.has("model") and cfg.prefers_float32:
         host_values["model.precision"] = Precision.fp32
-        cfg.note({"model.precision": THIS_HOST})
+        cfg.add_sources({"model.precision": THIS_HOST})
     return host_values
 
 

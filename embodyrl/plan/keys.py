@@ -19,8 +19,8 @@ from embodyrl.config.settings import (
     Settings,
     find_key,
     format_value,
-    keys_of,
-    parents_of,
+    get_keys,
+    get_parents,
     to_builtin,
 )
 from embodyrl.config.trust import TRUST
@@ -54,21 +54,21 @@ def unused_keys(
     unused: dict[str, list[str]] = {}
     command, deleted = schema.command, list[str]()
     for name in names:
-        if name in _DELETED and not last[name].typed:
+        if name in _DELETED and not last[name].is_set_by_user:
             if values[name] != _DELETED[name]:
                 deleted.append(
                     f"{last[name].where}{name}={format_value(values[name])} is ignored: the key has been deleted."
                 )
             continue
-        if (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
+        if (not last[name].is_set_by_user or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
             continue
         if _is_for_other_commands(command, last[name]):
             unused.setdefault(f"`embodyrl {command}`", []).append(name)
-        elif not last[name].typed and not is_known(name) and _is_training_key(name, values, problems):
+        elif not last[name].is_set_by_user and not is_known(name) and _is_training_key(name, values, problems):
             continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
         elif not is_known(name) or name in schema.branches:
             problems += _unknown_key_errors(schema, last[name])
-        elif last[name].typed:
+        elif last[name].is_set_by_user:
             _report_unused(last[name], values[name], reader(command, name, values), problems, unused)
     return [*deleted, *_unused_key_warnings(unused)]
 
@@ -82,9 +82,9 @@ def all_keys() -> Mapping[str, Key]:
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
     """Return the keys of a group, or the single key of that name, for all commands and components."""
-    keys = {name: key for name, key in keys_of(TopSettings).items() if name == group}
+    keys = {name: key for name, key in get_keys(TopSettings).items() if name == group}
     for settings in (*classes().get(group, ()), *(settings for _, settings in _component_settings(group))):
-        keys |= keys_of(settings, f"{group}.")
+        keys |= get_keys(settings, f"{group}.")
     return keys
 
 
@@ -133,7 +133,7 @@ def is_known(name: str) -> bool:
     known = keys_below(name.partition(".")[0])
     has_subkey = any(key.startswith(f"{name}.") for key in known)
     has_parent = any(
-        parent in _KEYS_WITHOUT_EFFECT or (parent in known and known[parent].free) for parent in parents_of(name)
+        parent in _KEYS_WITHOUT_EFFECT or (parent in known and known[parent].is_mapping) for parent in get_parents(name)
     )
     return name in known or has_subkey or has_parent or name in _KEYS_WITHOUT_EFFECT or name in _DELETED
 
@@ -182,7 +182,7 @@ def _nearest(name: str, names: list[str], cutoff: float) -> str:
 
 
 def _with_parents(keys: Mapping[str, Key]) -> list[str]:
-    return [*keys, *{parent for key in keys for parent in parents_of(key)}]
+    return [*keys, *{parent for key in keys for parent in get_parents(key)}]
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
@@ -196,9 +196,11 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
         return f"`embodyrl {command}`"
     keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors(command)[group],)
     chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
-    names = {name, *parents_of(name)}
+    names = {name, *get_parents(name)}
     components = [
-        component for component, settings in _component_settings(group) if names & keys_of(settings, f"{group}.").keys()
+        component
+        for component, settings in _component_settings(group)
+        if names & get_keys(settings, f"{group}.").keys()
     ]
     if group in _REGISTRIES and not components and name.startswith(f"{group}."):
         return f"`embodyrl {command}`"  # no part has it, so it is another command's
@@ -242,7 +244,9 @@ def _is_for_other_commands(command: str, setting: Setting) -> bool:
     name = setting.key
     group = name in default_options("train") and name != "experiment" and isinstance(setting.value, str)
     with_policy = uses_section(command, "model")
-    return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
+    return setting.is_set_by_user and (
+        group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data"))
+    )
 
 
 def _report_unused(
@@ -254,7 +258,7 @@ def _report_unused(
         problems.append(f"{setting.where}{command} does not read {short(name)}; leave it out.")
         return
     known = keys_below(name.partition(".")[0])
-    key_name = next((part for part in (name, *parents_of(name)) if part in known), None)
+    key_name = next((part for part in (name, *get_parents(name)) if part in known), None)
     if key_name is None:  # a key of earlier versions, or a group of keys
         problems.append(f"{setting.where}{command} does not read {short(name)}; leave it out.")
     elif key_name == name and (errors := wrong_value(known[name], value)):

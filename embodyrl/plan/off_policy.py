@@ -47,7 +47,7 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
     for key, reason in _unused_keys(policy) if rules else ():
-        if cfg.typed(key):
+        if cfg.is_set_by_user(key):
             log.warning("warning: %s has no effect: %s.", key, reason)
     return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
 

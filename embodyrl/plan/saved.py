@@ -254,13 +254,13 @@ def settings_of_weights(
         keys += [*_HORIZONS, *(key for key in _TASKS if key not in last)]  # presets and arguments select other tasks
     weight_settings = [Setting(key, description[key], str(file)) for key in keys if key in description]
     length = description.get(_CHUNK)
-    if command != "sft" and isinstance(length, int) and _CHUNK in last and last[_CHUNK].typed:
+    if command != "sft" and isinstance(length, int) and _CHUNK in last and last[_CHUNK].is_set_by_user:
         is_too_long = isinstance(chunk := last[_CHUNK].value, int) and chunk > length
         path = weights_setting.value
         text = f"{last[_CHUNK].where}the weights {path} output chunks of {length} actions. Use at most {length}."
         problems += [text] if is_too_long else []
     changed_settings = [
-        s for s in weight_settings if s.key in last and last[s.key].typed and last[s.key].value != s.value
+        s for s in weight_settings if s.key in last and last[s.key].is_set_by_user and last[s.key].value != s.value
     ]
     given, trained = (
         " ".join(format_override(s.key, one[s.key]) for s in changed_settings)
@@ -272,7 +272,7 @@ def settings_of_weights(
     return [
         s
         for s in weight_settings
-        if weights_setting.typed or s.key not in last or last[s.key].source != weights_setting.source
+        if weights_setting.is_set_by_user or s.key not in last or last[s.key].source != weights_setting.source
     ], warnings
 
 

@@ -17,7 +17,7 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSettings, FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.settings import Index, Key, Path, Settings, format_value, keys_of, parents_of, to_builtin
+from embodyrl.config.settings import Index, Key, Path, Settings, format_value, get_keys, get_parents, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.data.settings import CollectSettings, DaggerSettings, DemonstrationSettings, ObjectiveSettings
 from embodyrl.devices import multiplies_bfloat16
@@ -53,15 +53,15 @@ class Schema:
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
         """All keys by dotted name."""
-        keys_by_name = {name: key for name, key in keys_of(TopSettings).items() if uses_section(self.command, name)}
+        keys_by_name = {name: key for name, key in get_keys(TopSettings).items() if uses_section(self.command, name)}
         for section, kind in self.sections.items():
-            keys_by_name |= keys_of(kind, f"{section}.")
-        return keys_by_name | (keys_of(self.loss, "algorithm.") if "algorithm" in self.sections else {})
+            keys_by_name |= get_keys(kind, f"{section}.")
+        return keys_by_name | (get_keys(self.loss, "algorithm.") if "algorithm" in self.sections else {})
 
     @functools.cached_property
     def branches(self) -> frozenset[str]:
         """Dotted names of all sections, for example `env` and `env.train`."""
-        return frozenset(name for key in self.keys for name in parents_of(key))
+        return frozenset(name for key in self.keys for name in get_parents(key))
 
 
 class TopSettings(Settings):
@@ -207,7 +207,7 @@ class Config(TopSettings):
         return [
             name
             for name, value in self.leaves()
-            if self.typed(name) and to_builtin(value) != to_builtin(keys[name].default)
+            if self.is_set_by_user(name) and to_builtin(value) != to_builtin(keys[name].default)
         ]
 
     @property
@@ -229,7 +229,7 @@ class Config(TopSettings):
             if isinstance(value, str) and "@" in value and HUB_NAME.fullmatch(value)
         }
 
-    def note(self, sources: Mapping[str, str] = MappingProxyType({}), warnings: Iterable[str] = ()) -> None:
+    def add_sources(self, sources: Mapping[str, str] = MappingProxyType({}), warnings: Iterable[str] = ()) -> None:
         """Add sources of values, by key, and warnings, while the config is loaded."""
         self._sources.update(sources)
         self._warnings += warnings
@@ -238,7 +238,7 @@ class Config(TopSettings):
         """Return True if the command uses a section."""
         return section in self._schema.sections
 
-    def typed(self, name: str) -> bool:
+    def is_set_by_user(self, name: str) -> bool:
         """Return True if this key, or a subkey, is set on the command line."""
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 

@@ -7,13 +7,13 @@ from settings import algorithm_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
-from embodyrl.config.settings import keys_of
+from embodyrl.config.settings import get_keys
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.plan.schema import algorithm_settings
 
 
 def keys(adv_type: str, loss_type: str) -> set[str]:
-    return {key for kind in algorithm_settings(adv_type, loss_type) for key in keys_of(kind)}
+    return {key for kind in algorithm_settings(adv_type, loss_type) for key in get_keys(kind)}
 
 
 @pytest.mark.integration
@@ -32,7 +32,7 @@ def test_every_estimator_combines_with_every_loss():
             cfg = algorithm_of(name, loss)
             assert isinstance(cfg, AlgorithmSettings)
             assert list(cfg.problems()) == []
-            for key, one in (keys_of(type(cfg)) | keys_of(type(cfg.loss))).items():
+            for key, one in (get_keys(type(cfg)) | get_keys(type(cfg.loss))).items():
                 assert meant.setdefault(key, one.expectation) == one.expectation
 
 

@@ -12,7 +12,7 @@ from embodyrl import parts
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import compose
-from embodyrl.config.settings import Key, format_value, keys_of, to_builtin
+from embodyrl.config.settings import Key, format_value, get_keys, to_builtin
 from embodyrl.data.conversion.settings import ConvertSettings
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.envs import ENVS
@@ -29,7 +29,7 @@ REGISTRIES = {
 }
 """The tables whose parts have keys, each with its registry and the prefix of the keys."""
 
-OF_COMMANDS = {"convert": keys_of(ConvertSettings), "recap": keys_of(RecapSettings, "recap.")}
+OF_COMMANDS = {"convert": get_keys(ConvertSettings), "recap": get_keys(RecapSettings, "recap.")}
 """Keys of commands that read them aside from a config."""
 
 
@@ -56,7 +56,7 @@ def interface() -> list[str]:
     for table, (registry, prefix) in REGISTRIES.items():
         readers = defaultdict(list)
         for part in getattr(parts, table):
-            for name, key in keys_of(registry.get(part).settings, prefix).items():
+            for name, key in get_keys(registry.get(part).settings, prefix).items():
                 readers[key_line(name, key)].append(part)
                 of_parts.add(name)
         for line, names in readers.items():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from embodyrl.config.compose import compose_files, format_override, parse_override
-from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml, type_of
+from embodyrl.config.plain_yaml import command_line_type, dump_plain_yaml, read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.saved import save_config
@@ -113,7 +113,7 @@ def test_type_of_words_is_that_of_hydra() -> None:
             value = parse_override(f"a={word}")[1]
         except ConfigError:
             continue
-        assert type_of(word) == kinds[type(value)], word
+        assert command_line_type(word) == kinds[type(value)], word
 
 
 @pytest.mark.parametrize(

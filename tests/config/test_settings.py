@@ -22,7 +22,7 @@ from embodyrl.config.settings import (
     Weight,
     find_key,
     format_value,
-    keys_of,
+    get_keys,
     nested,
     to_builtin,
 )
@@ -74,16 +74,16 @@ def test_values_are_validated_strictly() -> None:
 
 
 def test_key_has_description_type_and_expected_value() -> None:
-    keys = keys_of(Paint) | keys_of(Brush)
+    keys = get_keys(Paint) | get_keys(Brush)
     assert keys["inner.depth"].doc == "Depth, in layers."
     assert keys["colour"].expectation == "one of red, blue"
     assert keys["width"].expectation == "a number greater than 0 and at most 1000000000 or null"
     assert keys["width"].type_text == "float | null"
     assert keys["layers"].type_text == "list[float]"
     assert keys["layers"].expectation == "a list such as [0.1,0.9]"
-    found = find_key(keys_of(Brush), "extra.a.b")
+    found = find_key(get_keys(Brush), "extra.a.b")
     assert found is not None
-    assert found.free
+    assert found.is_mapping
 
 
 def test_updated_changes_one_value_only() -> None:
@@ -150,5 +150,5 @@ def test_mutable_defaults_are_not_shared() -> None:
 def test_union_without_null_does_not_offer_null() -> None:
     from embodyrl.envs.settings import ControlSettings
 
-    key = keys_of(ControlSettings)["latency_steps"]
+    key = get_keys(ControlSettings)["latency_steps"]
     assert key.expectation == "a number from 0 to 1000, or [low,high] with 0 <= low <= high"

@@ -11,9 +11,9 @@ import pytest
 from embodyrl.config.trust import (
     TRUST,
     find_untrusted_values,
-    own_sources,
+    find_user_modules,
+    format_shell_command,
     python_path,
-    shell_command,
     split_trust,
     trust_overrides,
 )
@@ -95,16 +95,16 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("file", "value"), OWN.items())
 def test_own_source_files_are_found_by_their_import_path(file: str, value: str, own: Path) -> None:
     cfg = load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})
-    assert own_sources(cfg) == {value.partition(":")[0]: own / file}
+    assert find_user_modules(cfg) == {value.partition(":")[0]: own / file}
     nested = cfg.updated({"algorithm.loss_type": "ppo_clip", "env.init_params.camera_names": ["x", {"b": value}]})
-    assert own_sources(nested) == own_sources(cfg)
+    assert find_user_modules(nested) == find_user_modules(cfg)
 
 
 @pytest.mark.parametrize(
     "value", ["ppo_clip", "os:system", "torch:Tensor", "embodyrl.types:EnvSpec", "no:LOSS", "alone: x", "alone:80"]
 )
 def test_installed_and_missing_modules_have_no_own_source_files(value: str, own: Path) -> None:
-    assert own_sources(load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})) == {}
+    assert find_user_modules(load_config("train", ["env=tabletop"]).updated({"algorithm.loss_type": value})) == {}
 
 
 @pytest.mark.integration
@@ -114,9 +114,9 @@ def test_command_sets_pythonpath_only_for_folders_that_need_it(own: Path, monkey
     assert python_path(cfg) == [], "on Python's path without PYTHONPATH, as installed with `pip install -e`"
     monkeypatch.setenv("PYTHONPATH", f"/elsewhere:{own.name}")
     assert python_path(cfg) == ["/elsewhere", str(own)]
-    line = shell_command(["train", "a=b c"], cfg)
+    line = format_shell_command(["train", "a=b c"], cfg)
     assert line == f"PYTHONPATH='/elsewhere:{own}' embodyrl train 'a=b c'"
-    assert shell_command(["train"], plain) == "embodyrl train"
+    assert format_shell_command(["train"], plain) == "embodyrl train"
     shown = subprocess.run(
         ["bash", "-c", line.replace("embodyrl train", f"{sys.executable} -c 'import pkg.part; print(pkg.part.LOSS)'")],
         capture_output=True,

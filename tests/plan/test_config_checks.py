@@ -7,7 +7,7 @@ import pytest
 
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
-from embodyrl.plan.checks import inert
+from embodyrl.plan.checks import no_effect_warnings
 from embodyrl.plan.command_sections import COMMANDS, get_command_sections
 from embodyrl.plan.config import load_config
 
@@ -172,7 +172,7 @@ def test_key_conditions_name_existing_keys() -> None:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = cfg.schema.keys.keys() | cfg.schema.branches | {"data.val_split"}  # of rows of text
         assert {name for names in get_command_sections(command).needs.values() for name in names.split()} <= keys
-        list(inert(cfg, cfg.schema.keys, get_command_sections(command).needs))
+        list(no_effect_warnings(cfg, cfg.schema.keys, get_command_sections(command).needs))
 
 
 @pytest.mark.integration

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from embodyrl.config.settings import Settings, doc_of
+from embodyrl.config.settings import Settings, get_doc
 from embodyrl.plan.schema import Schema, TopSettings
 
 
@@ -16,7 +16,7 @@ def json_schema(schema: Schema) -> dict[str, Any]:
     definitions = found["$defs"]
     for kind in (part for whole in kinds for part in (whole, *_parts(whole))):
         for key, entry in definitions[kind.__name__].get("properties", {}).items():
-            if doc := doc_of(kind, key):
+            if doc := get_doc(kind, key):
                 entry["description"] = doc
     top = definitions.pop(TopSettings.__name__)
     own = definitions.pop(schema.loss.__name__).get("properties", {})
