@@ -30,7 +30,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import GIB, plan_memory
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.scheduler.start import policy_init, rendezvous
+from embodyrl.scheduler.start import build_policy_init, rendezvous
 from embodyrl.workers.policy_host import PolicyHost
 
 SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}
@@ -95,7 +95,7 @@ def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Con
     """Act and train once; send the peak after acting and the peak after training."""
     run_plan = draw(folder, case)
     arena = Arena.create(run_plan.layout, case.samples)
-    init = replace(policy_init(run_plan, arena, None), rank_info=rank_info)
+    init = replace(build_policy_init(run_plan, arena, None), rank_info=rank_info)
     trainer = actor = PolicyHost(init)
     if twice:
         actor = PolicyHost(replace(init, trains=False))

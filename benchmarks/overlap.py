@@ -186,7 +186,7 @@ def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) ->
         before = max(ended.values(), default=0)
         ended[episode.spec.episode_id % slots] += 1
         if max(ended.values()) > before:
-            seen.append((time.perf_counter(), rollouts._tally.env_steps))
+            seen.append((time.perf_counter(), rollouts._stats.env_steps))
 
     rollouts.collect(Rollout(plan, keep=False, on_episode=note))
     (begin, first), (end, last) = seen[0], seen[-2]

@@ -19,7 +19,7 @@ from embodyrl.channels.messages import InferRequest, LoadRequest, RankInfo, Save
 from embodyrl.learners import policy_gradient
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.scheduler.start import policy_init, rendezvous
+from embodyrl.scheduler.start import build_policy_init, rendezvous
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -99,7 +99,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     cfg = toy_config(folder, "launcher=local", *words)
     run_plan = build_run_plan(cfg, training=True)
     arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
-    host = PolicyHost(replace(policy_init(run_plan, arena, None), rank_info=rank_info))
+    host = PolicyHost(replace(build_policy_init(run_plan, arena, None), rank_info=rank_info))
     tickets = fill(arena, run_plan, host)
     if job.poison:
         arena[Record.advantage][records_of(tickets[0])] = np.nan

@@ -40,15 +40,15 @@ class Deadline:
         self._clock = RunClock()
         self._limit_s = self._due = math.inf
         self._stoppable = False
-        self._watched = -math.inf
-        self._works = threading.current_thread() is threading.main_thread()
-        if self._works:
-            self._before = signal.signal(signal.SIGALRM, self._tick)
+        self._watchdog_time = -math.inf
+        self._is_active = threading.current_thread() is threading.main_thread()
+        if self._is_active:
+            self._previous_handler = signal.signal(signal.SIGALRM, self._tick)
 
     @contextmanager
     def limit(self, seconds: float, *, stoppable: bool) -> Iterator[None]:
         """Raise `RequestInterrupted` in the block after `seconds`, or at `interrupt` if the block is `stoppable`."""
-        if not self._works:
+        if not self._is_active:
             yield
             return
         self._limit_s, self._due = seconds, self._clock.now() + seconds
@@ -70,10 +70,10 @@ class Deadline:
 
     def close(self) -> None:
         """Remove the signal handler and the watchdog; idempotent."""
-        if self._works:
-            self._works = False
+        if self._is_active:
+            self._is_active = False
             faulthandler.cancel_dump_traceback_later()
-            signal.signal(signal.SIGALRM, self._before or signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, self._previous_handler or signal.SIG_DFL)
 
     def _tick(self, signum: int, frame: FrameType | None) -> None:
         self._watch()
@@ -83,8 +83,8 @@ class Deadline:
 
     def _watch(self) -> None:
         """Postpone the watchdog's stack dump at most once per second, because each call starts a thread."""
-        if self._clock.now() - self._watched >= _TICK_S:
-            self._watched = self._clock.now()
+        if self._clock.now() - self._watchdog_time >= _TICK_S:
+            self._watchdog_time = self._clock.now()
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _LAST_RESORT_S, file=2)
 
 
@@ -123,10 +123,10 @@ class InlineLauncher:
         if spec.simulates:
             self._simulating.add(spec.name)
         try:
-            with self._deadline.limit(timeout_s, stoppable=spec.simulates), self._owning(spec.simulates):
+            with self._deadline.limit(timeout_s, stoppable=spec.simulates), self._mark_processes(spec.simulates):
                 worker = spec.build()
         except (Exception, SystemExit, RequestInterrupted) as error:
-            self._died(spec.name, error)
+            self._report_error(spec.name, error)
             return
         self._workers[spec.name] = worker
         self._events.append(Event(worker=spec.name, message=worker.ready()))
@@ -152,27 +152,27 @@ class InlineLauncher:
         worker = self._workers[name]
         simulates = name in self._simulating
         try:
-            with self._deadline.limit(timeout_s, stoppable=simulates), self._owning(simulates):
+            with self._deadline.limit(timeout_s, stoppable=simulates), self._mark_processes(simulates):
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
         except (Exception, SystemExit, RequestInterrupted) as error:
             del self._workers[name]
             # The restarted worker must not get requests of the dead one.
-            self._requests = deque(waiting for waiting in self._requests if waiting[0] != name)
+            self._requests = deque(queued for queued in self._requests if queued[0] != name)
             worker.close()
-            self._died(name, error)
+            self._report_error(name, error)
 
-    def _owning(self, simulates: bool) -> AbstractContextManager[None]:
+    def _mark_processes(self, simulates: bool) -> AbstractContextManager[None]:
         """Mark processes started by an environment, so that they are killed at the end of the run."""
         return owning(self._owner) if simulates else nullcontext()
 
-    def _died(self, name: str, error: BaseException) -> None:
+    def _report_error(self, name: str, error: BaseException) -> None:
         failure = describe_failure(error)
-        raised = not isinstance(error, RequestInterrupted)
-        reason = f"raised {failure.error}" if raised else str(error)
-        died = WorkerDied(
-            reason=reason, log="", traceback=failure.traceback, exit_code=failure.exit_code, raised=raised
+        is_exception = not isinstance(error, RequestInterrupted)
+        reason = f"raised {failure.error}" if is_exception else str(error)
+        message = WorkerDied(
+            reason=reason, log="", traceback=failure.traceback, exit_code=failure.exit_code, raised=is_exception
         )
-        self._events.append(Event(worker=name, message=died))
+        self._events.append(Event(worker=name, message=message))
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """Close all workers; idempotent."""

@@ -57,7 +57,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         self._owner = f"workers {secrets.token_hex(8)}"
         # One persistent selector: `multiprocessing.connection.wait` registers all files at each call.
         self._poll = select.poll()
-        self._watched: dict[int, str] = {}
+        self._workers_by_descriptor: dict[int, str] = {}
         """Worker name by file descriptor, for each pipe and process sentinel."""
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
@@ -68,9 +68,9 @@ class LocalLauncher(OpenRequests[_Handle]):
         if spec.gpu is not None:
             spec = replace(spec, environ=spec.environ | {"CUDA_VISIBLE_DEVICES": spec.gpu})
         log = self._log_dir / f"{spec.name}.log"
-        ours, theirs = self._context.Pipe()
+        driver_end, worker_end = self._context.Pipe()
         process = self._context.Process(
-            target=worker_main, args=(theirs, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
+            target=worker_main, args=(worker_end, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
         )
         # Libraries of the child read these variables at import, before our code runs.
         previous = {key: os.environ.get(key) for key in spec.environ}
@@ -80,7 +80,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         # The child inherits the mask: Ctrl-C during its imports would print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with _safe_main(), owning(f"{self._owner}/{spec.name}"):
+            with _guard_main_module(), owning(f"{self._owner}/{spec.name}"):
                 process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -90,23 +90,23 @@ class LocalLauncher(OpenRequests[_Handle]):
                 else:
                     os.environ[key] = value
         # Close our copy; otherwise the pipe would stay open after the child's exit.
-        theirs.close()
-        channel, limits = PipeChannel(ours), deque([timeout_s])
+        worker_end.close()
+        channel, limits = PipeChannel(driver_end), deque([timeout_s])
         handle = _Handle(process=process, channel=channel, log=log, since=self._clock.now(), limits=limits)
         self._handles[spec.name] = handle
         for descriptor in handle.descriptors:
-            self._watched[descriptor] = spec.name
+            self._workers_by_descriptor[descriptor] = spec.name
             self._poll.register(descriptor, select.POLLIN)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request through the worker's pipe."""
         # Also for a broken pipe: the death that `wait` reports answers this request.
-        handle = self._ask(worker, timeout_s)
+        handle = self._add_request(worker, timeout_s)
         try:
             # A long message may block while the reader is busy, so use the deadline of its current request.
             handle.channel.put(request, handle.due - self._clock.now())
         except ChannelTimeout:
-            self._hung(worker)
+            self._kill_hung_worker(worker)
         except ChannelClosed:
             pass  # the sentinel reports the death with its reason at the next wait
         else:
@@ -115,13 +115,13 @@ class LocalLauncher(OpenRequests[_Handle]):
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Wait for events, and return replies, deaths and missed deadlines."""
-        ready = self._poll.poll(self._patience(timeout_s) * 1000)
-        for name in sorted({self._watched[descriptor] for descriptor, _ in ready}):
+        ready = self._poll.poll(self._poll_timeout(timeout_s) * 1000)
+        for name in sorted({self._workers_by_descriptor[descriptor] for descriptor, _ in ready}):
             self._drain(name)
-        for name in self._late():
-            self._hung(name)
+        for name in self._find_late_workers():
+            self._kill_hung_worker(name)
         # Last, because the error may be a consequence of the other deaths: ranks wait for each other.
-        return sorted(self._take_events(), key=lambda event: getattr(event.message, "raised", False))
+        return sorted(self._pop_events(), key=lambda event: getattr(event.message, "raised", False))
 
     def _drain(self, name: str) -> None:
         """Receive all replies of a worker, then check whether the worker is alive."""
@@ -137,12 +137,12 @@ class LocalLauncher(OpenRequests[_Handle]):
                 self._reap(name, f"raised {message.error}", message.traceback, message.exit_code)
                 return
             handle.ready = True
-            self._answered(handle)
+            self._on_reply(handle)
             self._events.append(Event(worker=name, message=message))
         if not handle.process.is_alive():
             self._reap(name, _exit_reason(handle.process.exitcode))
 
-    def _hung(self, name: str) -> None:
+    def _kill_hung_worker(self, name: str) -> None:
         """Kill a worker that missed its deadline, after a stack dump to the worker's log."""
         handle = self._handles[name]
         limit = handle.limits[0]
@@ -160,13 +160,13 @@ class LocalLauncher(OpenRequests[_Handle]):
         handle.process.kill()
         handle.process.join(_JOIN_S)
         end_owned(f"{self._owner}/{name}")
-        self._forget(handle)
+        self._unregister(handle)
         self._report_death(name, handle, reason, traceback, exit_code)
 
-    def _forget(self, handle: _Handle) -> None:
+    def _unregister(self, handle: _Handle) -> None:
         for descriptor in handle.descriptors:
             self._poll.unregister(descriptor)
-            del self._watched[descriptor]
+            del self._workers_by_descriptor[descriptor]
         handle.channel.close()
 
     def stop(self, *, grace_s: float = 10.0) -> None:
@@ -191,13 +191,13 @@ class LocalLauncher(OpenRequests[_Handle]):
                 handle.process.kill()
             for handle in handles:
                 handle.process.join(_JOIN_S)
-                self._forget(handle)
+                self._unregister(handle)
             if handles:
                 end_owned(self._owner)
 
 
 @contextmanager
-def _safe_main() -> Iterator[None]:
+def _guard_main_module() -> Iterator[None]:
     """Keep a script without `if __name__ == "__main__":` from running again in each new process.
 
     A spawned process runs the main script first to define its names. Without the guard, the script would start training

@@ -170,7 +170,7 @@ class Launcher(Protocol):
         ...
 
 
-_NEEDED = (
+_REQUIRED_ATTRIBUTES = (
     *("settings", "spans_hosts", "in_process", "where", "lost"),
     *("preview", "nodes", "start", "send", "wait", "stop"),
 )
@@ -178,8 +178,8 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",
     parts=parts.LAUNCHERS,
-    wants=f"a class with {', '.join(_NEEDED)}",
-    fits=lambda found: isinstance(found, type) and all(hasattr(found, name) for name in _NEEDED),
+    wants=f"a class with {', '.join(_REQUIRED_ATTRIBUTES)}",
+    fits=lambda found: isinstance(found, type) and all(hasattr(found, name) for name in _REQUIRED_ATTRIBUTES),
 )
 
 
@@ -235,7 +235,7 @@ class OpenRequests(Generic[H]):
         """Return the nodes of each component: only this host."""
         return ON_THIS_HOST
 
-    def _ask(self, worker: str, timeout_s: float) -> H:
+    def _add_request(self, worker: str, timeout_s: float) -> H:
         """Record a pending request of a worker, and return the worker's handle.
 
         Raises:
@@ -249,22 +249,22 @@ class OpenRequests(Generic[H]):
         handle.limits.append(timeout_s)
         return handle
 
-    def _answered(self, handle: H) -> None:
+    def _on_reply(self, handle: H) -> None:
         """Remove the oldest pending request, and start the time limit of the next request."""
         handle.since = self._clock.now()
         if handle.limits:
             handle.limits.popleft()
 
-    def _patience(self, timeout_s: float) -> float:
+    def _poll_timeout(self, timeout_s: float) -> float:
         """Return the number of seconds to wait: 0 if there are events, else until the next deadline, at most 1."""
         due = min((handle.due for handle in self._handles.values()), default=float("inf"))
         return 0.0 if self._events else max(0.0, min(timeout_s, due - self._clock.now(), 1.0))
 
-    def _late(self) -> list[str]:
+    def _find_late_workers(self) -> list[str]:
         """Return the workers that missed a deadline."""
         return [name for name, handle in self._handles.items() if handle.due <= self._clock.now()]
 
-    def _take_events(self) -> list[Event]:
+    def _pop_events(self) -> list[Event]:
         events = list(self._events)
         self._events.clear()
         return events

@@ -27,14 +27,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._signum: int | None = None
-        self._asked = False
+        self._stop_requested = False
         """True after the first stop signal; the next signal stops the process immediately."""
-        self._looked = False
+        self._status_requested = False
 
-    def looked(self) -> bool:
+    def pop_status_request(self) -> bool:
         """Return True if SIGUSR1 arrived since the last call."""
-        looked, self._looked = self._looked, False
-        return looked
+        requested, self._status_requested = self._status_requested, False
+        return requested
 
     def check(self) -> None:
         """Raise `Interrupted` if a stop signal has arrived; call between steps.
@@ -46,35 +46,40 @@ class StopRequest:
             raise Interrupted(self._signum)
 
     @contextmanager
-    def listening(
+    def handle_signals(
         self, on_first: Callable[[], None] = lambda: None, on_second: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Handle SIGINT, SIGTERM and SIGHUP as stop requests; a second signal calls `on_second` and exits immediately.
 
         With nohup, SIGHUP stays ignored. `PARENT_EXITED` is a stop request too, but never counts as a second signal.
-        SIGUSR1 is stored for `looked`.
+        SIGUSR1 is stored for `pop_status_request`.
         """
 
-        def note(signum: int, frame: object) -> None:
+        def handle_stop(signum: int, frame: object) -> None:
             # A closed terminal is a request to terminate.
-            meant = signum if signum == signal.SIGINT else signal.SIGTERM
+            effective_signum = signum if signum == signal.SIGINT else signal.SIGTERM
             if signum != PARENT_EXITED:
-                if self._asked:
+                if self._stop_requested:
                     on_second()
-                    raise StoppedAtOnce(meant)
-                self._asked = True
+                    raise StoppedAtOnce(effective_signum)
+                self._stop_requested = True
             if self._signum is None:
-                self._signum = meant
+                self._signum = effective_signum
                 on_first()
 
-        def look(signum: int, frame: object) -> None:
-            self._looked = True
+        def handle_status(signum: int, frame: object) -> None:
+            self._status_requested = True
 
-        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, PARENT_EXITED: note}
-        wanted |= {signal.SIGUSR1: look}
+        handlers = {
+            signal.SIGINT: handle_stop,
+            signal.SIGTERM: handle_stop,
+            signal.SIGHUP: handle_stop,
+            PARENT_EXITED: handle_stop,
+        }
+        handlers |= {signal.SIGUSR1: handle_status}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            del wanted[signal.SIGHUP]
-        previous = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
+            del handlers[signal.SIGHUP]
+        previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
         try:
             yield
         finally:
@@ -125,14 +130,14 @@ class Supervisor:
         self,
         launcher: Launcher,
         faults: FaultSettings,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         observers: Sequence[RequestObserver] = (),
     ) -> None:
         self._launcher = launcher
         self._faults = faults
-        self.say = say
+        self.log = log
         self.observers = observers
-        self._unanswered: dict[str, deque[tuple[Request, float]]] = defaultdict(deque)
+        self._pending: dict[str, deque[tuple[Request, float]]] = defaultdict(deque)
         """Pending requests of each worker with their send times, oldest first."""
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
@@ -140,16 +145,16 @@ class Supervisor:
         """Names of workers that are starting, or dead and waiting for a restart."""
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
-        self.at_work: Callable[[str], Set[Hashable]] = lambda worker: frozenset()
+        self.get_running_episodes: Callable[[str], Set[Hashable]] = lambda worker: frozenset()
         """Function that returns the running episodes of an env worker with their steps; set by the scheduler."""
         self._failures: dict[str, set[Hashable]] = defaultdict(set)
         """Exceptions of each env worker with the running episodes and their steps."""
         self._stop = StopRequest()
-        self._shielded = False
+        self._defers_signals = False
         self._deferred: WorkerError | None = None
         """Error of an env worker during an update or checkpoint, raised afterwards."""
         if launcher.where:
-            say(launcher.where)
+            log(launcher.where)
 
     @property
     def restarts(self) -> int:
@@ -166,7 +171,7 @@ class Supervisor:
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request; `pump` passes its reply to the worker's callback."""
-        self._unanswered[worker].append((request, time.monotonic()))
+        self._pending[worker].append((request, time.monotonic()))
         for observer in self.observers:
             observer.sent(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
@@ -179,9 +184,9 @@ class Supervisor:
             WorkerError: a worker died that is not restarted, or its restarts are used up.
         """
         self._check_stop()
-        if self._stop.looked():
-            doing = ", ".join(f"{name} {self._current(name)}" for name in self._specs)
-            self.say(f"SIGUSR1: {doing}; {self.restarts} restarts")
+        if self._stop.pop_status_request():
+            status = ", ".join(f"{name} {self._describe_request(name)}" for name in self._specs)
+            self.log(f"SIGUSR1: {status}; {self.restarts} restarts")
         now = time.monotonic()
         for name in [n for n, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -193,29 +198,29 @@ class Supervisor:
         for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
             if isinstance(event.message, WorkerDied):
                 self._check_stop()
-                self._unanswered[event.worker].clear()
+                self._pending[event.worker].clear()
                 for observer in self.observers:
                     observer.died(event.worker)
                 self._on_worker_death(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self.starting.discard(event.worker)
             else:
-                if isinstance(event.message, Done | EnvReport) and self._unanswered[event.worker]:
-                    self._unanswered[event.worker].popleft()
+                if isinstance(event.message, Done | EnvReport) and self._pending[event.worker]:
+                    self._pending[event.worker].popleft()
                 for observer in self.observers:
                     observer.answered(event.worker, event.message)
             self._callbacks[event.worker](event.message)
 
-    def _current(self, worker: str) -> str:
+    def _describe_request(self, worker: str) -> str:
         """Describe the current request of a worker and its duration."""
         if worker in self.starting:
             return "starting"
-        for request, sent in self._unanswered[worker]:
+        for request, sent in self._pending[worker]:
             return f"{request.label} since {time.monotonic() - sent:.1f} s"
         return "idle"
 
     def _check_stop(self) -> None:
-        if not self._shielded:
+        if not self._defers_signals:
             self._stop.check()
             if self._launcher.lost:
                 raise ClusterLost(self._launcher.lost)
@@ -229,8 +234,8 @@ class Supervisor:
         try:
             self._restart(name, spec, died)
         except WorkerError as error:
-            error.actors_reply = spec.simulates or (spec.component == "rollout" and not self._shielded)
-            if not (spec.simulates and self._shielded):
+            error.actors_reply = spec.simulates or (spec.component == "rollout" and not self._defers_signals)
+            if not (spec.simulates and self._defers_signals):
                 raise
             self._deferred = error
             self.starting.add(name)  # so that the worker gets no requests
@@ -252,7 +257,7 @@ class Supervisor:
         if spec.simulates and died.raised:
             # After a restart, an episode may run in another slot.
             what = re.sub(r"\bslot \d+", "", died.reason)
-            failures = {(what, place) for place in self.at_work(name)}
+            failures = {(what, steps) for steps in self.get_running_episodes(name)}
             if self._failures[name] & failures:
                 raise WorkerError(
                     f"worker {name} {reason}; after its last restart it failed in the same step of the same episode "
@@ -266,30 +271,30 @@ class Supervisor:
         self.starting.add(name)
         what = "episodes" if spec.simulates else "requests"
         self._restart_at[name] = time.monotonic() + delay
-        self.say(
+        self.log(
             f"worker {name} {reason}; restarting it ({count + 1} of "
             f"{self._faults.max_restarts_per_worker}); its running {what} start again.{where}"
         )
 
     def signals(self) -> AbstractContextManager[None]:
         """Raise `Interrupted` at the next safe point after a signal; a second signal ends the workers immediately."""
-        return self._stop.listening(self._noted, on_second=lambda: self._launcher.stop(grace_s=0.0))
+        return self._stop.handle_signals(self._on_stop_signal, on_second=lambda: self._launcher.stop(grace_s=0.0))
 
-    def _noted(self) -> None:
-        if self._shielded:
+    def _on_stop_signal(self) -> None:
+        if self._defers_signals:
             # The handler may have interrupted the writing of another line.
             with suppress(RuntimeError):
-                self.say("stopping after the current update or checkpoint; a second signal stops immediately")
+                self.log("stopping after the current update or checkpoint; a second signal stops immediately")
         self._launcher.interrupt()
 
     @contextmanager
     def defer_signals(self) -> Iterator[None]:
         """Finish the block (an update, a checkpoint) before a signal takes effect."""
-        previous, self._shielded = self._shielded, True
+        previous, self._defers_signals = self._defers_signals, True
         try:
             yield
         finally:
-            self._shielded = previous
+            self._defers_signals = previous
 
     def stop(self) -> None:
         """Stop all workers."""

@@ -38,7 +38,7 @@ from embodyrl.types import ActionKind, PreparedBatch
 from embodyrl.workers.lifecycle import WorkerSpec
 
 OnDone = Callable[[Done], None]
-_CHANGES_WEIGHTS = (UpdateRequest, ContinueRequest, ImitateRequest, LoadRequest)
+_WEIGHT_CHANGING_REQUESTS = (UpdateRequest, ContinueRequest, ImitateRequest, LoadRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class PolicyClient:
         self._timeout_s = timeout_s
         self._bucket_arena = bucket_arena
         self._sequence = 0
-        self._open: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
-        self._lost: dict[str, list[tuple[Request, OnDone]]] = {}
+        self._pending: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
+        self._unanswered: dict[str, list[tuple[Request, OnDone]]] = {}
         """Unanswered requests of each dead rollout process, sent again when the restarted process has the weights."""
         self._restarted: list[str] = []
         self._receiving = ""
         """Name of the restarted process that is receiving the weights; empty: none."""
         self._recovery: Iterator[Replies] = iter(())
-        self._awaited: Replies | None = None
+        self._awaited_replies: Replies | None = None
         """Replies for which `_recovery` waits."""
         self._weights: dict[str, tuple[WeightInfo, ...]] = {}
         self._publishing = False
@@ -108,34 +108,34 @@ class PolicyClient:
     @property
     def num_free(self) -> int:
         """Number of idle acting processes; 0 while new weights are being transferred."""
-        return 0 if self._publishing else sum(not self._open[name] for name in self._present())
+        return 0 if self._publishing else sum(not self._pending[name] for name in self._get_ready_processes())
 
     @property
     def idle(self) -> bool:
         """True if no process is busy."""
-        return not any(self._open.values())
+        return not any(self._pending.values())
 
     def submit(self, request: Request, on_done: OnDone) -> None:
         """Send a request to the least busy acting process; `on_done` is called inside a later `Supervisor.pump`."""
-        present = self._present()
-        idle = next((name for name in present if not self._open[name]), None)
-        self._send(idle or min(present, key=lambda name: len(self._open[name])), request, on_done)
+        ready = self._get_ready_processes()
+        idle = next((name for name in ready if not self._pending[name]), None)
+        self._send(idle or min(ready, key=lambda name: len(self._pending[name])), request, on_done)
 
-    def ask_rollout_processes(self, request: Request) -> Replies:
+    def send_to_rollout_processes(self, request: Request) -> Replies:
         """Send a request to all acting processes."""
-        return self._ask(self._acting, request)
+        return self._send_to(self._acting, request)
 
     @property
     def recovering(self) -> bool:
         """True while a restarted process receives weights."""
-        return self._awaited is not None
+        return self._awaited_replies is not None
 
-    def ask_training(self, request: Request) -> Replies:
+    def send_to_actors(self, request: Request) -> Replies:
         """Send a request to all actor ranks. If the request changes weights, `recovering` must be False."""
-        if isinstance(request, _CHANGES_WEIGHTS):
+        if isinstance(request, _WEIGHT_CHANGING_REQUESTS):
             assert not self.recovering, "the rest of the weights would have another version"
             self._is_current = False
-        return self._ask(self._training, request)
+        return self._send_to(self._training, request)
 
     def publish(self, version: int) -> Iterator[Replies]:
         """Transfer the weights of version `version` from the actor ranks to the processes that run the policy.
@@ -147,22 +147,22 @@ class PolicyClient:
             return
         # Mark the acting processes busy: an inference between two buckets would use partly updated weights.
         self._publishing = True
-        if self._awaited is not None:  # the recovery of a process uses the buckets
-            yield self._awaited
+        if self._awaited_replies is not None:  # the recovery of a process uses the buckets
+            yield self._awaited_replies
             yield from self._recovery
-            self._awaited = None
-        yield from self._transfer(arena, self._buckets(arena), self._present)
+            self._awaited_replies = None
+        yield from self._transfer(arena, self._fill_buckets(arena), self._get_ready_processes)
         self._version, self._is_current = version, True
         self._publishing, self._published = False, True
 
     def advance(self) -> None:
         """Continue the transfer of weights to restarted processes, without blocking."""
-        while not self._publishing and (self._awaited is None or self._awaited.complete()):
-            if self._awaited is None:
+        while not self._publishing and (self._awaited_replies is None or self._awaited_replies.complete()):
+            if self._awaited_replies is None:
                 if not self._restarted or not self._is_current:
                     return
                 self._recovery = self._recover(self._restarted.pop(0))
-            self._awaited = next(self._recovery, None)
+            self._awaited_replies = next(self._recovery, None)
 
     def _recover(self, worker: str) -> Iterator[Replies]:
         """Send all weights to a restarted process, then repeat its unanswered requests; yield the awaited replies."""
@@ -171,7 +171,7 @@ class PolicyClient:
         buckets = fill_buckets(self._weights[worker], self._bucket_arena[BUCKET].shape[1])
         yield from self._transfer(self._bucket_arena, buckets, lambda: [worker] if self._receiving == worker else [])
         if self._receiving == worker:  # it has not died again
-            for request, on_done in self._lost.pop(worker):
+            for request, on_done in self._unanswered.pop(worker):
                 if isinstance(request, InferRequest):
                     request = replace(request, version=self._version)
                 self._send(worker, request, on_done)
@@ -183,37 +183,37 @@ class PolicyClient:
 
         Yield the replies that must be complete before the iterator continues.
         """
-        under_way: list[tuple[int, Replies]] = []
+        transfers: list[tuple[int, Replies]] = []
         for parts in buckets:
             ticket = arena.allocate()
-            yield self.ask_training(PublishRequest(ticket=ticket, parts=parts))
+            yield self.send_to_actors(PublishRequest(ticket=ticket, parts=parts))
             # One of the two buckets is filled while the other is read.
-            yield from _taken(arena, under_way)
-            under_way.append((ticket, self._ask(targets(), LoadWeightsRequest(ticket=ticket, parts=parts))))
-        yield from _taken(arena, under_way)
+            yield from _finish_transfers(arena, transfers)
+            transfers.append((ticket, self._send_to(targets(), LoadWeightsRequest(ticket=ticket, parts=parts))))
+        yield from _finish_transfers(arena, transfers)
 
-    def _present(self) -> list[str]:
+    def _get_ready_processes(self) -> list[str]:
         """Return the names of acting processes that are alive and have the current weights."""
-        return [name for name in self._acting if name not in self._lost] if self._lost else self._acting
+        return [name for name in self._acting if name not in self._unanswered] if self._unanswered else self._acting
 
-    def _buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
-        held = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
-        wanted = self._weights[self._acting[0]]
-        assert all(weight.name in held for weight in wanted), "rollout and actor have different weights"
+    def _fill_buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
+        trained = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
+        received = self._weights[self._acting[0]]
+        assert all(weight.name in trained for weight in received), "rollout and actor have different weights"
         # Frozen weights are sent once: they do not change.
-        chosen = [weight for weight in wanted if held[weight.name] or not self._published]
-        return fill_buckets(chosen, bucket_arena[BUCKET].shape[1])
+        selected = [weight for weight in received if trained[weight.name] or not self._published]
+        return fill_buckets(selected, bucket_arena[BUCKET].shape[1])
 
     def on_message(self, worker: str, message: Message) -> None:
         """Handle a message of a policy process; callback for `Supervisor`."""
         if isinstance(message, WorkerReady):
             self._weights[worker] = message.weights
-            if worker in self._lost:
+            if worker in self._unanswered:
                 self._restarted.append(worker)
         elif isinstance(message, WorkerDied):
             self._on_death(worker)
         elif isinstance(message, Done):
-            sequence, _, on_done = self._open[worker].popleft()
+            sequence, _, on_done = self._pending[worker].popleft()
             assert sequence == message.sequence, f"reply {message.sequence} to request {sequence}"
             on_done(message)
 
@@ -223,27 +223,27 @@ class PolicyClient:
             self._receiving = ""
         if worker in self._restarted:
             self._restarted.remove(worker)
-        repeated = self._lost.setdefault(worker, [])
-        for sequence, request, on_done in self._open[worker]:
+        unanswered = self._unanswered.setdefault(worker, [])
+        for sequence, request, on_done in self._pending[worker]:
             if isinstance(request, LoadWeightsRequest):
                 on_done(Done(sequence=sequence, seconds=0.0, metrics={}))
             else:
-                repeated.append((request, on_done))
-        self._open[worker].clear()
+                unanswered.append((request, on_done))
+        self._pending[worker].clear()
 
-    def _ask(self, workers: Sequence[str], request: Request) -> Replies:
+    def _send_to(self, workers: Sequence[str], request: Request) -> Replies:
         replies = Replies(expected=tuple(workers))
         for worker in workers:
             self._send(worker, request, partial(replies.arrived.__setitem__, worker))
         return replies
 
     def _send(self, worker: str, request: Request, on_done: OnDone) -> None:
-        if worker in self._lost and not isinstance(request, LoadWeightsRequest):
-            self._lost[worker].append((request, on_done))
+        if worker in self._unanswered and not isinstance(request, LoadWeightsRequest):
+            self._unanswered[worker].append((request, on_done))
             return
         self._sequence += 1
         # Register before sending: the reply may arrive inside `send`.
-        self._open[worker].append((self._sequence, request, on_done))
+        self._pending[worker].append((self._sequence, request, on_done))
         self._supervisor.send(worker, replace(request, sequence=self._sequence), timeout_s=self._timeout_s)
 
     def close(self) -> None:
@@ -252,15 +252,15 @@ class PolicyClient:
             self._bucket_arena.close()
 
 
-def _taken(arena: Arena, under_way: list[tuple[int, Replies]]) -> Iterator[Replies]:
+def _finish_transfers(arena: Arena, transfers: list[tuple[int, Replies]]) -> Iterator[Replies]:
     """Yield the replies of each transfer, for which the caller waits; then free the bucket of the transfer."""
-    while under_way:
-        ticket, replies = under_way.pop()
+    while transfers:
+        ticket, replies = transfers.pop()
         yield replies
         arena.free([ticket])
 
 
-PATIENCE_S = 1.0
+MAX_WAIT_S = 1.0
 """Maximum wait for events in seconds, after which signals are checked."""
 
 
@@ -278,7 +278,7 @@ class EventLoop:
     def advance(self) -> float:
         """Send all requests that are ready; return the longest time in seconds to wait for events."""
         self._policy.advance()
-        return PATIENCE_S
+        return MAX_WAIT_S
 
     @property
     def pending(self) -> bool:
@@ -292,12 +292,12 @@ class EventLoop:
             Interrupted: the run was signalled to stop.
             WorkerError: a worker died that is not restarted.
         """
-        patience = self.advance()
+        wait_s = self.advance()
         while not condition():
             assert self.pending, f"no worker is busy, but the wait is not over: {self!r}"
-            self._supervisor.pump(patience)
+            self._supervisor.pump(wait_s)
             # Before `condition` is checked: inferences run between two parts of an update.
-            patience = self.advance()
+            wait_s = self.advance()
 
     def call(self, request: Request) -> Done:
         """Send a request to all actor ranks and wait; return the reply of rank 0, with the time of the slowest rank.
@@ -309,7 +309,7 @@ class EventLoop:
         if self._policy.recovering:  # otherwise no inference may get ahead of the request
             self.run_until(lambda: not self._policy.recovering)
         while True:
-            replies = self._policy.ask_training(request)
+            replies = self._policy.send_to_actors(request)
             self.run_until(replies.complete)
             arrived = [replies.arrived[worker] for worker in replies.expected]
             if errors := [done.error for done in arrived if done.error]:
@@ -321,7 +321,7 @@ class EventLoop:
 
 
 ALGORITHM_FILE = "algorithm.json"
-_COUNTS = (Record.cost, Record.valid)
+_TOKEN_COUNT_FIELDS = (Record.cost, Record.valid)
 
 
 class Actors:
@@ -329,8 +329,8 @@ class Actors:
 
     def __init__(self, loop: EventLoop, arena: Arena, algorithm: Algorithm, run_plan: RunPlan) -> None:
         self._loop, self._arena, self._algorithm = loop, arena, algorithm
-        self._part_weights = run_plan.env.reward.weights
-        self._writes = run_plan.env.action.kind is ActionKind.text
+        self._reward_weights = run_plan.env.reward.weights
+        self._is_text = run_plan.env.action.kind is ActionKind.text
         # A process that acts and trains runs inference between the micro-batches of an update.
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
@@ -338,17 +338,17 @@ class Actors:
         """Compute the reference log-probabilities that the algorithm needs, and gather its inputs from the records."""
         if self._algorithm.needs_reference and collection.episodes:
             # Exclude the last ticket: its record has an observation without an action.
-            held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
-            self._loop.call(ScoreRequest(tickets=np.concatenate(held)))
+            tickets = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
+            self._loop.call(ScoreRequest(tickets=np.concatenate(tickets)))
         rows = [episode.records for episode in collection.episodes]
-        wants = rows if self._algorithm.needs_reference_in_prepare else []
+        logprob_records = rows if self._algorithm.needs_reference_in_prepare else []
         states = rows if self._algorithm.estimator.needs_states else []
         return Scores(
-            logprob=tuple(self._arena[Record.logprob][records] for records in wants),
-            ref_logprob=tuple(self._arena[Record.ref_logprob][records] for records in wants),
+            logprob=tuple(self._arena[Record.logprob][records] for records in logprob_records),
+            ref_logprob=tuple(self._arena[Record.ref_logprob][records] for records in logprob_records),
             states=tuple(hash_observations(self._arena, records) for records in states),
             greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
-            part_weights=self._part_weights,
+            part_weights=self._reward_weights,
         )
 
     def update(self, step: int, collection: RolloutResult, batch: PreparedBatch) -> dict[str, float]:
@@ -358,22 +358,24 @@ class Actors:
         self._arena[Record.advantage][batch.records] = batch.advantage
         self._arena[Record.returns][batch.records] = batch.returns
         # A batch contains record numbers; a request contains tickets, which detect reused records.
-        by_record = np.zeros(self._arena.capacity, np.int64)
-        held = np.concatenate(list(collection.tickets.values()))
-        by_record[records_of(held)] = held
+        ticket_by_record = np.zeros(self._arena.capacity, np.int64)
+        tickets = np.concatenate(list(collection.tickets.values()))
+        ticket_by_record[records_of(tickets)] = tickets
         algorithm = self._algorithm
         finals = [e for e in collection.episodes if e.final_record >= 0] if algorithm.estimator.needs_replay else []
-        pieces = collection.episodes if algorithm.settings.needs_all_ends and collection.continues else []
+        partial_episodes = collection.episodes if algorithm.settings.needs_all_ends and collection.continues else []
         request = UpdateRequest(
             step=step,
-            tickets=by_record[batch.records],
+            tickets=ticket_by_record[batch.records],
             episode=batch.episode,
-            finals=tuple((e.spec.episode_id, int(by_record[e.final_record])) for e in finals),
-            earlier=tuple((e.spec.episode_id, e.earlier.spec.noise_seed) for e in pieces if e.earlier),
-            open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in pieces if e.cut),
+            finals=tuple((e.spec.episode_id, int(ticket_by_record[e.final_record])) for e in finals),
+            earlier=tuple((e.spec.episode_id, e.earlier.spec.noise_seed) for e in partial_episodes if e.earlier),
+            open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in partial_episodes if e.cut),
             in_parts=self._in_parts,
         )
-        tokens = token_metrics(*(self._arena[n][batch.records] for n in _COUNTS)) if self._writes else {}
+        tokens = (
+            token_metrics(*(self._arena[name][batch.records] for name in _TOKEN_COUNT_FIELDS)) if self._is_text else {}
+        )
         done = self._loop.call(request)
         if tokens:
             tokens["tokens_per_s"] = tokens.pop("tokens") / done.seconds

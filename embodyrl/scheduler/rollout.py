@@ -14,7 +14,7 @@ from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 
 _NO_QUOTA = 2**62
 """Number of remaining chunk steps of a slot without a quota, effectively unlimited."""
-_REASONS = 10
+_MAX_REWARD_ERRORS = 10
 """Maximum number of distinct reward errors logged in a run."""
 
 ChooseVideo = Callable[[EpisodeSpec], tuple[str, str] | None]
@@ -65,49 +65,49 @@ class RolloutResult:
     reward_errors: list[str] = field(default_factory=list)
     """Reward errors, one per affected episode."""
 
-    def report_reward_errors(self, log: Callable[[str], None], seen: set[str]) -> None:
-        """Log reward errors: each distinct error once per run (`seen`), up to a maximum number of errors.
+    def report_reward_errors(self, log: Callable[[str], None], logged: set[str]) -> None:
+        """Log reward errors: each distinct error once per run (`logged`), up to a maximum number of errors.
 
         Raises:
             EmbodyError: the reward function failed in every episode.
         """
         count = len(self.episodes) + len(self.filtered)
-        for why, times in Counter(self.reward_errors).most_common(3):
+        for error, occurrences in Counter(self.reward_errors).most_common(3):
             if count and len(self.reward_errors) >= count:
                 raise EmbodyError(
-                    f"None of {count} episodes has a reward: {why}. Check the reward (reward.name, reward.path) and, "
+                    f"None of {count} episodes has a reward: {error}. Check the reward (reward.name, reward.path) and, "
                     "for text, reward.timeout_s. The logs of the env workers contain its output."
                 )
-            if why not in seen and len(seen) < _REASONS:
-                log(f"warning: {times} of {count} episodes have an unknown reward, which counts as 0: {why}")
-                seen.add(why)
+            if error not in logged and len(logged) < _MAX_REWARD_ERRORS:
+                log(f"warning: {occurrences} of {count} episodes have an unknown reward, which counts as 0: {error}")
+                logged.add(error)
 
 
-class Queue:
+class EpisodeQueue:
     """Queue of planned episodes; episodes of crashed workers return to its head."""
 
     def __init__(self, specs: Sequence[EpisodeSpec]) -> None:
         self._specs, self._next = specs, 0
         # Episodes of crashed workers, newest first: they run before episodes that have not started.
-        self._back: list[EpisodeSpec] = []
+        self._requeued: list[EpisodeSpec] = []
 
     @property
     def head(self) -> EpisodeSpec:
         """Next episode; the queue must not be empty."""
-        return self._back[-1] if self._back else self._specs[self._next]
+        return self._requeued[-1] if self._requeued else self._specs[self._next]
 
     def pop(self) -> EpisodeSpec:
         """Remove and return the next episode."""
         spec = self.head
-        if self._back:
-            self._back.pop()
+        if self._requeued:
+            self._requeued.pop()
         else:
             self._next += 1
         return spec
 
     def requeue(self, spec: EpisodeSpec) -> None:
         """Put an episode back at the head of the queue."""
-        self._back.append(spec)
+        self._requeued.append(spec)
 
 
 @dataclass
@@ -136,72 +136,74 @@ class Rollout:
         self._running = 0
         self.crash_count: Counter[int] = Counter()
         """Number of worker crashes during each episode, by episode id."""
-        self.openings = 0
+        self.queue_version = 0
         """Number of started waves and requeued episodes, each of which makes episodes available."""
-        self._next_wave()
+        self._start_next_wave()
 
     @property
     def mode(self) -> tuple[bool, float | None]:
         """Inference mode (greedy, temperature); only observations with the same mode are batched."""
         return self.greedy, self.temperature
 
-    def startable(self, rows: IntArray) -> IntArray:
+    def select_startable(self, rows: IntArray) -> IntArray:
         """Return those idle slots that can start an episode, if the slots in `rows` start episodes in this order."""
         rows = rows[rows < self.plan.num_slots]
-        rows = rows[self._left[rows] > 0]
-        return rows[self._waiting[rows] > 0] if len(self._queues) > 1 else rows[: self._waiting[0]]
+        rows = rows[self._remaining_quota[rows] > 0]
+        return rows[self._num_queued[rows] > 0] if len(self._queues) > 1 else rows[: self._num_queued[0]]
 
-    def upcoming(self, slot: int) -> EpisodeSpec | None:
+    def peek(self, slot: int) -> EpisodeSpec | None:
         """Return the next episode of this slot, if any."""
-        return self._queues[self._queue_of(slot)].head if len(self.startable(np.array([slot]))) else None
+        return self._queues[self._get_queue_index(slot)].head if len(self.select_startable(np.array([slot]))) else None
 
-    def take(self, rows: IntArray) -> list[EpisodeSpec]:
-        """Start the next episode of each slot in `rows` (see `startable`)."""
-        queues = [self._queue_of(row) for row in rows.tolist()]
+    def start_episodes(self, rows: IntArray) -> list[EpisodeSpec]:
+        """Start the next episode of each slot in `rows` (see `select_startable`)."""
+        queues = [self._get_queue_index(row) for row in rows.tolist()]
         self._running += len(queues)
-        np.subtract.at(self._waiting, queues, 1)
+        np.subtract.at(self._num_queued, queues, 1)
         return [self._queues[queue].pop() for queue in queues]
 
-    def discard_attempt(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
-        """Discard an attempt at an episode without using quota. With `again`, return the episode to the queue."""
-        if again:
-            self._waiting[queue := self._queue_of(slot)] += 1
+    def discard_attempt(self, slot: int, spec: EpisodeSpec, *, requeue: bool) -> None:
+        """Discard an attempt at an episode without using quota. With `requeue`, return the episode to the queue."""
+        if requeue:
+            self._num_queued[queue := self._get_queue_index(slot)] += 1
             self._queues[queue].requeue(spec)
-            self.openings += 1
+            self.queue_version += 1
 
-    def spend(self, slot: int, chunks: int) -> None:
+    def use_quota(self, slot: int, chunks: int) -> None:
         """Subtract the chunk steps of an ended episode from the slot's quota."""
-        self._left[slot] -= chunks
+        self._remaining_quota[slot] -= chunks
 
-    def left(self, rows: IntArray) -> IntArray:
+    def get_remaining_quota(self, rows: IntArray) -> IntArray:
         """Return the number of remaining chunk steps of idle slots in this wave; without a quota, about 2^62."""
-        return self._left[rows]
+        return self._remaining_quota[rows]
 
-    def ended(self) -> None:
+    def on_episode_end(self) -> None:
         """Count an episode that ended or was dropped; after the last episode of a wave, start the next wave."""
         # Before the next wave is checked: this may have been the last episode of the current wave.
         self._running -= 1
-        if self._exhausted and self._waves:
-            self._next_wave()
+        if self._is_exhausted and self._waves:
+            self._start_next_wave()
 
     @property
     def done(self) -> bool:
         """True if every episode of the list has ended or was dropped."""
-        return self._exhausted and not self._waves
+        return self._is_exhausted and not self._waves
 
     @property
-    def _exhausted(self) -> bool:
+    def _is_exhausted(self) -> bool:
         # Episodes may remain although the slots have no quota left.
-        return not self._running and not len(self.startable(np.arange(self.plan.num_slots)))
+        return not self._running and not len(self.select_startable(np.arange(self.plan.num_slots)))
 
-    def _queue_of(self, slot: int) -> int:
+    def _get_queue_index(self, slot: int) -> int:
         # One shared queue, or one queue per slot (pre-assigned episodes, quotas).
         return slot if len(self._queues) > 1 else 0
 
-    def _next_wave(self) -> None:
+    def _start_next_wave(self) -> None:
         wave = self._waves.popleft()
-        self._queues = [Queue(queue) for queue in wave.queues]
-        self._waiting = np.array([len(queue) for queue in wave.queues])
-        self.openings += 1
+        self._queues = [EpisodeQueue(queue) for queue in wave.queues]
+        self._num_queued = np.array([len(queue) for queue in wave.queues])
+        self.queue_version += 1
         # Quotas apply to one wave.
-        self._left = np.full(self.plan.num_slots, _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks)
+        self._remaining_quota = np.full(
+            self.plan.num_slots, _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks
+        )

@@ -28,13 +28,13 @@ from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, RolloutStats
-from embodyrl.scheduler.slot import Open, Phase, Slots, StageKey, Stages, following_action
+from embodyrl.scheduler.slot import CutEpisode, Phase, Slots, StageKey, Stages, following_action
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
-_ENDS = (Record.terminated, Record.truncated)
+_END_FIELDS = (Record.terminated, Record.truncated)
 _NO_ROWS = np.zeros(0, np.int64)
-_SUSPICIOUS = 2
+_CRASHES_BEFORE_ISOLATION = 2
 """Number of worker crashes during an episode after which the episode runs alone in its worker."""
 
 
@@ -50,8 +50,8 @@ class RolloutScheduler(EventLoop):
         # A single crash is weak evidence: other slots of the worker were busy, too.
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.estimator.needs_values
-        self._needs_finals = algorithm is not None and algorithm.needs_finals
-        self._needs_all_ends = algorithm is not None and algorithm.settings.needs_all_ends
+        self._needs_final_observations = algorithm is not None and algorithm.needs_finals
+        self._needs_terminal_observations = algorithm is not None and algorithm.settings.needs_all_ends
         self._chunk_steps = cfg.chunk_steps
         self._lockstep = run_plan.env.simulator.lockstep
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
@@ -62,11 +62,11 @@ class RolloutScheduler(EventLoop):
         self._version = 0
         self._rollouts: list[Rollout] = []
         self._num_opened = 0
-        self._tally = RolloutStats()
-        self._tally_since: float | None = None
+        self._stats = RolloutStats()
+        self._stats_start: float | None = None
         """Time at which open rollouts began to progress outside of `finish`; None: no rollout is open."""
         self._ready_since = 0.0
-        supervisor.at_work = self._at_work
+        supervisor.get_running_episodes = self._get_running_episodes
 
     def publish(self, version: int) -> None:
         """Transfer the weights of a version to the policy's processes, which use them from the next chunk on."""
@@ -88,19 +88,19 @@ class RolloutScheduler(EventLoop):
         Episodes are returned in plan order, independent of their order of completion. The tally contains all work since
         the last call.
         """
-        started = time.perf_counter()
+        start = time.perf_counter()
         self.run_until(lambda: rollout.done)
         self._rollouts.remove(rollout)
-        out = rollout.out
+        result = rollout.out
         if self._needs_values and rollout.keep:
-            self._bootstrap(out)
-        out.episodes.sort(key=lambda e: e.spec.episode_id)
-        out.tally, self._tally = self._tally, RolloutStats()
+            self._bootstrap(result)
+        result.episodes.sort(key=lambda e: e.spec.episode_id)
+        result.tally, self._stats = self._stats, RolloutStats()
         now = time.perf_counter()
-        out.tally.wall_s = now - started
-        out.tally.span_s = now - (started if self._tally_since is None else self._tally_since)
-        self._tally_since = now if self._rollouts else None
-        return out
+        result.tally.wall_s = now - start
+        result.tally.span_s = now - (start if self._stats_start is None else self._stats_start)
+        self._stats_start = now if self._rollouts else None
+        return result
 
     def collect(self, rollout: Rollout) -> RolloutResult:
         """Run a rollout with priority over queued rollouts, and return its result."""
@@ -108,17 +108,17 @@ class RolloutScheduler(EventLoop):
 
     def advance(self) -> float:
         """Send requests to idle stages and, if a batch is due, to the policy; return the maximum wait in seconds."""
-        patience = super().advance()
+        wait_s = super().advance()
         self._process_reports()
         if not self._rollouts:
-            return patience
+            return wait_s
         if any(rollout.replayed is not None for rollout in self._rollouts):
             ready = np.flatnonzero(self._may_act)
             self._slots.repeat_actions(ready)
-            self._stages.note_slots(ready)
+            self._stages.mark_changed(ready)
         # Simulators before the policy: whether a small batch waits depends on whether a simulator is busy.
         self._dispatch_env()
-        return _SHORT_WAIT_S if self._dispatch_inference() else patience
+        return _SHORT_WAIT_S if self._dispatch_inference() else wait_s
 
     @property
     def pending(self) -> bool:
@@ -132,18 +132,18 @@ class RolloutScheduler(EventLoop):
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
         """Free the records of a rollout's result, or of some of its episodes."""
         # Popped, so that no record is freed twice.
-        chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
-        if chosen:
-            self._arena.free(np.concatenate([collection.tickets.pop(episode_id) for episode_id in chosen]))
+        episode_ids = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
+        if episode_ids:
+            self._arena.free(np.concatenate([collection.tickets.pop(episode_id) for episode_id in episode_ids]))
 
     def on_message(self, worker: str, message: Message) -> None:
         """Handle reports and deaths of env workers; callback for `Supervisor`."""
         if isinstance(message, EnvReport):
-            self._stages.close(worker, message)
-            self._tally.add(RolloutStats(sim_s=message.sim_s, render_s=message.render_s, reset_s=message.reset_s))
+            self._stages.finish_request(worker, message)
+            self._stats.add(RolloutStats(sim_s=message.sim_s, render_s=message.render_s, reset_s=message.reset_s))
         elif isinstance(message, WorkerReady):
             self._task_limits[worker] = message.task_limit
-            self._stages.note_worker(worker)
+            self._stages.mark_worker_changed(worker)
         elif isinstance(message, WorkerDied):
             self._on_death(worker)
 
@@ -153,30 +153,34 @@ class RolloutScheduler(EventLoop):
         """Send work to each idle stage. All slots of a stage step together, but resets do not wait for inference."""
         # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
         crashed = any(rollout.crash_count for rollout in self._rollouts)
-        work = None if crashed else (self._version, self._num_opened, *(rollout.openings for rollout in self._rollouts))
-        orders: list[tuple[StageKey, IntArray, tuple[ResetRequest, ...]]] = []
+        work = (
+            None
+            if crashed
+            else (self._version, self._num_opened, *(rollout.queue_version for rollout in self._rollouts))
+        )
+        assignments: list[tuple[StageKey, IntArray, tuple[ResetRequest, ...]]] = []
         may_act = self._may_act.tobytes()
-        for key, rows in self._stages.to_check(work):
+        for key, rows in self._stages.get_stages_to_check(work):
             if key[0] in self._supervisor.starting:
                 continue
-            found = self._slots.phases(rows)
+            phases = self._slots.phases(rows)
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = 1 in may_act[rows.start : rows.stop]
-            acts = Phase.ACTED in found and not (ready or Phase.INFERRING in found)
-            acted = self._slots.in_phase(Phase.ACTED, rows) if acts else _NO_ROWS
-            if self._lockstep and acts:
-                self._arena.free(self._slots.interrupt(np.setdiff1d(rows, acted)))
-            resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in found else ()
+            can_step = Phase.ACTED in phases and not (ready or Phase.INFERRING in phases)
+            acted = self._slots.in_phase(Phase.ACTED, rows) if can_step else _NO_ROWS
+            if self._lockstep and can_step:
+                self._arena.free(self._slots.drop_cut_episodes(np.setdiff1d(rows, acted)))
+            resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in phases else ()
             if len(acted) or resets:
-                orders.append((key, acted, resets))
+                assignments.append((key, acted, resets))
         # Together, because array operations take as long on a few slots as on thousands.
-        rows = np.concatenate([_NO_ROWS, *(acted for _, acted, _ in orders)])
+        rows = np.concatenate([_NO_ROWS, *(acted for _, acted, _ in assignments)])
         if len(rows):
             self._slots.step(rows)
-        sources, targets, place = self._slots.current[rows], self._slots.target[rows], 0
-        for key, acted, resets in orders:
-            own = slice(place, place := place + len(acted))
-            request = self._stages.open(key, acted, sources[own], targets[own], resets)
+        sources, targets, offset = self._slots.current[rows], self._slots.target[rows], 0
+        for key, acted, resets in assignments:
+            own = slice(offset, offset := offset + len(acted))
+            request = self._stages.start_request(key, acted, sources[own], targets[own], resets)
             # The slots of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
@@ -186,26 +190,26 @@ class RolloutScheduler(EventLoop):
         if limit is None and not crashed:
             # All slots together: no episode has to run alone in its worker.
             for rollout in self._rollouts:
-                if len(own := rollout.startable(idle)):
-                    started.append(own)
-                    self._slots.assign(own, rollout)
-                    if len(own) == len(idle):
+                if len(assigned := rollout.select_startable(idle)):
+                    started.append(assigned)
+                    self._slots.assign(assigned, rollout)
+                    if len(assigned) == len(idle):
                         break
-                    idle = np.setdiff1d(idle, own, assume_unique=True)
+                    idle = np.setdiff1d(idle, assigned, assume_unique=True)
         else:
-            for own in idle[:, None]:
-                if (rollout := self._next_rollout(worker, int(own[0]), limit)) is not None:
-                    started.append(own)
-                    self._slots.assign(own, rollout)
+            for assigned in idle[:, None]:
+                if (rollout := self._next_rollout(worker, int(assigned[0]), limit)) is not None:
+                    started.append(assigned)
+                    self._slots.assign(assigned, rollout)
         if not started:
             return ()
         starting = np.concatenate(started)
-        goes_on = np.array([self._slots.each[row].open is not None for row in starting.tolist()])
-        fresh = starting[~goes_on]
+        continues = np.array([self._slots.each[row].cut_episode is not None for row in starting.tolist()])
+        new = starting[~continues]
         # In this order: `continue_episodes` fills the targets that `begin` allocates.
-        self._slots.begin(np.concatenate([fresh, starting[goes_on]]))
-        self._slots.continue_episodes(starting[goes_on])
-        return tuple(self._slots.reset_requests(fresh, self._stages.first[worker]))
+        self._slots.begin(np.concatenate([new, starting[continues]]))
+        self._slots.continue_episodes(starting[continues])
+        return tuple(self._slots.reset_requests(new, self._stages.first[worker]))
 
     def _next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
         """Return the first rollout whose next episode this slot can run.
@@ -216,23 +220,27 @@ class RolloutScheduler(EventLoop):
         running = [r for r in self._stages.slots_of(worker) if self._slots.each[r].episode is not None]
         # Slots that wait for new weights are excluded: they may also wait for the end of this rollout.
         may_act, phase = self._may_act, self._slots.phase
-        moving = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
-        slots = [self._slots.each[r] for r in moving]
-        if any(self._suspicious(slot.rollout, slot.episode) for slot in slots):
+        busy = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
+        slots = [self._slots.each[r] for r in busy]
+        if any(self._crashes_repeatedly(slot.rollout, slot.episode) for slot in slots):
             return None
         for rollout in self._rollouts:
-            spec = rollout.upcoming(row)
+            spec = rollout.peek(row)
             if spec is None:
                 continue
-            if moving and self._suspicious(rollout, spec):
+            if busy and self._crashes_repeatedly(rollout, spec):
                 return None
-            active = {e.task_id for r in running if (e := self._slots.each[r].episode) is not None}
+            active = {episode.task_id for r in running if (episode := self._slots.each[r].episode) is not None}
             return rollout if limit is None or len(active | {spec.task_id}) <= limit else None
         return None
 
-    def _suspicious(self, rollout: Rollout | None, spec: EpisodeSpec | None) -> bool:
+    def _crashes_repeatedly(self, rollout: Rollout | None, spec: EpisodeSpec | None) -> bool:
         """Return True if workers crashed repeatedly during this episode, which then runs alone in its worker."""
-        return rollout is not None and spec is not None and rollout.crash_count[spec.episode_id] >= _SUSPICIOUS
+        return (
+            rollout is not None
+            and spec is not None
+            and rollout.crash_count[spec.episode_id] >= _CRASHES_BEFORE_ISOLATION
+        )
 
     @property
     def _may_act(self) -> BoolArray:
@@ -248,7 +256,7 @@ class RolloutScheduler(EventLoop):
         ready = np.flatnonzero(self._may_act)
         if not len(ready):
             self._ready_since = 0.0
-        if not len(ready) or not (free := self._policy.num_free):
+        if not len(ready) or not (num_free_processes := self._policy.num_free):
             return False
         now = time.monotonic()
         self._ready_since = self._ready_since or now
@@ -260,16 +268,16 @@ class RolloutScheduler(EventLoop):
         rollout = slots.each[ready[0]].rollout
         assert rollout is not None
         # Temperature and greedy mode apply to a whole batch: slots with another mode wait for the next batch.
-        if len({one.mode for one in self._rollouts}) > 1:
+        if len({open_rollout.mode for open_rollout in self._rollouts}) > 1:
             modes = [(other := slots.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
         if acting > 1:
             # Several processes share the slots: none gets more than its share.
-            ready = ready[: free * -(-active // acting)]
-        batches = np.array_split(ready, min(free, max(1, len(ready) // target)))
+            ready = ready[: num_free_processes * -(-active // acting)]
+        batches = np.array_split(ready, min(num_free_processes, max(1, len(ready) // target)))
         for rows in batches:
             self._infer(rows, rollout)
-        return len(ready) < waiting and len(batches) < free
+        return len(ready) < waiting and len(batches) < num_free_processes
 
     def _infer(self, rows: IntArray, rollout: Rollout) -> None:
         slots = self._slots
@@ -284,69 +292,75 @@ class RolloutScheduler(EventLoop):
             padded_size=self._padded_size,
             rows=portable(rows),
         )
-        self._policy.submit(request, partial(self._on_inferred, rows))
+        self._policy.submit(request, partial(self._on_inference_done, rows))
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
-    def _on_inferred(self, rows: IntArray, done: Done) -> None:
-        self._tally.infer_s += done.seconds
-        self._tally.inferences += 1
-        self._tally.inferred += len(rows)
+    def _on_inference_done(self, rows: IntArray, done: Done) -> None:
+        self._stats.infer_s += done.seconds
+        self._stats.inferences += 1
+        self._stats.inferred += len(rows)
         # Records of dead workers: the policy was reading them until now, so they are freed here.
         stale = rows[self._slots.stale[rows]].tolist()
         self._slots.phase[rows] = Phase.ACTED
-        self._stages.note_slots(rows)
+        self._stages.mark_changed(rows)
         for row in stale:
             self._arena.free(self._slots.drop(row))
 
     def _process_reports(self) -> None:
         """Process all new reports together, because an array operation is as fast on thousands of slots as on a few."""
-        if not (reports := self._stages.take_reports()):
+        if not (reports := self._stages.pop_reports()):
             return
-        # Store results before `_on_stepped` closes the episode and clears the slot.
+        # Store results before `_on_step_done` closes the episode and clears the slot.
         recordings = {first + r.slot: r for first, _, report in reports for r in report.recordings}
         for row, recording in recordings.items():
             rollout = self._slots.each[row].rollout
             if recording.problem and rollout is not None:
                 rollout.out.video_problems.append(recording.problem)
-        for row, why in ((first + local, why) for first, _, report in reports for local, why in report.reward_errors):
+        for row, error in (
+            (first + local, error) for first, _, report in reports for local, error in report.reward_errors
+        ):
             if (rollout := self._slots.each[row].rollout) is not None:
-                rollout.out.reward_errors.append(why)
+                rollout.out.reward_errors.append(error)
         stepped = np.concatenate([first + np.asarray(request.slots, np.int64) for first, request, _ in reports])
         if len(stepped):
-            self._on_stepped(stepped, recordings)
+            self._on_step_done(stepped, recordings)
         for row in (first + local for first, _, report in reports for local in report.solved):
             self._slots.solved[row] = True
         if resets := [first + reset.slot for first, request, _ in reports for reset in request.resets]:
             self._slots.advance(np.array(resets))
 
-    def _on_stepped(self, rows: IntArray, recordings: Mapping[int, Recording]) -> None:
+    def _on_step_done(self, rows: IntArray, recordings: Mapping[int, Recording]) -> None:
         records = records_of(self._slots.current[rows])
-        terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _ENDS)
-        # `take_chunks` must get every row: it counts the chunks of the quota.
-        over = self._slots.take_chunks(rows) | terminated | truncated
-        self._slots.advance(rows[~over])
-        if not over.any():
+        terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _END_FIELDS)
+        # `store_chunks` must get every row: it counts the chunks of the quota.
+        ended = self._slots.store_chunks(rows) | terminated | truncated
+        self._slots.advance(rows[~ended])
+        if not ended.any():
             return
-        rows, terminated, truncated = rows[over], terminated[over], truncated[over]
+        rows, terminated, truncated = rows[ended], terminated[ended], truncated[ended]
         finals = self._slots.target[rows]
         videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
         instructions = read_instructions(self._arena, records_of(finals))
         # The observation after a time limit or a cut has no action; it is kept for its value.
-        spare = (terminated & (not self._needs_all_ends)) | ~self._slots.keeps[rows] | (not self._needs_finals)
-        found = self._slots.finish(rows, terminated, truncated, spare, instructions, videos)
-        for i, (rollout, episode, tickets) in enumerate(found):
+        discards_final = (
+            (terminated & (not self._needs_terminal_observations))
+            | ~self._slots.keeps[rows]
+            | (not self._needs_final_observations)
+        )
+        finished = self._slots.finish(rows, terminated, truncated, discards_final, instructions, videos)
+        for i, (rollout, episode, tickets) in enumerate(finished):
             if rollout.continues and episode.cut:
-                seen = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
-                self._slots.each[rows[i]].open = Open(so_far=episode.whole, observation=seen)
+                observation = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
+                self._slots.each[rows[i]].cut_episode = CutEpisode(executed=episode.whole, observation=observation)
             # Lost attempts are not counted; otherwise a crash would change metrics of a deterministic run.
-            self._tally.env_steps += episode.length
+            self._stats.env_steps += episode.length
             rollout.out.episodes.append(episode)
             if rollout.keep:
                 rollout.out.tickets[episode.spec.episode_id] = tickets
             if rollout.on_episode is not None:
                 rollout.on_episode(episode)
-        self._arena.free(finals[spare])
+        self._arena.free(finals[discards_final])
 
     def _on_death(self, worker: str) -> None:
         """Requeue a dead worker's running episodes; mark slots as stale if the policy is reading their records."""
@@ -355,46 +369,48 @@ class RolloutScheduler(EventLoop):
         self._stages.drop_requests(worker)
         for row in self._stages.slots_of(worker):
             slot = self._slots.each[row]
-            slot.open = None
+            slot.cut_episode = None
             if slot.rollout is None or self._slots.stale[row]:
                 continue
             if self._slots.phase[row] == Phase.INFERRING:
                 self._slots.stale[row] = True
             else:
-                self._lose(row, slot.rollout)
+                self._discard_attempt(row, slot.rollout)
 
-    def _at_work(self, worker: str) -> set[tuple[EpisodeSpec, int]]:
+    def _get_running_episodes(self, worker: str) -> set[tuple[EpisodeSpec, int]]:
         self._process_reports()
-        return self._slots.at_work(self._stages.slots_of(worker))
+        return self._slots.get_running_episodes(self._stages.slots_of(worker))
 
-    def _lose(self, row: int, rollout: Rollout) -> None:
+    def _discard_attempt(self, row: int, rollout: Rollout) -> None:
         """Requeue the slot's episode, or drop it after repeated worker crashes."""
         spec = self._slots.each[row].episode
         assert spec is not None
         # Only an episode with an open request can have crashed the worker.
-        rollout.crash_count[spec.episode_id] += (at_work := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING))
-        hopeless = at_work and rollout.crash_count[spec.episode_id] >= self._max_attempts
-        self._arena.free(self._slots.drop(row, again=not hopeless))
-        if hopeless:
+        rollout.crash_count[spec.episode_id] += (
+            was_running := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING)
+        )
+        is_dropped = was_running and rollout.crash_count[spec.episode_id] >= self._max_attempts
+        self._arena.free(self._slots.drop(row, requeue=not is_dropped))
+        if is_dropped:
             rollout.out.dropped += 1
             if rollout.video is not None and (choice := rollout.video(spec)) is not None:
                 with contextlib.suppress(OSError):  # partial videos; a read-only folder has none
                     remove_videos(Path(choice[0]))
-            self._supervisor.say(
+            self._supervisor.log(
                 f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
                 f"is dropped: its env worker died {self._max_attempts} times (faults.max_restarts_per_worker). The "
                 "logs of the workers contain the causes. For slow episodes, raise faults.step_timeout_s."
             )
 
-    def _bootstrap(self, out: RolloutResult) -> None:
+    def _bootstrap(self, result: RolloutResult) -> None:
         """Compute bootstrap values for episodes that end by truncation or at the end of the rollout."""
-        pending = [e for e in out.episodes if e.final_record >= 0]
-        if not pending:
+        truncated = [e for e in result.episodes if e.final_record >= 0]
+        if not truncated:
             return
-        # `_on_stepped` appended the record of the final observation to those of the chunks.
-        tickets = np.array([out.tickets[e.spec.episode_id][-1] for e in pending])
+        # `_on_step_done` appended the record of the final observation to those of the chunks.
+        tickets = np.array([result.tickets[e.spec.episode_id][-1] for e in truncated])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
-        self.run_until(self._policy.ask_rollout_processes(request).complete)
-        for episode, values in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
-            place = following_action(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
-            episode.bootstrap_value[:] = values[place]
+        self.run_until(self._policy.send_to_rollout_processes(request).complete)
+        for episode, values in zip(truncated, self._arena[Record.value][records_of(tickets)], strict=True):
+            index = following_action(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
+            episode.bootstrap_value[:] = values[index]

@@ -36,9 +36,9 @@ class Phase:
     """The env worker executes the slot's action chunk."""
 
 
-_FEW = 16
+_MAX_LOOP_LENGTH = 16
 """Number of slots up to which a loop is faster than array operations."""
-KEPT: tuple[str, ...] = (
+COPIED_FIELDS: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
 """Record fields that are copied into the `Episode` attributes of the same names."""
@@ -54,10 +54,10 @@ def following_action(valid: BoolArray, chunk_steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class Open:
+class CutEpisode:
     """Episode cut at the end of a rollout, which may continue in the next rollout."""
 
-    so_far: EarlierPart
+    executed: EarlierPart
     observation: Mapping[str, np.ndarray]
 
 
@@ -71,8 +71,8 @@ class Slot:
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
     copies: list[Sequence[np.ndarray]] = field(default_factory=list)
-    """Copies of the record fields `KEPT` of each chunk so far, if the rollout does not keep records."""
-    open: Open | None = None
+    """Copies of the record fields `COPIED_FIELDS` of each chunk so far, if the rollout does not keep records."""
+    cut_episode: CutEpisode | None = None
     """Unfinished episode whose state is still in the simulator; set only while the slot is idle."""
     earlier: EarlierPart | None = None
     """Part of the running episode that earlier rollouts executed; None: the episode began in this rollout."""
@@ -88,15 +88,15 @@ class Slots:
         # Bytes and an array of the same memory: searching a few bytes is faster than comparing arrays.
         self._phases = bytearray(count)
         self.phase = np.frombuffer(self._phases, np.int8)
-        self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
-        # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far; `_left`: remaining quota.
+        self.not_before, self.noise_seed, self.chunks, self._remaining_quota = np.zeros((4, count), np.int64)
+        # `not_before`: minimum weight version for actions; `chunks`: number of executed chunks.
         self._started, (self.keeps, self.stale, self.solved) = np.zeros(count), np.zeros((3, count), np.bool_)
         # `stale`: the worker died while the policy was reading the slot's record; `solved`: the goal was already
         # reached when the running episode began.
         self.current, self.target = np.zeros((2, count), np.int64)
         # Tickets of the current and of the next observation. `taken`: tickets of the chunks taken so far [N, longest];
-        # `take_chunks` doubles its width for longer episodes.
-        self._taken = np.zeros((count, 32), np.int64)
+        # `store_chunks` doubles its width for longer episodes.
+        self._executed = np.zeros((count, 32), np.int64)
 
     def phases(self, rows: range) -> bytearray:
         """Return the phase (`Phase`) of each slot in a range, one byte per slot."""
@@ -104,11 +104,11 @@ class Slots:
 
     def in_phase(self, phase: int, rows: range) -> IntArray:
         """Return the indices of the slots in `rows` whose phase is `phase`."""
-        if len(rows) <= _FEW:
+        if len(rows) <= _MAX_LOOP_LENGTH:
             return np.array([row for row in rows if self._phases[row] == phase], np.int64)
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
-    def at_work(self, rows: Sequence[int]) -> set[tuple[EpisodeSpec, int]]:
+    def get_running_episodes(self, rows: Sequence[int]) -> set[tuple[EpisodeSpec, int]]:
         """Return the episodes that a simulator is resetting or stepping, with the number of their chunks so far."""
         busy = [row for row in rows if self.phase[row] in (Phase.RESETTING, Phase.STEPPING)]
         return {(spec, int(self.chunks[row])) for row in busy if (spec := self.each[row].episode) is not None}
@@ -119,18 +119,24 @@ class Slots:
 
     def assign(self, rows: IntArray, rollout: Rollout) -> None:
         """Assign the rollout's next episodes to slots; `begin` starts the episodes."""
-        specs = rollout.take(rows)
-        self._left[rows], self.not_before[rows], self.keeps[rows] = rollout.left(rows), rollout.not_before, rollout.keep
+        specs = rollout.start_episodes(rows)
+        self._remaining_quota[rows], self.not_before[rows], self.keeps[rows] = (
+            rollout.get_remaining_quota(rows),
+            rollout.not_before,
+            rollout.keep,
+        )
         self.noise_seed[rows] = [spec.noise_seed for spec in specs]
         for row, spec in zip(rows.tolist(), specs, strict=True):
             slot = self.each[row]
             # The simulator contains a cut episode that is not continued: a reset drops it.
-            slot.open = slot.open if rollout.continues else None
-            slot.rollout, slot.episode, slot.earlier = rollout, spec, slot.open and slot.open.so_far
+            slot.cut_episode = slot.cut_episode if rollout.continues else None
+            slot.rollout, slot.episode, slot.earlier = rollout, spec, slot.cut_episode and slot.cut_episode.executed
             if slot.earlier is not None:
                 # The simulator continues from the earlier start; the action noise is that of this plan.
-                began = slot.earlier.spec
-                slot.episode = replace(spec, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
+                first_part = slot.earlier.spec
+                slot.episode = replace(
+                    spec, reset_id=first_part.reset_id, task_id=first_part.task_id, seed=first_part.seed
+                )
 
     def begin(self, rows: IntArray) -> None:
         """Start the assigned episodes; the first observations are written to `target`."""
@@ -156,12 +162,12 @@ class Slots:
     def continue_episodes(self, rows: IntArray) -> None:
         """Continue cut episodes: the policy gets their current observation without a simulation step."""
         for row in rows.tolist():
-            held = self.each[row].open
-            assert held is not None
+            cut_episode = self.each[row].cut_episode
+            assert cut_episode is not None
             with self._arena.write(int(self.target[row])) as record:
-                for name, value in held.observation.items():
+                for name, value in cut_episode.observation.items():
                     self._arena[name][record] = value
-            self.each[row].open = None
+            self.each[row].cut_episode = None
         self.advance(rows)
 
     def advance(self, rows: IntArray) -> None:
@@ -185,102 +191,104 @@ class Slots:
         """Mark slots as stepping, and allocate the records of their next observations."""
         self.target[rows], self.phase[rows] = self._arena.allocate_all(len(rows)), Phase.STEPPING
 
-    def take_chunks(self, rows: IntArray) -> BoolArray:
+    def store_chunks(self, rows: IntArray) -> BoolArray:
         """Store the results of executed chunks; return a mask [n] of slots that used up their quota."""
-        if self.chunks[rows].max() == self._taken.shape[1]:
-            self._taken = np.concatenate([self._taken, np.zeros_like(self._taken)], axis=1)
+        if self.chunks[rows].max() == self._executed.shape[1]:
+            self._executed = np.concatenate([self._executed, np.zeros_like(self._executed)], axis=1)
         # The observation's record now describes the whole chunk: actions and results are in the same record.
-        self._taken[rows, self.chunks[rows]] = self.current[rows]
+        self._executed[rows, self.chunks[rows]] = self.current[rows]
         self.chunks[rows] += 1
-        self._left[rows] -= 1
-        if len(freed := rows[~self.keeps[rows]]):
-            records = records_of(self.current[freed])
+        self._remaining_quota[rows] -= 1
+        if len(copied := rows[~self.keeps[rows]]):
+            records = records_of(self.current[copied])
             # Copy before the records are freed: they may be reallocated immediately.
-            columns = [self._arena[name][records] for name in KEPT]
-            for row, *values in zip(freed.tolist(), *columns, strict=True):
+            columns = [self._arena[name][records] for name in COPIED_FIELDS]
+            for row, *values in zip(copied.tolist(), *columns, strict=True):
                 self.each[row].copies.append(values)
-            self._arena.free(self.current[freed])
-        return np.asarray(self._left[rows] == 0)
+            self._arena.free(self.current[copied])
+        return np.asarray(self._remaining_quota[rows] == 0)
 
     def finish(
         self,
         rows: IntArray,
         terminated: BoolArray,
         truncated: BoolArray,
-        spare: BoolArray,
+        discards_final: BoolArray,
         instructions: Sequence[str],
         videos: Sequence[str | None],
     ) -> list[tuple[Rollout, Episode, IntArray]]:
         """Close the episodes of slots; return each Episode with its rollout and the tickets of its records.
 
-        The last ticket is the one in `target` (see `Episode.final_record`), except where `spare` [n]. No record is
-        freed. Episodes that are neither `terminated` nor `truncated` [n] are cut.
+        The last ticket is the one in `target` (see `Episode.final_record`), except where `discards_final` [n]. No
+        record is freed. Episodes that are neither `terminated` nor `truncated` [n] are cut.
         """
         lengths, targets = self.chunks[rows], self.target[rows]
         counts, cut = np.where(self.keeps[rows], lengths, 0), ~(terminated | truncated)
-        sizes = counts + ~spare
+        sizes = counts + ~discards_final
         # Arrays of all episodes together, of which an episode has slices; they remain valid after records are freed.
         records = records_of(tickets := self._tickets(rows, counts, sizes))
-        columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in KEPT}
-        facts: dict[str, Any] = {
+        columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in COPIED_FIELDS}
+        outcomes: dict[str, Any] = {
             "terminated": terminated,
             "truncated": truncated | cut,
             "cut": cut,
-            "final_record": np.where(spare, -1, records_of(targets)),
+            "final_record": np.where(discards_final, -1, records_of(targets)),
             "solved_at_reset": self.solved[rows],
             "duration_s": time.perf_counter() - self._started[rows],
         }
-        each = zip(*(values.tolist() for values in facts.values()), strict=True)
+        outcome_rows = zip(*(values.tolist() for values in outcomes.values()), strict=True)
         bootstraps = np.zeros((len(rows), self._num_bootstraps), np.float32)
-        rooms, starts = self._left[rows] + lengths, sizes.cumsum() - sizes
-        places = (values.tolist() for values in (lengths, rooms, counts, starts, sizes))
-        found = []
-        for i, (own, length, room, count, start, size) in enumerate(zip(each, *places, strict=True)):
+        quotas, starts = self._remaining_quota[rows] + lengths, sizes.cumsum() - sizes
+        per_episode_lists = (values.tolist() for values in (lengths, quotas, counts, starts, sizes))
+        episodes = []
+        for i, (outcome, length, quota, count, start, size) in enumerate(
+            zip(outcome_rows, *per_episode_lists, strict=True)
+        ):
             slot = self.each[rows[i]]
             rollout, spec = slot.rollout, slot.episode
             assert rollout is not None and spec is not None
             fields = {name: column[start : start + count] for name, column in columns.items()}
             if slot.copies:
-                fields = dict(zip(KEPT, map(np.stack, zip(*slot.copies, strict=True)), strict=True))
+                fields = dict(zip(COPIED_FIELDS, map(np.stack, zip(*slot.copies, strict=True)), strict=True))
             # With a quota, episodes that end before the cut are the short ones.
-            whole = room >= rollout.plan.max_chunks
+            whole = quota >= rollout.plan.max_chunks
             episode = Episode(
                 spec=spec,
                 records=records[start : start + count],
                 **fields,
-                **dict(zip(facts, own, strict=True)),
+                **dict(zip(outcomes, outcome, strict=True)),
                 bootstrap_value=bootstraps[i],
                 counted=not cut[i] if rollout.continues else whole,
                 earlier=slot.earlier,
                 instruction=instructions[i],
                 video=videos[i],
             )
-            found.append((rollout, episode, tickets[start : start + size]))
+            episodes.append((rollout, episode, tickets[start : start + size]))
             # Before the slot is idle: `Rollout.ended` uses the remaining quota to start the next wave.
-            rollout.spend(slot.index, length)
-            self._become_idle(slot)
-        return found
+            rollout.use_quota(slot.index, length)
+            self._set_idle(slot)
+        return episodes
 
     def _tickets(self, rows: IntArray, counts: IntArray, sizes: IntArray) -> IntArray:
         """Return `sizes` [n] tickets of each slot, one after another: `counts` [n] of chunks, then that in `target`."""
-        tickets = np.concatenate([self._taken[rows], self.target[rows, None]], axis=1)
+        tickets = np.concatenate([self._executed[rows], self.target[rows, None]], axis=1)
         tickets[np.arange(len(rows)), counts] = self.target[rows]
         return tickets[np.arange(tickets.shape[1]) < sizes[:, None]]
 
-    def drop(self, row: int, *, again: bool = True) -> list[int]:
-        """Stop the running episode of a slot, and return the tickets to free; `again`: also requeue the episode."""
+    def drop(self, row: int, *, requeue: bool = True) -> list[int]:
+        """Stop the running episode of a slot, and return the tickets to free; `requeue`: also requeue the episode."""
         slot, phase = self.each[row], self.phase[row]
         assert slot.episode is not None and slot.rollout is not None
         # Before the slot is idle: `Rollout.ended` must find the episode in its queue.
-        slot.rollout.discard_attempt(slot.index, slot.episode, again=again)
-        tickets = self._taken[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
+        slot.rollout.discard_attempt(slot.index, slot.episode, requeue=requeue)
+        tickets = self._executed[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
         tickets += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
         self.stale[row] = False
-        self._become_idle(slot)
+        self._set_idle(slot)
         return tickets
 
-    def interrupt(self, rows: IntArray) -> list[int]:
+    def drop_cut_episodes(self, rows: IntArray) -> list[int]:
         """End the continuation of cut episodes whose simulators a lockstep step advances without an action.
 
         An episode that already waits for its first action is requeued; returns the tickets to free.
@@ -288,17 +296,17 @@ class Slots:
         tickets = []
         for row in rows.tolist():
             slot = self.each[row]
-            slot.open = None
+            slot.cut_episode = None
             if slot.earlier is not None and self.phase[row] == Phase.READY and not self.chunks[row]:
                 tickets += self.drop(row)
         return tickets
 
-    def _become_idle(self, slot: Slot) -> None:
+    def _set_idle(self, slot: Slot) -> None:
         rollout = slot.rollout
         assert rollout is not None
         slot.rollout, slot.episode, slot.copies = None, None, []
         self.phase[slot.index] = Phase.IDLE
-        rollout.ended()
+        rollout.on_episode_end()
 
 
 StageKey = tuple[str, int]
@@ -313,12 +321,12 @@ class Stages:
 
     def __init__(self, workers: Sequence[WorkerSlots], per_worker: int) -> None:
         self._all: list[tuple[StageKey, range]] = []
-        self._own: dict[str, range] = {}
+        self._stages_by_worker: dict[str, range] = {}
         for worker in workers:
             parts = np.array_split(worker.slots, min(per_worker, len(worker.slots)))
-            self._own[worker.name] = range(len(self._all), len(self._all) + len(parts))
+            self._stages_by_worker[worker.name] = range(len(self._all), len(self._all) + len(parts))
             self._all += [((worker.name, n), range(rows[0], rows[-1] + 1)) for n, rows in enumerate(parts)]
-        self._stage_of = np.repeat(np.arange(len(self._all)), [len(rows) for _, rows in self._all])
+        self._stage_index = np.repeat(np.arange(len(self._all)), [len(rows) for _, rows in self._all])
         self.first = {worker.name: worker.slots[0] for worker in workers}
         """Index of the first slot of each worker, by worker name."""
         self.busy: dict[StageKey, EnvRequest] = {}
@@ -330,14 +338,14 @@ class Stages:
 
     def slots_of(self, worker: str) -> list[int]:
         """Return the slots of a worker."""
-        return [row for stage in self._own[worker] for row in self._all[stage][1]]
+        return [row for stage in self._stages_by_worker[worker] for row in self._all[stage][1]]
 
     def drop_requests(self, worker: str) -> None:
         """Drop the open requests of a dead worker."""
-        for stage in self._own[worker]:
+        for stage in self._stages_by_worker[worker]:
             self.busy.pop(self._all[stage][0], None)
 
-    def open(
+    def start_request(
         self,
         key: StageKey,
         acted: IntArray,
@@ -359,34 +367,34 @@ class Stages:
         )
         return request
 
-    def close(self, worker: str, report: EnvReport) -> None:
+    def finish_request(self, worker: str, report: EnvReport) -> None:
         """Close the open request of a stage, and store its report."""
         request = self.busy.pop((worker, report.stage), None)
         assert request is not None, f"{worker} reports stage {report.stage}, which has no open request"
         assert request.sequence == report.sequence, f"{worker}: reply {report.sequence} to request {request.sequence}"
         self._reports.append((self.first[worker], request, report))
-        self.note_worker(worker)
+        self.mark_worker_changed(worker)
 
-    def take_reports(self) -> list[tuple[int, EnvRequest, EnvReport]]:
+    def pop_reports(self) -> list[tuple[int, EnvRequest, EnvReport]]:
         """Return (first slot of the worker, request, report) for each new report."""
         reports, self._reports = self._reports, []
         return reports
 
-    def note_worker(self, worker: str) -> None:
-        """Mark all stages of a worker as changed, for `to_check`, because a task limit applies to the whole worker."""
-        self._changed.update(self._own[worker])
+    def mark_worker_changed(self, worker: str) -> None:
+        """Mark all stages of a worker as changed, because a task limit applies to the whole worker."""
+        self._changed.update(self._stages_by_worker[worker])
 
-    def note_slots(self, rows: IntArray) -> None:
-        """Mark the pipeline stages of the given slots as changed, for `to_check`."""
-        self._changed.update(self._stage_of[rows].tolist())
+    def mark_changed(self, rows: IntArray) -> None:
+        """Mark the pipeline stages of the given slots as changed, for `get_stages_to_check`."""
+        self._changed.update(self._stage_index[rows].tolist())
 
-    def to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:
+    def get_stages_to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:
         """Return (stage, slots) of idle stages with events; if `work` has changed or is None, of all idle stages.
 
         Args:
             work: identifies the episodes that any stage may start.
         """
-        chosen = range(len(self._all)) if work is None or work != self._work else sorted(self._changed)
+        indices = range(len(self._all)) if work is None or work != self._work else sorted(self._changed)
         self._work = work
         self._changed.clear()
-        return [stage for stage in map(self._all.__getitem__, chosen) if stage[0] not in self.busy]
+        return [stage for stage in map(self._all.__getitem__, indices) if stage[0] not in self.busy]

@@ -38,7 +38,7 @@ def plan_hosts(
     """
     ranks = run_plan.ranks
     common = replace(
-        policy_init(run_plan, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
+        build_policy_init(run_plan, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
     )
     actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, run_plan.devices)
     # Built like the actors, so that both compute the same function.
@@ -47,7 +47,7 @@ def plan_hosts(
     sharded = ranks > 1 or (learner is not None and learner.actor.fsdp.cpu_offload)
     count = learner.rollout.num_workers if bucket_arena and learner else 0
     rollouts = [
-        _spec(
+        _build_spec(
             f"rollout_{i}",
             "rollout",
             replace(common, rank_info=RankInfo(rank=i, world=count), trains=False, request=request, sharded=sharded),
@@ -61,7 +61,7 @@ def plan_hosts(
 def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: Devices) -> list[WorkerSpec]:
     """Return the specs of the actor ranks."""
     return [
-        _spec(
+        _build_spec(
             f"policy_{rank}" if rank else "policy",
             "actor",
             replace(init, rank_info=replace(rank_info, rank=rank, world=ranks)),
@@ -71,19 +71,19 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
     ]
 
 
-def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
+def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
     """Return the init settings of a single policy process, which runs both inference and training."""
     cfg = run_plan.cfg
     learner = cfg if cfg.trains and run_plan.algorithm is not None else None
-    planned = run_plan.resources
+    resources = run_plan.resources
     request = PolicyRequest(
         env=run_plan.env,
         value_dim=run_plan.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
-        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if planned.sleeps else {}),
-        engine_share=planned.engine_share,
+        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if resources.sleeps else {}),
+        engine_share=resources.engine_share,
         url=cfg.rollout.url,
         critic=None if learner is None else learner.critic.path,
         served_model=cfg.rollout.served_model,
@@ -94,13 +94,13 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
         gradient_checkpointing=learner is not None and learner.actor.gradient_checkpointing,
     )
     learning: dict[str, Any] = {}
-    threads = int(_threads())
+    threads = int(_get_num_threads())
     if learner is not None:
         if learner.actor.fsdp.cpu_offload and visible_gpus():
             threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps are the host's then
         if run_plan.ranks > 1:
             # Chosen by the driver, which can list all GPUs: ranks might choose differently.
-            learning["gradient_sync"] = planned.gradient_sync
+            learning["gradient_sync"] = resources.gradient_sync
         learning |= {
             "algorithm": learner.algorithm,
             "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.settings.needs_all_ends else None,
@@ -125,18 +125,18 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
     )
 
 
-def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
+def _build_spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
     return WorkerSpec(
         name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
-        environ={"OMP_NUM_THREADS": _threads()} | _allocator(init, gpu),
+        environ={"OMP_NUM_THREADS": _get_num_threads()} | _get_allocator_options(init, gpu),
         component=component,
         gpu=gpu,
     )
 
 
-def _allocator(init: PolicyHostInit, gpu: str | None) -> dict[str, str]:
+def _get_allocator_options(init: PolicyHostInit, gpu: str | None) -> dict[str, str]:
     """Return the environment variable with options of torch's GPU allocator; empty if the user has set it."""
     if gpu is None or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return {}
@@ -149,7 +149,7 @@ def _allocator(init: PolicyHostInit, gpu: str | None) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": ",".join(options)} if options else {}
 
 
-def _threads() -> str:
+def _get_num_threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
@@ -214,15 +214,15 @@ class Workers(Started):
 
 
 def start_workers(
-    run_plan: RunPlan, log_dir: Path, say: Callable[[str], None], *, start_from: Path | None = None
+    run_plan: RunPlan, log_dir: Path, log: Callable[[str], None], *, start_from: Path | None = None
 ) -> Workers:
     """Create the arena, start all workers and wait until they are ready."""
     cfg = run_plan.cfg
-    arena = Arena.create(run_plan.layout, run_plan.capacity, fewer_records(run_plan))
+    arena = Arena.create(run_plan.layout, run_plan.capacity, suggest_fewer_records(run_plan))
     names = [worker.name for worker in run_plan.env_workers]
     observers = [open_timeline(run_plan, arena, log_dir)]
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
-    supervisor = Supervisor(launcher, cfg.faults, say, observers)
+    supervisor = Supervisor(launcher, cfg.faults, log, observers)
     # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
@@ -231,26 +231,26 @@ def start_workers(
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
     workers = Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
-    envs = [env_spec(run_plan, arena, number) for number in range(len(names))]
+    envs = [build_env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks)
     return workers
 
 
-def fewer_records(run_plan: RunPlan) -> str:
+def suggest_fewer_records(run_plan: RunPlan) -> str:
     """Return a sentence with the settings that reduce the memory of the arena; values that are minimal are left out."""
-    cfg, learns = run_plan.cfg, run_plan.algorithm is not None
+    cfg, trains = run_plan.cfg, run_plan.algorithm is not None
     keys = []
-    if run_plan.num_slots > (cfg.algorithm.group_size if learns else 1):
-        keys.append(f"env.{'train' if learns else 'eval'}.total_num_envs")
-    if learns and cfg.algorithm.rollout_epoch > 1:
+    if run_plan.num_slots > (cfg.algorithm.group_size if trains else 1):
+        keys.append(f"env.{'train' if trains else 'eval'}.total_num_envs")
+    if trains and cfg.algorithm.rollout_epoch > 1:
         keys.append("algorithm.rollout_epoch")
     if run_plan.env.cameras.names:
         keys.append("the size of the cameras")
     return f"Lower {' or '.join(keys)}." if keys else "Free memory on this host."
 
 
-def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
+def build_env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
     """Return the spec of env worker `number`."""
     cfg, worker = run_plan.cfg, run_plan.env_workers[number]
     init = EnvWorkerInit(

@@ -58,10 +58,10 @@ class Timeline:
         self._env_workers = env_workers
         self._arena = arena
         self._clock = clock
-        self._zero = clock()
-        self._open: dict[str, deque[tuple[str, float, int]]] = {}
+        self._start_time = clock()
+        self._pending: dict[str, deque[tuple[str, float, int]]] = {}
         self._free_since: dict[str, float] = {}
-        self._begun = 0.0
+        self._step_start = 0.0
         self._step: list[Span] = []
         self._staleness: Counter[int] = Counter()
         self._file = trace
@@ -69,13 +69,13 @@ class Timeline:
 
     def begin(self) -> None:
         """Clear the spans of the previous step at the start of a training step."""
-        self._begun = self._now()
+        self._step_start = self._now()
         self._step.clear()
         self._staleness.clear()
 
     def sent(self, worker: str, request: Request) -> None:
         """Record that a request was sent."""
-        self._open.setdefault(worker, deque()).append((request.label, self._now(), _size(request)))
+        self._pending.setdefault(worker, deque()).append((request.label, self._now(), _count_items(request)))
         # Read before the update, because the records may be reused afterwards.
         if isinstance(request, UpdateRequest):
             versions = self._arena[Record.version].take(records_of(request.tickets))
@@ -90,18 +90,18 @@ class Timeline:
             detail = {"seconds": message.seconds}
         else:
             return
-        if not self._open.get(worker):
+        if not self._pending.get(worker):
             return
-        name, asked, size = self._open[worker].popleft()
+        name, sent_at, size = self._pending[worker].popleft()
         now = self._now()
         # A worker runs one request at a time, so a request starts when it is sent or the previous request ends.
-        self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
+        self._add(Span(worker, name, max(sent_at, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
 
     def died(self, worker: str) -> None:
         """Record the death of a worker, and end the spans of its open requests."""
-        for name, asked, size in self._open.pop(worker, ()):
-            self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
+        for name, sent_at, size in self._pending.pop(worker, ()):
+            self._add(Span(worker, f"{name} (died)", sent_at, self._now(), size, {}))
 
     def metrics(self) -> dict[str, float]:
         """Return the utilisation during the rollout of the step, and the staleness of the training data.
@@ -117,24 +117,38 @@ class Timeline:
         result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
         if total:
             result["rollout/staleness_mean"] = sum(age * n for age, n in self._staleness.items()) / total
-        chunks = [s for s in self._step if s.name == "chunk"]
+        chunks = [span for span in self._step if span.name == "chunk"]
         if not chunks:
             return result
         # Requests of the previous step may be answered in this one, and resets of the next step may be open.
-        start, end = self._begun, max(s.end for s in chunks)
-        inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
+        start, end = self._step_start, max(span.end for span in chunks)
+        spans_of_step = [
+            span._replace(start=max(span.start, start), end=min(span.end, end))
+            for span in self._step
+            if span.start < end
+        ]
         wall, workers = max(end - start, 1e-9), len(self._env_workers)
-        env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}
+        env = {
+            worker: [(span.start, span.end) for span in spans_of_step if span.worker == worker]
+            for worker in self._env_workers
+        }
         # As a union: seconds of processes that act in parallel must not exceed wall-clock time.
-        acting = _union((s.start, s.end) for s in inside if s.name == "infer")
-        working = [s for s in inside if s.name == "infer" or s.worker in env]
-        any_env = _union(span for spans in env.values() for span in spans)
-        idle = [_total(_union([*env[w], *acting])) - _total(_union(env[w])) for w in self._env_workers]
+        inference = _merge_intervals((span.start, span.end) for span in spans_of_step if span.name == "infer")
+        busy = [span for span in spans_of_step if span.name == "infer" or span.worker in env]
+        any_env = _merge_intervals(span for spans in env.values() for span in spans)
+        idle = [
+            _total_length(_merge_intervals([*env[worker], *inference])) - _total_length(_merge_intervals(env[worker]))
+            for worker in self._env_workers
+        ]
         return result | {
-            "rollout/slot_occupancy": sum(s.size * (s.end - s.start) for s in working) / (self._num_slots * wall),
-            "rollout/policy_busy": _total(acting) / wall,
-            "rollout/env_busy": sum(_total(spans) for spans in env.values()) / (workers * wall),
-            "rollout/policy_waits_for_env": (_total(_union([*any_env, *acting])) - _total(acting)) / wall,
+            "rollout/slot_occupancy": sum(span.size * (span.end - span.start) for span in busy)
+            / (self._num_slots * wall),
+            "rollout/policy_busy": _total_length(inference) / wall,
+            "rollout/env_busy": sum(_total_length(spans) for spans in env.values()) / (workers * wall),
+            "rollout/policy_waits_for_env": (
+                _total_length(_merge_intervals([*any_env, *inference])) - _total_length(inference)
+            )
+            / wall,
             "rollout/env_waits_for_policy": sum(idle) / (workers * wall),
         }
 
@@ -153,7 +167,7 @@ class Timeline:
         write_atomically(self._file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
     def _now(self) -> float:
-        return self._clock() - self._zero
+        return self._clock() - self._start_time
 
     def _add(self, span: Span) -> None:
         self._step.append(span)
@@ -161,14 +175,14 @@ class Timeline:
             self._trace.append(span)
 
 
-def _size(request: Request) -> int:
+def _count_items(request: Request) -> int:
     """Return the number of slots, observations or records of a request."""
     if isinstance(request, EnvRequest):
         return len(request.slots) + len(request.resets)
     return len(request.tickets) if isinstance(request, InferRequest) else sum(len(u.tickets) for u in request.reads())
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_intervals(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the union of time intervals, as disjoint intervals in ascending order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
@@ -179,7 +193,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _total(spans: Iterable[tuple[float, float]]) -> float:
+def _total_length(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 

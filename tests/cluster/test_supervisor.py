@@ -70,9 +70,9 @@ def test_only_an_exception_in_the_same_step_of_the_same_episode_ends_the_run_ear
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
     *earlier, (last, *place) = deaths
     for died, *at in earlier:
-        one.at_work = lambda worker, at=at: {tuple(at), ("another", 7)} if at != place else {tuple(at)}
+        one.get_running_episodes = lambda worker, at=at: {tuple(at), ("another", 7)} if at != place else {tuple(at)}
         one._on_worker_death("env_0", died)
-    one.at_work = lambda worker: {tuple(place)}
+    one.get_running_episodes = lambda worker: {tuple(place)}
     if not ends:
         one._on_worker_death("env_0", last)
         assert one.restarts == len(deaths)

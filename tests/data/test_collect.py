@@ -27,7 +27,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, eval_episodes, train_episodes
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import POLICIES
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import Observation, PolicySpec
 from embodyrl.workers.noise import token_noise
 
@@ -208,7 +208,7 @@ def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
     run_plan = draw_collection(cfg)
     plan = demonstration_episodes(cfg, run_plan.env, [(0, 0), (0, 1), (1, 0)])
     arena = Arena.create(run_plan.layout, run_plan.capacity)
-    policy = POLICIES.get("random").build(cfg.model, policy_init(run_plan, arena, None).request)
+    policy = POLICIES.get("random").build(cfg.model, build_policy_init(run_plan, arena, None).request)
     arena.close()
     nothing = Observation(images=np.zeros((3, 0, 0, 0, 3), np.uint8), state=np.zeros((3, 1)), instructions=("",) * 3)
     demos = load_demonstrations(tmp_path / "demos")

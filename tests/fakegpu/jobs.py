@@ -262,12 +262,12 @@ def run(job: Job, folder: Path) -> Result:
     from embodyrl.devices import Gpus
     from embodyrl.plan import memory
     from embodyrl.plan.build import build_run_plan
-    from embodyrl.scheduler.start import policy_init
+    from embodyrl.scheduler.start import build_policy_init
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     run_plan = build_run_plan(config_of(job, folder), training=True)
     arena = Arena.create(run_plan.layout, max(job.act, job.train) + 2)
-    init = policy_init(run_plan, arena, None)
+    init = build_policy_init(run_plan, arena, None)
     init = replace(init, acts=not run_plan.is_disaggregated, rank_info=replace(init.rank_info, world=run_plan.ranks))
     result = Result()
     plan = memory.plan_memory(run_plan)

@@ -22,7 +22,7 @@ from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -52,7 +52,7 @@ def make(tmp_path):
         cfg = toy_config(tmp_path, *sizes, *words)
         run_plan = build_run_plan(cfg, training=True)
         arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
-        host = PolicyHost(policy_init(run_plan, arena, None))
+        host = PolicyHost(build_policy_init(run_plan, arena, None))
         actor = Actor(host, arena, fill(arena, run_plan, host, drift=0.0))
         actor["valid"] = True
         actors.append(actor)
@@ -375,7 +375,7 @@ def test_token_mean_excludes_tokens_without_log_prob(tmp_path, way):
     words = ["env=tabletop", "model=flow_small", f"model.likelihood={way}", "algorithm=grpo", "launcher=inline", *sizes]
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
     arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
-    host = PolicyHost(policy_init(run_plan, arena, None))
+    host = PolicyHost(build_policy_init(run_plan, arena, None))
     actor = Actor(host, arena, fill(arena, run_plan, host, drift=0.0))
     actor["valid"], actor["advantage"] = True, 1.0
     metrics = actor.update()

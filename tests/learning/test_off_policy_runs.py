@@ -20,7 +20,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.learners.off_policy.sac_learner import SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
@@ -81,7 +81,7 @@ def demonstrated_rewards(words: list[str]) -> np.ndarray:
     """Return the rewards in the demonstration buffer of a run."""
     run_plan = build_run_plan(load_config("train", words), training=True)
     arena = Arena.create(run_plan.layout, run_plan.capacity)
-    host = PolicyHost(policy_init(run_plan, arena, None))
+    host = PolicyHost(build_policy_init(run_plan, arena, None))
     try:
         assert isinstance(host._learner, SacLearner)
         assert host._learner._demonstrations is not None

@@ -37,7 +37,7 @@ from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
 from embodyrl.policies.protocol import PolicyRequest, policy_costs
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout
-from embodyrl.scheduler.start import fewer_records
+from embodyrl.scheduler.start import suggest_fewer_records
 from embodyrl.types import PolicyCosts
 
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
@@ -446,7 +446,9 @@ def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tm
 
 def test_advice_about_the_arena_leaves_out_minimal_settings(tmp_path):
     def fix(command, *words):
-        return fewer_records(build_run_plan(toy_config(tmp_path, *words, command=command), training=command == "train"))
+        return suggest_fewer_records(
+            build_run_plan(toy_config(tmp_path, *words, command=command), training=command == "train")
+        )
 
     assert fix("train", "algorithm.rollout_epoch=2") == (
         "Lower env.train.total_num_envs or algorithm.rollout_epoch or the size of the cameras."

@@ -15,17 +15,17 @@ def stages() -> Stages:
 
 
 def keys(found: Stages, work: object) -> list[tuple[str, int]]:
-    return [key for key, _ in found.to_check((work,))]
+    return [key for key, _ in found.get_stages_to_check((work,))]
 
 
 def test_only_stages_with_new_events_are_checked():
     found = stages()
     assert len(keys(found, 1)) == 200
     assert keys(found, 1) == []
-    found.note_slots(np.array([399, 5, 4]))
+    found.mark_changed(np.array([399, 5, 4]))
     assert keys(found, 1) == [("env_1", 0), ("env_99", 1)]
     assert keys(found, 1) == []
-    found.note_worker("env_7")
+    found.mark_worker_changed("env_7")
     assert keys(found, 1) == [("env_7", 0), ("env_7", 1)]
     assert found.slots_of("env_7") == [28, 29, 30, 31]
 
@@ -37,12 +37,12 @@ def test_new_episodes_cause_a_check_of_all_idle_stages():
     checked = keys(found, 2)
     assert len(checked) == 199
     assert ("env_3", 1) not in checked
-    assert len(found.to_check(None)) == len(found.to_check(None)) == 199
+    assert len(found.get_stages_to_check(None)) == len(found.get_stages_to_check(None)) == 199
     report = EnvReport(sequence=9, stage=1, sim_s=0.0, render_s=0.0, reset_s=0.0)
-    found.close("env_3", report)
-    assert found.take_reports() == [(12, request, report)]
-    assert found.take_reports() == []
-    assert len(found.to_check(None)) == 200
+    found.finish_request("env_3", report)
+    assert found.pop_reports() == [(12, request, report)]
+    assert found.pop_reports() == []
+    assert len(found.get_stages_to_check(None)) == 200
 
 
 def test_requests_of_a_dead_worker_are_dropped():

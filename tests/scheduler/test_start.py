@@ -9,7 +9,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
-from embodyrl.scheduler.start import plan_hosts, policy_init
+from embodyrl.scheduler.start import build_policy_init, plan_hosts
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_optimizer_steps_on_cpu_use_all_cores(tmp_path, monkeypatch, offload, gp
     cfg = toy_config(tmp_path, "launcher=local", "actor.fsdp.size=1", f"actor.fsdp.cpu_offload={offload}")
     run_plan = build_run_plan(cfg, training=True)
     with closing(Arena.create(run_plan.layout, 1)) as arena:
-        assert policy_init(run_plan, arena, None).threads == (available_cores() if all_cores else 1)
+        assert build_policy_init(run_plan, arena, None).threads == (available_cores() if all_cores else 1)
 
 
 GROWING, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:8"

@@ -12,7 +12,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.workers.building import build_policy
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -24,7 +24,7 @@ def host(folder: Path, *words: str, start_from: Path | None = None) -> Iterator[
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={folder}"]), training=True)
     with (
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
-        closing(PolicyHost(policy_init(run_plan, arena, start_from))) as opened,
+        closing(PolicyHost(build_policy_init(run_plan, arena, start_from))) as opened,
     ):
         yield opened
 
@@ -53,7 +53,7 @@ def test_separate_critic_is_fully_trained_next_to_adapters(tmp_path):
     words = (*words, "launcher=inline", "model.is_lora=true", f"critic.path={tmp_path}/critic")
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
     with closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena:
-        policy = build_policy(policy_init(run_plan, arena, None))
+        policy = build_policy(build_policy_init(run_plan, arena, None))
     assert isinstance(policy, WithCritic)
     trained = {name for name, weight in policy.module.named_parameters() if weight.requires_grad}
     critic = {name for name, _ in policy.module.named_parameters() if name.startswith("value_head.")}

@@ -13,7 +13,7 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.specs import convert_gripper
 from embodyrl.types import GripperConvention
 from embodyrl.workers.building import build_policy
@@ -90,7 +90,7 @@ def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path,
         plan = train_episodes(cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan))
         arena, records = stage.workers.arena, np.concatenate([e.records for e in rollout.episodes])
-        policy = build_policy(policy_init(stage.run_plan, arena, None))
+        policy = build_policy(build_policy_init(stage.run_plan, arena, None))
         assert isinstance(policy, CausalLMPolicy)
         prompts, tokens = policy.read(read_observation(arena, records)), arena[Record.tokens][records]
         said = (tokens >= 0).sum(1)
@@ -110,7 +110,7 @@ def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path,
 def test_final_values_are_written_to_their_records(tmp_path, deterministic):
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.total_num_envs=8")
     with running_crew(tmp_path, *words, f"runner.deterministic={deterministic}".lower()) as stage:
-        arena, policy = stage.workers.arena, build_policy(policy_init(stage.run_plan, stage.workers.arena, None))
+        arena, policy = stage.workers.arena, build_policy(build_policy_init(stage.run_plan, stage.workers.arena, None))
         rollout = stage.workers.scheduler.collect(
             Rollout(train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=True))
         )

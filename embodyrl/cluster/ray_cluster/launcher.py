@@ -26,7 +26,7 @@ from embodyrl.cluster.protocol import (
 from embodyrl.cluster.ray_cluster import nodes as ray_nodes
 from embodyrl.cluster.ray_cluster.nodes import Node, ray
 from embodyrl.cluster.ray_cluster.placement import parse_placement
-from embodyrl.cluster.ray_cluster.rows import Pools, Rows, copy_in, copy_out, mark, paste
+from embodyrl.cluster.ray_cluster.rows import Pools, Rows, copy_in, copy_out, mark_unwritten, write_rows
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import WorkerError
 from embodyrl.files import cap_log
@@ -37,7 +37,7 @@ _STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _RemoteReply:
     """Reply of a remote worker: the result or the error of one request."""
 
     replies: tuple[Reply, ...]
@@ -62,49 +62,49 @@ class RemoteWorker:
             stream.flush()
             os.dup2(self._log.fileno(), stream.fileno())
         faulthandler.enable(self._log)
-        self._told = self._log.seek(0, os.SEEK_END)
+        self._log_position = self._log.seek(0, os.SEEK_END)
         self._spec = spec
-        self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
+        self._on_driver_node = ray.get_runtime_context().get_node_id() == driver_node
         self._pools: Pools | None = None
         self._worker: Worker | None = None
-        if not self._beside_driver:
+        if not self._on_driver_node:
             ray_nodes.exit_without_cluster(silence_s)
 
     def log(self) -> tuple[str, int]:
         """Return the path of the worker's log on its host, and the size of the log before this worker started."""
-        return self._log.name, self._told
+        return self._log.name, self._log_position
 
-    def start(self) -> _Answer:
+    def start(self) -> _RemoteReply:
         """Build the worker in this process; return its ready message or an error."""
-        self._pools = pools = _open_pools(self._spec, mirror=not self._beside_driver)
+        self._pools = pools = _open_pools(self._spec, mirror=not self._on_driver_node)
         init = replace(self._spec.init, shared_arena=pools[0])
         if len(pools) > 1:
             init = replace(init, bucket_arena=pools[1].handle)
         try:
             self._worker = replace(self._spec, init=init).build()
         except Exception as error:
-            return self._answer(describe_failure(error))
-        return self._answer(self._worker.ready())
+            return self._build_reply(describe_failure(error))
+        return self._build_reply(self._worker.ready())
 
-    def handle(self, request: Request, rows: list[Rows]) -> _Answer:
+    def handle(self, request: Request, rows: list[Rows]) -> _RemoteReply:
         """Execute a request; return the reply and the record fields that the worker wrote."""
         assert self._worker is not None and self._pools is not None, "not started"
-        if not self._beside_driver:
-            paste(self._pools, rows)
-            mark(self._pools, request)
+        if not self._on_driver_node:
+            write_rows(self._pools, rows)
+            mark_unwritten(self._pools, request)
         try:
             replies = tuple(self._worker.handle(request))
         except Exception as error:
-            return self._answer(describe_failure(error))
-        return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._pools, request))
+            return self._build_reply(describe_failure(error))
+        return self._build_reply(*replies, rows=[] if self._on_driver_node else copy_out(self._pools, request))
 
-    def _answer(self, *replies: Reply, rows: list[Rows] | None = None) -> _Answer:
+    def _build_reply(self, *replies: Reply, rows: list[Rows] | None = None) -> _RemoteReply:
         sys.stdout.flush()
         sys.stderr.flush()
         size = self._log.seek(0, os.SEEK_END)
-        log = os.pread(self._log.fileno(), size - self._told, self._told)
-        self._told = size
-        return _Answer(replies, rows or [], log)
+        log = os.pread(self._log.fileno(), size - self._log_position, self._log_position)
+        self._log_position = size
+        return _RemoteReply(replies, rows or [], log)
 
 
 @dataclass(kw_only=True)
@@ -112,7 +112,7 @@ class _Handle(Handle):
     actor: Any
     node: Node
     pools: Pools
-    beside_driver: bool
+    on_driver_node: bool
     open: deque[Any] = field(default_factory=deque)
     """Ray object references of unanswered requests, oldest first."""
     output: Any
@@ -129,15 +129,15 @@ class RayLauncher(OpenRequests[_Handle]):
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)
         cluster = cluster or ClusterSettings()
-        self._ours = ray_nodes.connect()
+        self._owns_cluster = ray_nodes.connect()
         self._driver_node = ray.get_runtime_context().get_node_id()
-        self._living = ray_nodes.living()
-        self._nodes = self._choose(cluster.num_nodes)
+        self._live_nodes = ray_nodes.list_live_nodes()
+        self._nodes = self._select_nodes(cluster.num_nodes)
         self._min_nodes, self._silence_s = cluster.min_nodes, cluster.silence_timeout_s
         hosts = {name: n for n, node in reversed([*enumerate(self._nodes)]) for name in (node.host, node.address)}
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes, hosts=hosts)
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self._watch = ray_nodes.NodeWatch()
+        self._node_monitor = ray_nodes.NodeMonitor()
         self._bucket: tuple[int, Any] = (0, None)
         """Ticket of the last weight bucket sent, and the Ray object reference to its content."""
         self._lost: set[str] = set()
@@ -149,7 +149,7 @@ class RayLauncher(OpenRequests[_Handle]):
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
         """Describe the hosts of a run without starting workers (see `Launcher.preview`)."""
-        if ray_nodes.starts_own():
+        if ray_nodes.starts_own_cluster():
             return "this host, with a local Ray cluster of the run (RAY_ADDRESS is not set)"
         launcher = cls(Path(), cluster)
         launcher.stop()
@@ -161,33 +161,33 @@ class RayLauncher(OpenRequests[_Handle]):
         cluster = cluster or ClusterSettings()
         return parse_placement(cluster.component_placement, cluster.num_nodes, separate=separate)
 
-    def _choose(self, count: int) -> list[Node]:
+    def _select_nodes(self, num_nodes: int) -> list[Node]:
         """Return the nodes of the run, in the order of their numbers."""
-        nodes = ray_nodes.in_order(self._living.values(), self._driver_node)
-        if len(nodes) < count:
+        nodes = ray_nodes.sort_nodes(self._live_nodes.values(), self._driver_node)
+        if len(nodes) < num_nodes:
             raise WorkerError(
-                f"cluster.num_nodes={count}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} live nodes: "
-                f"{', '.join(map(str, nodes))}. Start more nodes with `ray start --address=HEAD:PORT`, or lower "
+                f"cluster.num_nodes={num_nodes}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} live "
+                f"nodes: {', '.join(map(str, nodes))}. Start more nodes with `ray start --address=HEAD:PORT`, or lower "
                 "cluster.num_nodes."
             )
-        return nodes[:count]
+        return nodes[:num_nodes]
 
     @property
     def host(self) -> str:
         """Return the address at which workers reach the driver; loopback if all actor ranks run on this host."""
-        apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
-        return ray.util.get_node_ip_address() if apart else LOOPBACK
+        other_nodes = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
+        return ray.util.get_node_ip_address() if other_nodes else LOOPBACK
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Start a worker as a Ray actor (see `Launcher.start`)."""
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
-        chosen = self._placement[spec.component]
-        self._note_living()
+        node_numbers = self._placement[spec.component]
+        self._update_live_nodes()
         if self.lost:
             return
-        left = self._left()
-        candidates = [left[n] for n in chosen if n in left] or [*left.values()] or self._nodes[:1]
+        usable = self._get_usable_nodes()
+        candidates = [usable[n] for n in node_numbers if n in usable] or [*usable.values()] or self._nodes[:1]
         if spec.component == "actor" and isinstance(spec.init, PolicyHostInit):
             node = place_rank(number, spec.init.rank_info.world, candidates)
         else:
@@ -215,7 +215,7 @@ class RayLauncher(OpenRequests[_Handle]):
             actor=actor,
             node=node,
             pools=_open_pools(spec, mirror=False),
-            beside_driver=node.id == self._driver_node,
+            on_driver_node=node.id == self._driver_node,
             output=actor.log.remote(),
             log=self._log_dir / f"{spec.name}.log",
             since=self._clock.now(),
@@ -224,18 +224,18 @@ class RayLauncher(OpenRequests[_Handle]):
         handle.open.append(actor.start.remote())
         self._handles[spec.name] = handle
 
-    def _left(self) -> dict[int, Node]:
+    def _get_usable_nodes(self) -> dict[int, Node]:
         """Return the usable nodes of the run by number, including nodes that rejoined."""
-        usable = [node for name, node in self._living.items() if name not in self._lost]
-        return ray_nodes.left_of(self._nodes, usable)
+        usable = [node for name, node in self._live_nodes.items() if name not in self._lost]
+        return ray_nodes.select_usable_nodes(self._nodes, usable)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request to a worker (see `Launcher.send`)."""
-        handle = self._ask(worker, timeout_s)
-        rows = [] if handle.beside_driver else self._rows(handle, request)
+        handle = self._add_request(worker, timeout_s)
+        rows = [] if handle.on_driver_node else self._get_rows(handle, request)
         handle.open.append(handle.actor.handle.remote(request, rows))
 
-    def _rows(self, handle: _Handle, request: Request) -> Any:
+    def _get_rows(self, handle: _Handle, request: Request) -> Any:
         """Return the record fields that a request reads, or a Ray object reference if the request loads weights.
 
         Ray transfers the object of a reference only once to each host.
@@ -251,75 +251,75 @@ class RayLauncher(OpenRequests[_Handle]):
         oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
         if oldest and not self._events:
             # The first reply wakes this process; further replies are taken at once.
-            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=self._patience(timeout_s))
+            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=self._poll_timeout(timeout_s))
             if ready:
                 ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
             for reference in ready:
-                self._take(oldest[reference], reference)
+                self._receive_reply(oldest[reference], reference)
         elif not self._events:
             time.sleep(min(timeout_s, 0.01))
-        self._look_at_nodes()
-        for name in self._late():
+        self._check_nodes()
+        for name in self._find_late_workers():
             late = self._handles[name]
             self._reap(name, f"did not respond for {late.limits[0]:g} s on {late.node}{self._last_output(late)}")
-        return self._take_events()
+        return self._pop_events()
 
-    def _look_at_nodes(self) -> None:
+    def _check_nodes(self) -> None:
         """Report the workers of lost hosts as dead, because Ray does not always report lost actors."""
         if self.lost:
             return
         try:
-            found = self._watch.poll()
+            live = self._node_monitor.poll()
         except WorkerError as error:
             self.lost = str(error)
             return
-        if found is None:
+        if live is None:
             return
-        self._set_living(found)
-        for name in [name for name, handle in self._handles.items() if handle.node.id not in found]:
+        self._set_live_nodes(live)
+        for name in [name for name, handle in self._handles.items() if handle.node.id not in live]:
             self._reap_with_host(name)
 
-    def _note_living(self) -> None:
+    def _update_live_nodes(self) -> None:
         """Update the list of live nodes before a worker is placed."""
         try:
             if not self.lost:
-                self._set_living(ray_nodes.living())
+                self._set_live_nodes(ray_nodes.list_live_nodes())
         except WorkerError as error:
             self.lost = str(error)
 
-    def _set_living(self, found: dict[str, Node]) -> None:
-        self._living = found
-        if len(left := self._left()) < self._min_nodes:
-            self.lost = f"only {len(left)} of {len(self._nodes)} hosts are left (cluster.min_nodes={self._min_nodes})"
+    def _set_live_nodes(self, live: dict[str, Node]) -> None:
+        self._live_nodes = live
+        if len(usable := self._get_usable_nodes()) < self._min_nodes:
+            self.lost = f"only {len(usable)} of {len(self._nodes)} hosts are left (cluster.min_nodes={self._min_nodes})"
 
     def _reap_with_host(self, name: str, log: str = "") -> None:
         node = self._handles[name].node
         self._lost.add(node.id)
         self._reap(name, f"was lost with its host {node}", log=log)
 
-    def _take(self, name: str, reference: Any) -> None:
+    def _receive_reply(self, name: str, reference: Any) -> None:
         handle = self._handles[name]
         try:
-            answer: _Answer = ray.get(reference, timeout=_GET_S)
+            result: _RemoteReply = ray.get(reference, timeout=_GET_S)
         except ray.exceptions.RayTaskError as error:
             self._reap(name, f"raised {error.cause!r}", traceback=str(error))
             return
         except ray.exceptions.RayError as error:  # the worker died, or its reply is lost or late
-            if isinstance(error, ray.exceptions.ActorUnavailableError) and not handle.beside_driver:
+            if isinstance(error, ray.exceptions.ActorUnavailableError) and not handle.on_driver_node:
                 # Ray detects a lost host many seconds later, and would place the new worker on that host.
                 self._reap_with_host(name, log=str(error))
                 return
-            how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
-            self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
+            cause = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
+            self._reap(name, f"{cause} on {handle.node}{self._last_output(handle)}", log=str(error))
             return
         # Not earlier: the request of a dead worker must stay open until `_reap` drops it.
         handle.open.popleft()
-        self._answered(handle)
-        if answer.log:
-            handle.received += len(answer.log)
-            _append(handle.log, answer.log)
-        paste(handle.pools, answer.rows)
-        for reply in answer.replies:
+        self._on_reply(handle)
+        if result.log:
+            handle.received += len(result.log)
+            _append(handle.log, result.log)
+        write_rows(handle.pools, result.rows)
+        for reply in result.replies:
             if isinstance(reply, WorkerFailed):
                 self._reap(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
                 return
@@ -331,7 +331,7 @@ class RayLauncher(OpenRequests[_Handle]):
             path, size = ray.get(handle.output, timeout=1.0)
         except ray.exceptions.RayError:
             return ""
-        if handle.beside_driver and os.path.exists(path):
+        if handle.on_driver_node and os.path.exists(path):
             with open(path, "rb") as file:
                 file.seek(size + handle.received)
                 _append(handle.log, file.read())
@@ -341,7 +341,7 @@ class RayLauncher(OpenRequests[_Handle]):
         """End a worker, report its death, and append `log` (such as Ray's error message) to the worker's log."""
         handle = self._handles.pop(name)
         _close(handle.pools)
-        ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))
+        ray_nodes.run_in_thread(partial(ray.kill, handle.actor, no_restart=True))
         self._report_death(name, handle, reason, traceback, exit_code)
         _append(handle.log, log.encode())
 
@@ -358,11 +358,11 @@ class RayLauncher(OpenRequests[_Handle]):
         def end() -> None:
             for actor in actors:
                 ray.kill(actor, no_restart=True)
-            if self._ours and ray.is_initialized():
+            if self._owns_cluster and ray.is_initialized():
                 ray.shutdown()
 
         with suppress(TimeoutError):  # without its head Ray may wait for a minute
-            ray_nodes.in_thread(end).result(_STOP_S) if self.lost else end()
+            ray_nodes.run_in_thread(end).result(_STOP_S) if self.lost else end()
         self._messages.close()
 
 

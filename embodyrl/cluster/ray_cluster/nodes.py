@@ -19,15 +19,15 @@ from typing import Any, TextIO, TypeVar, cast
 from embodyrl.cluster.supervisor import StopRequest
 from embodyrl.errors import ConfigError, Interrupted, WorkerError, one_line
 
-_OWN = "local"
+_LOCAL = "local"
 
 
-def _address() -> str:
-    return os.environ.get("RAY_ADDRESS", "") or _OWN
+def _get_address() -> str:
+    return os.environ.get("RAY_ADDRESS", "") or _LOCAL
 
 
 if "ray" not in sys.modules:  # Ray reads these when it is imported
-    if _address() == _OWN:
+    if _get_address() == _LOCAL:
         if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # If 0, all services of Ray listen on the loopback interface, also on Linux.
@@ -46,7 +46,7 @@ _FAILURES = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
 """Exceptions of `ray.init`."""
 _HEAD_S = 15.0
 """Maximum time for the head node to list the nodes, in seconds."""
-_LOOK_S = 5.0
+_QUERY_INTERVAL_S = 5.0
 
 T = TypeVar("T")
 
@@ -72,9 +72,9 @@ class Node:
         return parsed.version, int(parsed), "", self.id
 
 
-def starts_own() -> bool:
+def starts_own_cluster() -> bool:
     """Return whether a run starts its own Ray cluster."""
-    return not ray.is_initialized() and _address() == _OWN
+    return not ray.is_initialized() and _get_address() == _LOCAL
 
 
 def connect() -> bool:
@@ -85,9 +85,9 @@ def connect() -> bool:
     """
     if ray.is_initialized():
         return False
-    address = _address()
-    if address == _OWN:
-        _start_own()
+    address = _get_address()
+    if address == _LOCAL:
+        _start_own_cluster()
         return True
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -99,15 +99,15 @@ def connect() -> bool:
     return True
 
 
-def _start_own() -> None:
+def _start_own_cluster() -> None:
     """Start a local cluster; a stop signal takes effect when the cluster can be shut down.
 
     The agents of a node that is killed while it starts wait a minute for the head.
     """
     stop = StopRequest()
     try:
-        with stop.listening():
-            ray.init(address=_OWN, log_to_driver=False, configure_logging=False, include_dashboard=False)
+        with stop.handle_signals():
+            ray.init(address=_LOCAL, log_to_driver=False, configure_logging=False, include_dashboard=False)
         stop.check()
     except Interrupted:
         ray.shutdown()
@@ -127,29 +127,29 @@ def head() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def living() -> dict[str, Node]:
+def list_live_nodes() -> dict[str, Node]:
     """Return the live nodes by id.
 
     Raises:
         WorkerError: the head does not respond.
     """
     try:
-        return _living(in_thread(ray.nodes).result(_HEAD_S))
+        return _parse_live_nodes(run_in_thread(ray.nodes).result(_HEAD_S))
     except TimeoutError:
-        raise WorkerError(_silent()) from None
+        raise WorkerError(_no_response_error()) from None
 
 
-def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
+def sort_nodes(nodes: Iterable[Node], driver: str) -> list[Node]:
     """Return the nodes in the order of their numbers: the driver's node first, then the other nodes by address."""
     return sorted(nodes, key=lambda node: (node.id != driver, node.order))
 
 
-def left_of(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
+def select_usable_nodes(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
     """Return the usable nodes by number. A host that rejoined keeps its number, although its node id is new."""
-    by_id, known = {node.id: node for node in usable}, {node.id for node in nodes}
-    returned = {node.address: node for name, node in by_id.items() if name not in known}
-    found = {number: by_id.get(node.id, returned.get(node.address)) for number, node in enumerate(nodes)}
-    return {number: node for number, node in found.items() if node is not None}
+    by_id, known_ids = {node.id: node for node in usable}, {node.id for node in nodes}
+    returned = {node.address: node for name, node in by_id.items() if name not in known_ids}
+    nodes_by_number = {number: by_id.get(node.id, returned.get(node.address)) for number, node in enumerate(nodes)}
+    return {number: node for number, node in nodes_by_number.items() if node is not None}
 
 
 def describe(nodes: Iterable[Node]) -> str:
@@ -185,12 +185,12 @@ class Messages:
             sys.stdout = self._stream
 
 
-class NodeWatch:
+class NodeMonitor:
     """Monitor that lists the live nodes every few seconds in the background."""
 
     def __init__(self) -> None:
-        self._look: Future[Any] | None = None
-        self._at = time.monotonic()
+        self._query: Future[Any] | None = None
+        self._query_time = time.monotonic()
 
     def poll(self) -> dict[str, Node] | None:
         """Return the live nodes if a new list has arrived.
@@ -199,16 +199,16 @@ class NodeWatch:
             WorkerError: the head does not respond.
         """
         now = time.monotonic()
-        if self._look is None:
-            if now >= self._at + _LOOK_S:
-                self._look, self._at = in_thread(ray.nodes), now
+        if self._query is None:
+            if now >= self._query_time + _QUERY_INTERVAL_S:
+                self._query, self._query_time = run_in_thread(ray.nodes), now
             return None
-        if not self._look.done():
-            if now < self._at + _HEAD_S:
+        if not self._query.done():
+            if now < self._query_time + _HEAD_S:
                 return None
-            raise WorkerError(_silent())
-        look, self._look = self._look, None
-        return _living(look.result())
+            raise WorkerError(_no_response_error())
+        query, self._query = self._query, None
+        return _parse_live_nodes(query.result())
 
 
 def exit_without_cluster(silence_s: float) -> None:
@@ -216,15 +216,15 @@ def exit_without_cluster(silence_s: float) -> None:
 
     Ray ends the workers of a dead driver, but not those of a host that is cut off or whose head is frozen.
     """
-    own = ray.get_runtime_context().get_node_id()
+    own_id = ray.get_runtime_context().get_node_id()
 
     def watch() -> None:
-        heard = time.monotonic()
-        while time.monotonic() < heard + silence_s:
-            look, begun = in_thread(ray.nodes), time.monotonic()
+        last_response = time.monotonic()
+        while time.monotonic() < last_response + silence_s:
+            query, started = run_in_thread(ray.nodes), time.monotonic()
             with suppress(Exception):
-                if own in _living(look.result(silence_s)):
-                    heard = begun
+                if own_id in _parse_live_nodes(query.result(silence_s)):
+                    last_response = started
             time.sleep(silence_s / 10)
         print(f"no response from the cluster for {silence_s:g} s (cluster.silence_timeout_s); exiting", flush=True)
         os._exit(1)
@@ -232,7 +232,7 @@ def exit_without_cluster(silence_s: float) -> None:
     threading.Thread(target=watch, name="cluster-watch", daemon=True).start()
 
 
-def in_thread(call: Callable[[], T]) -> Future[T]:
+def run_in_thread(call: Callable[[], T]) -> Future[T]:
     """Run a call in a daemon thread."""
     future: Future[T] = Future()
 
@@ -246,10 +246,10 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _silent() -> str:
+def _no_response_error() -> str:
     return f"the Ray head at {head()} did not respond for {_HEAD_S:g} s. Check that host, and start the cluster again."
 
 
-def _living(nodes: list[dict[str, Any]]) -> dict[str, Node]:
-    found = (Node(n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"]) for n in nodes if n["Alive"])
-    return {node.id: node for node in found}
+def _parse_live_nodes(nodes: list[dict[str, Any]]) -> dict[str, Node]:
+    live_nodes = (Node(n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"]) for n in nodes if n["Alive"])
+    return {node.id: node for node in live_nodes}

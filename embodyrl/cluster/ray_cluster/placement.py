@@ -30,11 +30,13 @@ def parse_placement(
         ConfigError: an unknown or missing component, or a node that does not exist.
     """
     if hosts is None:
-        named = dict.fromkeys(part for text in placement.values() for part in _parts(text) if _HOST.fullmatch(part))
-        hosts = {name: max(0, num_nodes - 1 - place) for place, name in enumerate(named)}
-    found: dict[str, tuple[int, ...]] = {}
+        host_names = dict.fromkeys(
+            part for text in placement.values() for part in _split_nodes(text) if _HOST.fullmatch(part)
+        )
+        hosts = {name: max(0, num_nodes - 1 - index) for index, name in enumerate(host_names)}
+    result: dict[str, tuple[int, ...]] = {}
     for names, text in placement.items():
-        nodes = _nodes(names, text, num_nodes, hosts)
+        nodes = _parse_nodes(names, text, num_nodes, hosts)
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 raise ConfigError(
@@ -42,31 +44,31 @@ def parse_placement(
                     f"{', '.join(COMPONENTS)}, "
                     "for example {env: 1-3, rollout: 0, actor: 0}."
                 )
-            found[name] = nodes
-    if missing := [name for name in COMPONENTS if name not in found]:
+            result[name] = nodes
+    if missing := [name for name in COMPONENTS if name not in result]:
         raise ConfigError(f"cluster.component_placement has no entry for {', '.join(missing)}; add one.")
-    if found["rollout"] != found["actor"] and not separate:
+    if result["rollout"] != result["actor"] and not separate:
         raise ConfigError(
             "cluster.component_placement: with rollout.mode=collocated, rollout and actor share a process. "
             "Use the same nodes for both, or set rollout.mode=disaggregated."
         )
-    return found
+    return result
 
 
 _HOST = re.compile(r"(?!all$)(?:[A-Za-z][\w.-]*|\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]+)")
 """Pattern of a host name or address."""
 
 
-def _parts(text: str | int) -> list[str]:
+def _split_nodes(text: str | int) -> list[str]:
     return [part.strip() for part in str(text).split(",")]
 
 
-def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]) -> tuple[int, ...]:
+def _parse_nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]) -> tuple[int, ...]:
     text = str(text).strip()
     if text == "all":
         return tuple(range(num_nodes))
     nodes: list[int] = []
-    for part in _parts(text):
+    for part in _split_nodes(text):
         match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
         if match is not None:
             nodes += range(int(match[1]), int(match[2] or match[1]) + 1)

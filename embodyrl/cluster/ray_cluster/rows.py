@@ -9,9 +9,9 @@ from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.layout import BUCKET, SEQUENCE, STATE
 from embodyrl.channels.messages import Request, ScoreRequest, Use, ValueRequest
 
-DIVIDED = (ValueRequest, ScoreRequest)
+RANK_SPLIT_REQUESTS = (ValueRequest, ScoreRequest)
 """Requests whose records the ranks divide among themselves; each rank writes a part."""
-_UNWRITTEN = 0xFF
+_UNWRITTEN_BYTE = 0xFF
 """Byte that fills unwritten fields; as float32, the bytes are a NaN that no computation returns."""
 HEADER = (SEQUENCE, STATE)
 """Fields with the state of a record, which are sent with every record."""
@@ -39,34 +39,39 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
     """Return the record fields that a worker wrote while executing a request.
 
     The result contains only complete records: all ranks receive the request to publish weights, but only one writes.
-    For a request in `DIVIDED`, the result contains only the records that this rank wrote since `mark`.
+    For a request in `RANK_SPLIT_REQUESTS`, the result contains only the records that this rank wrote since the call of
+    `mark_unwritten`.
     """
     rows = []
     for use in request.writes():
         records, arena = records_of(use.tickets), pools[use.pool]
         written = arena[STATE][records] == RecordState.READY
-        if isinstance(request, DIVIDED):
-            written &= ~np.logical_and.reduce([_bytes(arena[name][records]) == _UNWRITTEN for name in use.fields or ()])
+        if isinstance(request, RANK_SPLIT_REQUESTS):
+            written &= ~np.logical_and.reduce(
+                [_get_smallest_bytes(arena[name][records]) == _UNWRITTEN_BYTE for name in use.fields or ()]
+            )
         rows.append(_copy(arena, use, records[written]))
     return rows
 
 
-def mark(pools: Pools, request: Request) -> None:
-    """Mark fields as unwritten before a request in `DIVIDED`, so that `copy_out` can find the written records."""
-    if isinstance(request, DIVIDED):
+def mark_unwritten(pools: Pools, request: Request) -> None:
+    """Fill fields with `_UNWRITTEN_BYTE` before a request in `RANK_SPLIT_REQUESTS`, so that `copy_out` finds changes."""
+    if isinstance(request, RANK_SPLIT_REQUESTS):
         for use in request.writes():
             for name in use.fields or ():
                 values = pools[use.pool][name]
-                values[records_of(use.tickets)] = np.full(values.itemsize, _UNWRITTEN, np.uint8).view(values.dtype)[0]
+                values[records_of(use.tickets)] = np.full(values.itemsize, _UNWRITTEN_BYTE, np.uint8).view(
+                    values.dtype
+                )[0]
 
 
-def _bytes(values: np.ndarray) -> np.ndarray:
-    """Return the smallest byte [n] of each record, which is `_UNWRITTEN` only if the whole record is unwritten."""
+def _get_smallest_bytes(values: np.ndarray) -> np.ndarray:
+    """Return the smallest byte [n] of each record, which is `_UNWRITTEN_BYTE` only if the whole record is unwritten."""
     flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-    return flat.min(axis=1, initial=_UNWRITTEN)
+    return flat.min(axis=1, initial=_UNWRITTEN_BYTE)
 
 
-def paste(pools: Pools, rows: Sequence[Rows]) -> None:
+def write_rows(pools: Pools, rows: Sequence[Rows]) -> None:
     """Write transferred fields into the records of the pools."""
     for part in rows:
         for name, values in part.fields.items():

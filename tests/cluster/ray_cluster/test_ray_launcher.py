@@ -22,7 +22,7 @@ from embodyrl.channels.messages import RankInfo
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
 from embodyrl.plan.build import build_run_plan
-from embodyrl.scheduler.start import env_spec, plan_hosts
+from embodyrl.scheduler.start import build_env_spec, plan_hosts
 from embodyrl.types import SimulatorSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
@@ -215,22 +215,22 @@ def test_signal_during_the_start_of_a_local_cluster_leaves_no_process(tmp_path, 
 
 
 def test_nodes_are_numbered_by_address():
-    from embodyrl.cluster.ray_cluster.nodes import Node, in_order
+    from embodyrl.cluster.ray_cluster.nodes import Node, sort_nodes
 
     nodes = [Node(f"id{n}", address, f"h{n}") for n, address in enumerate(("10.0.0.9", "10.0.0.10", "10.0.0.2", "::1"))]
-    assert [node.id for node in in_order(nodes, "id1")] == ["id1", "id2", "id0", "id3"]
+    assert [node.id for node in sort_nodes(nodes, "id1")] == ["id1", "id2", "id0", "id3"]
 
 
 def test_rejoined_host_keeps_its_number():
-    from embodyrl.cluster.ray_cluster.nodes import Node, left_of
+    from embodyrl.cluster.ray_cluster.nodes import Node, select_usable_nodes
 
     nodes = [Node(f"id{n}", f"10.0.0.{n}", f"h{n}") for n in range(3)]
     returned, stranger = Node("id7", "10.0.0.1", "h1"), Node("id8", "10.0.0.8", "h8")
-    assert left_of(nodes, nodes) == dict(enumerate(nodes))
-    assert left_of(nodes, [stranger, nodes[2], nodes[0]]) == {0: nodes[0], 2: nodes[2]}
-    assert left_of(nodes, [stranger, nodes[0], returned]) == {0: nodes[0], 1: returned}
+    assert select_usable_nodes(nodes, nodes) == dict(enumerate(nodes))
+    assert select_usable_nodes(nodes, [stranger, nodes[2], nodes[0]]) == {0: nodes[0], 2: nodes[2]}
+    assert select_usable_nodes(nodes, [stranger, nodes[0], returned]) == {0: nodes[0], 1: returned}
     one_host = [Node("a", "127.0.0.1", "h"), Node("b", "127.0.0.1", "h")]
-    assert left_of(one_host, one_host[:1]) == {0: one_host[0]}
+    assert select_usable_nodes(one_host, one_host[:1]) == {0: one_host[0]}
 
 
 @pytest.mark.slow
@@ -263,8 +263,8 @@ def test_each_ray_actor_gets_its_own_gpu(tmp_path, monkeypatch):
     blind = replace(run_plan, env=replace(run_plan.env, simulator=SimulatorSpec(on_gpu=False)))
     arena = Arena.create(run_plan.layout, 1)
     specs = plan_hosts(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
-    specs += [env_spec(run_plan, arena, number) for number in range(4)]
-    specs.append(replace(env_spec(blind, arena, 0), name="env_4"))
+    specs += [build_env_spec(run_plan, arena, number) for number in range(4)]
+    specs.append(replace(build_env_spec(blind, arena, 0), name="env_4"))
     head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=4, num_gpus=2)

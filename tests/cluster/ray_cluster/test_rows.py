@@ -12,7 +12,7 @@ import torch
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
-from embodyrl.cluster.ray_cluster.rows import Rows, copy_in, copy_out, paste
+from embodyrl.cluster.ray_cluster.rows import Rows, copy_in, copy_out, write_rows
 from embodyrl.learners.ranks import Ranks
 from embodyrl.workers.weights import describe_weights, publish, take
 
@@ -48,13 +48,13 @@ def test_weight_transfer_sends_exactly_the_weights(trained_only):
     (parts,) = fill_buckets(wanted, SIZE)
     ticket = arenas["b"].allocate()
     write, read = PublishRequest(ticket=ticket, parts=parts), LoadWeightsRequest(ticket=ticket, parts=parts)
-    paste(pools["a"], copy_in(pools["b"], write))
+    write_rows(pools["a"], copy_in(pools["b"], write))
     publish(write, learner, Ranks(RankInfo()), arenas["a"])
     # From the learner's host to the driver's, then to the host of the rollout process.
     rows, first = sent(copy_out(pools["a"], write))
-    paste(pools["b"], rows)
+    write_rows(pools["b"], rows)
     rows, second = sent(copy_in(pools["b"], read))
-    paste(pools["c"], rows)
+    write_rows(pools["c"], rows)
     take(read, acting, arenas["c"])
     size = sum(weight.count * weight.item_bytes for weight in wanted)
     assert size < 10_000 or not trained_only

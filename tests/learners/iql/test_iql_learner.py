@@ -28,7 +28,7 @@ from embodyrl.learners.protocol import LearnerContext
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
 FIRST = "checkpoints/step_000001/policy/model.safetensors"
@@ -139,7 +139,7 @@ def host(tmp_path, data):
     words = [*PENDULUM, *SMALL, f"algorithm.demonstrations=[{data}]", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)
     arena = Arena.create(run_plan.layout, run_plan.capacity)
-    made = PolicyHost(policy_init(run_plan, arena, None))
+    made = PolicyHost(build_policy_init(run_plan, arena, None))
     yield made, UpdateRequest(step=1, tickets=arena.allocate_all(1), episode=(0,))
     made.close()
     arena.close()

@@ -21,7 +21,7 @@ from embodyrl.learners.off_policy.filtered_bc_learner import TRAINED, FilteredLe
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.specs import convert_gripper
 from embodyrl.types import Observation
 from embodyrl.workers.policy_host import PolicyHost
@@ -38,7 +38,7 @@ def make(tmp_path):
         sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "env.train.total_num_envs=8")
         run_plan = build_run_plan(toy_config(tmp_path, *sizes, *FILTERED, *words), training=True)
         arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
-        host = PolicyHost(policy_init(run_plan, arena, None))
+        host = PolicyHost(build_policy_init(run_plan, arena, None))
         tickets = fill(arena, run_plan, host)
         arena[Record.advantage][records_of(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
         made.append((host, arena))
@@ -286,7 +286,7 @@ def test_token_budget_counts_prompts_and_replies(tmp_path):
     run_plan = build_run_plan(load_config("train", [*words, "launcher=inline"]), training=True)
     with (
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
-        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
+        closing(PolicyHost(build_policy_init(run_plan, arena, None))) as host,
     ):
         actor = host._learner
         assert isinstance(actor, FilteredLearner)

@@ -26,7 +26,7 @@ from embodyrl.learners.off_policy.hindsight import Hindsight, OpenEpisodes
 from embodyrl.learners.off_policy.sac_learner import SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
 GAMMA, SCALE, FACTOR = 0.5, 0.5, 4.0
@@ -289,7 +289,7 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
     words += ["algorithm.learning_starts=1", "actor.global_batch_size=256"]
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
     arena = Arena.create(run_plan.layout, run_plan.capacity)
-    host = PolicyHost(policy_init(run_plan, arena, None))
+    host = PolicyHost(build_policy_init(run_plan, arena, None))
     try:
         actor = host._learner
         assert isinstance(actor, SacLearner)

@@ -22,7 +22,7 @@ from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
 from embodyrl.learners.off_policy.sac_learner import SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
 SMALL = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", "model.hidden_sizes=[8,8]", "launcher=inline")
@@ -67,7 +67,7 @@ def make(tmp_path: Path):
         words = (*start, f"runner.output_dir={tmp_path}", *words)
         run_plan = build_run_plan(load_config("train", words), training=True)
         arena = Arena.create(run_plan.layout, run_plan.capacity)
-        host = PolicyHost(policy_init(run_plan, arena, None))
+        host = PolicyHost(build_policy_init(run_plan, arena, None))
         hosts.append((host, arena))
         assert isinstance(host._learner, SacLearner)
         return host, host._learner

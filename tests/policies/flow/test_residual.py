@@ -20,7 +20,7 @@ from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.protocol import SoftActor
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
 RUN = ("model=flow_small", "algorithm=sac", "model.likelihood=residual", "launcher=inline")
@@ -188,7 +188,7 @@ def test_residual_updates_keep_the_flow_frozen(tmp_path):
     run_plan = build_run_plan(load_config("train", words), training=True)
     with (
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
-        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
+        closing(PolicyHost(build_policy_init(run_plan, arena, None))) as host,
     ):
         actor, module = host._learner, host.policy.module
         assert isinstance(actor, SacLearner)

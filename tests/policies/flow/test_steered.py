@@ -23,7 +23,7 @@ from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.vla.sampling import STEP, normals, seeds_of
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import FloatArray
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -150,7 +150,7 @@ def test_dsrl_update_uses_stored_features(tmp_path):
     run_plan = build_run_plan(load_config("train", words), training=True)
     with (
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
-        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
+        closing(PolicyHost(build_policy_init(run_plan, arena, None))) as host,
     ):
         actor = host._learner
         assert isinstance(actor, SacLearner)
@@ -207,7 +207,7 @@ def test_stored_features_match_their_observation(tmp_path):
     run_plan = build_run_plan(load_config("train", words), training=True)
     with (
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
-        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
+        closing(PolicyHost(build_policy_init(run_plan, arena, None))) as host,
     ):
         tickets = arena.allocate_all(5)
         with arena.write_all(tickets) as records:

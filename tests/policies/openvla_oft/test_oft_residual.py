@@ -22,7 +22,7 @@ from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.steering.actor import executed
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import BenchmarkSpec
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -188,7 +188,7 @@ def test_demonstrations_are_stored_as_residual_actions(tmp_path):
     run_plan = build_run_plan(load_config("train", words), training=True)
     with (
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
-        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
+        closing(PolicyHost(build_policy_init(run_plan, arena, None))) as host,
     ):
         policy, actor = host.policy, host._learner
         assert isinstance(policy, ResidualOftPolicy)
