@@ -55,7 +55,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
 
 
 def mark_unwritten(pools: Pools, request: Request) -> None:
-    """Fill fields with `_UNWRITTEN_BYTE` before a request in `RANK_SPLIT_REQUESTS`, so that `copy_out` finds changes."""
+    """Fill fields with `_UNWRITTEN_BYTE` before a request in `RANK_SPLIT_REQUESTS`, for `copy_out`."""
     if isinstance(request, RANK_SPLIT_REQUESTS):
         for use in request.writes():
             for name in use.fields or ():
