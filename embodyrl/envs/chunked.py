@@ -13,10 +13,10 @@ from embodyrl.errors import EnvError
 from embodyrl.specs import ActionSpec
 from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
-Choice = Callable[[IntArray, int, IntArray], FloatArray]
+ActionFunction = Callable[[IntArray, int, IntArray], FloatArray]
 """Function that returns actions [n, A]. Arguments: rows [n] of the chunk array, step k in the chunk, and slots [n]."""
 
-_EMPTY, _RUNNING, _OVER = 0, 1, 2
+_NO_EPISODE, _RUNNING, _ENDED = 0, 1, 2
 """Phases of a slot: no episode, running episode, ended episode."""
 
 
@@ -49,17 +49,17 @@ class ChunkedEnv:
         reward_coef: float,
         reward: StepRewardSettings | None = None,
     ) -> None:
-        self._own = StepReward(reward) if reward is not None and reward.path is not None else None
+        self._step_reward = StepReward(reward) if reward is not None and reward.path is not None else None
         spec = replace(sims.spec, reward=replace(sims.spec.reward, factor=reward_coef))
-        self.spec = self._own.declare(spec) if self._own else spec
+        self.spec = self._step_reward.declare(spec) if self._step_reward else spec
         self.task_limit = sims.task_limit
-        self._relative, self._coef = use_rel_reward, reward_coef
+        self._uses_relative_reward, self._coef = use_rel_reward, reward_coef
         self._sims = sims
-        self._phase = np.full(num_slots, _EMPTY, np.int8)
-        self._reset_id, self._seed, self._steps, self._limit = (np.zeros(num_slots, np.int64) for _ in range(4))
-        self._ignores, self._reward_failed = np.zeros((2, num_slots), np.bool_)
+        self._phase = np.full(num_slots, _NO_EPISODE, np.int8)
+        self._reset_id, self._seed, self._steps, self._max_steps = (np.zeros(num_slots, np.int64) for _ in range(4))
+        self._ignores_terminations, self._reward_failed = np.zeros((2, num_slots), np.bool_)
         self._last_reward = np.zeros(num_slots, np.float64)
-        self._final: dict[int, ObservationOut] = {}
+        self._final_observations: dict[int, ObservationOut] = {}
         """Final observation by truncated slot; copied, because a batched simulator may step the slot again."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
@@ -71,27 +71,28 @@ class ChunkedEnv:
         self._check_starts(starts)
         rows = np.array(slots, np.int64)
         # Set before the simulator is called: after a failed reset there is no episode.
-        self._phase[rows] = _EMPTY
+        self._phase[rows] = _NO_EPISODE
         self._reset_id[rows] = [start.reset_id for start in starts]
         self._seed[rows] = [start.seed for start in starts]
-        self._limit[rows] = [start.max_episode_steps for start in starts]
-        self._ignores[rows], self._reward_failed[rows] = [start.ignore_terminations for start in starts], False
-        self._begin(rows)
+        self._max_steps[rows] = [start.max_episode_steps for start in starts]
+        self._ignores_terminations[rows] = [start.ignore_terminations for start in starts]
+        self._reward_failed[rows] = False
+        self._start_episodes(rows)
 
     def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
         """Return the slots whose goal was already reached at the start of the episode (see `ReportsSolvedStarts`)."""
         return [slot for slot in slots if slot in self._sims.solved]
 
-    def _begin(self, slots: IntArray) -> None:
+    def _start_episodes(self, slots: IntArray) -> None:
         self._steps[slots], self._last_reward[slots] = 0, 0.0
         try:
             self._sims.reset(slots, self._reset_id[slots], self._seed[slots])
         except Exception as error:
-            self._name_slots(error, slots)
+            self._add_error_note(error, slots)
             raise
         self._phase[slots] = _RUNNING
-        for slot in slots.tolist() if self._final else ():
-            self._final.pop(slot, None)
+        for slot in slots.tolist() if self._final_observations else ():
+            self._final_observations.pop(slot, None)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -103,9 +104,9 @@ class ChunkedEnv:
                 episode, or the simulator returned a non-finite reward.
         """
         rows = np.array(slots, np.int64)
-        self._require_running(rows)
+        self._require_running_episode(rows)
         self._check_actions(slots, actions)
-        return self._run(rows, actions.shape[1], lambda at, k, _: actions[at, k], after_step)
+        return self._run(rows, actions.shape[1], lambda row_indices, index, _: actions[row_indices, index], after_step)
 
     def expert_chunk(
         self,
@@ -119,66 +120,78 @@ class ChunkedEnv:
         """Execute actions of the scripted expert (see `Env.expert_chunk`)."""
         rows = np.array(slots, np.int64)
         for slot in slots:
-            if self._task(slot) not in self.spec.expert.tasks:
+            if self._get_task(slot) not in self.spec.expert.tasks:
                 raise EnvError(
-                    f"{self._where(slot)}: this task has no scripted expert. Set env.train.task_ids and "
+                    f"{self._describe_position(slot)}: this task has no scripted expert. Set env.train.task_ids and "
                     f"env.eval.task_ids to tasks with an expert: {list(self.spec.expert.tasks)}."
                 )
-        self._require_running(rows)
+        self._require_running_episode(rows)
         if instead is not None:
             self._check_actions(slots, instead)
-        clean = np.zeros((len(slots), num_actions, self.spec.action.dim), np.float32)
+        expert_actions = np.zeros((len(slots), num_actions, self.spec.action.dim), np.float32)
 
-        def choose(at: IntArray, k: int, acting: IntArray) -> FloatArray:
-            for row, slot in zip(at.tolist(), acting.tolist(), strict=True):
-                clean[row, k] = self._sims.expert(slot)
+        def choose_actions(row_indices: IntArray, index: int, active_slots: IntArray) -> FloatArray:
+            for row, slot in zip(row_indices.tolist(), active_slots.tolist(), strict=True):
+                expert_actions[row, index] = self._sims.expert(slot)
             if instead is not None:
-                return instead[at, k]
-            spec, seed, step = self.spec.action, self._seed[acting].tolist(), self._steps[acting].tolist()
-            return np.stack([add_noise(spec, *each, noise) for each in zip(clean[at, k], seed, step, strict=True)])
+                return instead[row_indices, index]
+            spec, seed, step = self.spec.action, self._seed[active_slots].tolist(), self._steps[active_slots].tolist()
+            return np.stack(
+                [
+                    add_noise(spec, *arguments, noise)
+                    for arguments in zip(expert_actions[row_indices, index], seed, step, strict=True)
+                ]
+            )
 
-        return clean, self._run(rows, num_actions, choose, after_step)
+        return expert_actions, self._run(rows, num_actions, choose_actions, after_step)
 
-    def _run(self, slots: IntArray, num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
+    def _run(
+        self, slots: IntArray, num_actions: int, choose_actions: ActionFunction, after_step: AfterStep | None
+    ) -> ChunkResult:
         result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.reward.components))
         rows = np.arange(len(slots))
-        for together in rows[:, None] if self._sims.sequential else (rows,):
-            self._run_together(result, together, slots, choose, after_step)
+        for group in rows[:, None] if self._sims.sequential else (rows,):
+            self._run_slots(result, group, slots, choose_actions, after_step)
         if self.spec.simulator.lockstep:
             # Episodes that wait for their first action were stepped, too; they restart from the same initial state.
-            waiting = (self._phase == _RUNNING) & (self._steps == 0)
-            waiting[slots] = False
-            if waiting.any():
-                self._begin(np.flatnonzero(waiting))
+            unstarted = (self._phase == _RUNNING) & (self._steps == 0)
+            unstarted[slots] = False
+            if unstarted.any():
+                self._start_episodes(np.flatnonzero(unstarted))
         return result
 
-    def _run_together(
-        self, result: ChunkResult, rows: IntArray, slots: IntArray, choose: Choice, after_step: AfterStep | None
+    def _run_slots(
+        self,
+        result: ChunkResult,
+        rows: IntArray,
+        slots: IntArray,
+        choose_actions: ActionFunction,
+        after_step: AfterStep | None,
     ) -> None:
         """Execute a chunk in several slots together, one step at a time, and write the results into `rows`."""
-        cut: list[int] = []
-        for k in range(result.valid.shape[1]):
+        truncated_slots: list[int] = []
+        for index in range(result.valid.shape[1]):
             running = rows[self._phase[slots[rows]] == _RUNNING]
             if not running.size:
                 return
             # Save the observations of slots that were truncated in the last step before the batch is stepped again.
-            self._final.update((slot, self._look(slot)) for slot in cut)
-            acting = slots[running]
-            actions = choose(running, k, acting)
+            self._final_observations.update((slot, self._read_observation(slot)) for slot in truncated_slots)
+            active_slots = slots[running]
+            actions = choose_actions(running, index, active_slots)
             try:
-                step = self._sims.step(acting, actions)
+                step = self._sims.step(active_slots, actions)
             except Exception as error:
-                self._name_slots(error, acting)
+                self._add_error_note(error, active_slots)
                 raise
-            self._record(result, running, k, acting, actions, step)
+            self._record_step(result, running, index, active_slots, actions, step)
             if after_step is not None:
-                for row, slot in zip(running.tolist(), acting.tolist(), strict=True):
-                    after_step(slot, bool(result.success[row, k]))
+                for row, slot in zip(running.tolist(), active_slots.tolist(), strict=True):
+                    after_step(slot, bool(result.success[row, index]))
             if self.spec.simulator.lockstep:
-                cut = acting[result.truncated[running, k]].tolist()
+                truncated_slots = active_slots[result.truncated[running, index]].tolist()
 
-    def _record(
-        self, result: ChunkResult, rows: IntArray, k: int, slots: IntArray, actions: FloatArray, step: SimSteps
+    def _record_step(
+        self, result: ChunkResult, rows: IntArray, index: int, slots: IntArray, actions: FloatArray, step: SimSteps
     ) -> None:
         """Write the results of step k of the chunk into `rows` and column k of the result arrays."""
         reward = np.asarray(step.reward, np.float64)
@@ -186,77 +199,79 @@ class ChunkedEnv:
             if (shape := np.shape(getattr(step, name))) != slots.shape:
                 raise EnvError(f"env '{self.spec.name}': step returned {name} of shape {shape}, not {slots.shape}.")
         if not np.isfinite(reward).all():
-            bad = int(np.flatnonzero(~np.isfinite(reward))[0])
-            raise self._diverged(int(slots[bad]), float(reward[bad]))
+            bad_index = int(np.flatnonzero(~np.isfinite(reward))[0])
+            raise self._non_finite_error(int(slots[bad_index]), float(reward[bad_index]))
         self._steps[slots] += 1
-        earned = reward - self._last_reward[slots] if self._relative else reward
+        rewards = reward - self._last_reward[slots] if self._uses_relative_reward else reward
         self._last_reward[slots] = reward
         # A goal that is reached in the last allowed step terminates the episode, without bootstrapping.
-        ended = np.asarray(step.terminated, np.bool_) & ~self._ignores[slots]
-        cut = (np.asarray(step.truncated, np.bool_) | (self._steps[slots] >= self._limit[slots])) & ~ended
-        self._phase[slots[ended | cut]] = _OVER
-        result.valid[rows, k] = True
-        result.success[rows, k] = step.success
-        result.terminated[rows, k], result.truncated[rows, k] = ended, cut
-        if self._own is not None:
-            earned = self._own_rewards(self._own, result, rows, k, slots, actions, earned)
-        result.reward[rows, k] = self._coef * earned
+        terminated = np.asarray(step.terminated, np.bool_) & ~self._ignores_terminations[slots]
+        truncated = (
+            np.asarray(step.truncated, np.bool_) | (self._steps[slots] >= self._max_steps[slots])
+        ) & ~terminated
+        self._phase[slots[terminated | truncated]] = _ENDED
+        result.valid[rows, index] = True
+        result.success[rows, index] = step.success
+        result.terminated[rows, index], result.truncated[rows, index] = terminated, truncated
+        if self._step_reward is not None:
+            rewards = self._compute_step_rewards(self._step_reward, result, rows, index, slots, actions, rewards)
+        result.reward[rows, index] = self._coef * rewards
 
-    def _own_rewards(
+    def _compute_step_rewards(
         self,
-        own: StepReward,
+        step_reward: StepReward,
         result: ChunkResult,
         rows: IntArray,
-        k: int,
+        index: int,
         slots: IntArray,
         actions: FloatArray,
-        simulated: DoubleArray,
+        simulator_rewards: DoubleArray,
     ) -> DoubleArray:
-        """Return the rewards [n] of the user's reward function; `simulated` [n] are the simulator's rewards."""
-        earned = np.zeros(len(slots))
+        """Return the rewards [n] of the user's reward function; `simulator_rewards` [n] are the simulator's rewards."""
+        rewards = np.zeros(len(slots))
         assert result.components is not None
-        for place, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+        for position, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
             reset_id = int(self._reset_id[slot])
             step = RewardStep(
                 slot=slot,
                 step=int(self._steps[slot]),
                 reset_id=reset_id,
-                task_id=self._task(slot),
+                task_id=self._get_task(slot),
                 instruction=self.instruction(slot),
-                action=actions[place],
+                action=actions[position],
                 reward=float(self._last_reward[slot]),
-                success=bool(result.success[row, k]),
-                terminated=bool(result.terminated[row, k]),
-                truncated=bool(result.truncated[row, k]),
-                look=lambda slot=slot: self._look(slot),
+                success=bool(result.success[row, index]),
+                terminated=bool(result.terminated[row, index]),
+                truncated=bool(result.truncated[row, index]),
+                look=lambda slot=slot: self._read_observation(slot),
                 ask=lambda slot=slot: self._sims.info(slot),
             )
-            parts, problem = own.parts(step, float(simulated[place]))
+            parts, problem = step_reward.parts(step, float(simulator_rewards[position]))
             result.components[row] += parts
-            earned[place] = own.total(parts)
+            rewards[position] = step_reward.total(parts)
             if problem is not None and not self._reward_failed[slot]:  # reported once per episode
                 self._reward_failed[slot] = True
-                result.reward_errors[slot] = f"{self._where(slot)}: {problem}"
-        return earned
+                result.reward_errors[slot] = f"{self._describe_position(slot)}: {problem}"
+        return rewards
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
         """Write the current observations of the slots, including slots whose episode has ended (see `Env.observe`)."""
-        chosen = np.array(slots, np.int64)
+        slot_array = np.array(slots, np.int64)
         rows = np.arange(len(slots)) if rows is None else rows
-        self._require_begun(chosen)
-        if self._final:
-            kept = np.array([slot in self._final for slot in slots])
-            for slot, row in zip(chosen[kept].tolist(), rows[kept].tolist(), strict=True):
-                images[row], state[row] = self._final[slot].images, self._final[slot].state
-            chosen, rows = chosen[~kept], rows[~kept]
-        if len(chosen):
+        self._require_episode(slot_array)
+        if self._final_observations:
+            is_final = np.array([slot in self._final_observations for slot in slots])
+            for slot, row in zip(slot_array[is_final].tolist(), rows[is_final].tolist(), strict=True):
+                images[row], state[row] = self._final_observations[slot].images, self._final_observations[slot].state
+            slot_array, rows = slot_array[~is_final], rows[~is_final]
+        if len(slot_array):
             try:
-                self._sims.observe(chosen, images, state, rows)
+                self._sims.observe(slot_array, images, state, rows)
             except Exception as error:
-                self._name_slots(error, chosen)
+                self._add_error_note(error, slot_array)
                 raise
 
-    def _look(self, slot: int) -> ObservationOut:
+    def _read_observation(self, slot: int) -> ObservationOut:
         """Return a slot's observation in newly allocated arrays."""
         images = np.zeros((1, len(self.spec.cameras.names), *self.spec.cameras.size, 3), np.uint8)
         state = np.zeros((1, self.spec.state_dim), np.float32)
@@ -265,41 +280,41 @@ class ChunkedEnv:
 
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
-        self._require_begun(np.array([slot]))
+        self._require_episode(np.array([slot]))
         return self._sims.render(slot)
 
     def save(self, slot: int) -> tuple[int, float, Any]:
         """Return a copy of the state of the slot's episode (see `SavesState`)."""
-        return self._position(slot)[1], float(self._last_reward[slot]), self._sims.save(slot)
+        return self._get_position(slot)[1], float(self._last_reward[slot]), self._sims.save(slot)
 
     def load(self, slot: int, state: tuple[int, float, Any]) -> None:
         """Restore a saved state of the slot's episode."""
-        self._require_begun(np.array([slot]))
-        self._steps[slot], self._last_reward[slot], saved = state
-        self._sims.load(slot, saved)
+        self._require_episode(np.array([slot]))
+        self._steps[slot], self._last_reward[slot], simulator_state = state
+        self._sims.load(slot, simulator_state)
         self._phase[slot] = _RUNNING
-        self._final.pop(slot, None)
+        self._final_observations.pop(slot, None)
 
     def instruction(self, slot: int) -> str:
         """Return the language instruction of the slot's current episode."""
-        reset_id = self._position(slot)[0]
-        own = self._sims.instruction(slot)
-        return instruction_for(self.spec, reset_id) if own is None else own
+        reset_id = self._get_position(slot)[0]
+        text = self._sims.instruction(slot)
+        return instruction_for(self.spec, reset_id) if text is None else text
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
         self._sims.close()
 
-    def _position(self, slot: int) -> tuple[int, int]:
+    def _get_position(self, slot: int) -> tuple[int, int]:
         """Return the reset id of the slot's episode and its number of executed steps."""
-        if self._phase[slot] == _EMPTY:
-            self._require_begun(np.array([slot]))
+        if self._phase[slot] == _NO_EPISODE:
+            self._require_episode(np.array([slot]))
         return int(self._reset_id[slot]), int(self._steps[slot])
 
-    def _task(self, slot: int) -> int:
-        return self.spec.task_of(self._position(slot)[0])[0]
+    def _get_task(self, slot: int) -> int:
+        return self.spec.task_of(self._get_position(slot)[0])[0]
 
-    def _where(self, slot: int) -> str:
+    def _describe_position(self, slot: int) -> str:
         """Format the slot, task, initial state and step for an error message."""
         reset_id, steps = int(self._reset_id[slot]), int(self._steps[slot])
         task, state = self.spec.task_of(reset_id)
@@ -308,10 +323,10 @@ class ChunkedEnv:
             f"step {steps}"
         )
 
-    def _name_slots(self, error: Exception, slots: IntArray) -> None:
+    def _add_error_note(self, error: Exception, slots: IntArray) -> None:
         """Add a note with the slots and their episodes to an error of the simulator."""
         if (slot := self._sims.current_slot) is not None:
-            error.add_note(self._where(slot))
+            error.add_note(self._describe_position(slot))
         else:
             ids = dict(zip(slots.tolist(), self._reset_id[slots].tolist(), strict=True))
             error.add_note(f"env '{self.spec.name}', slots and their reset ids {ids}")
@@ -328,33 +343,37 @@ class ChunkedEnv:
                 )
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
-        good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action.dim
-        if not good or actions.shape[1] == 0:
+        has_shape = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action.dim
+        if not has_shape or actions.shape[1] == 0:
             raise EnvError(
-                f"env '{self.spec.name}', slots {list(slots)} on tasks {[self._task(s) for s in slots]}: actions have "
-                f"shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action.dim}). "
+                f"env '{self.spec.name}', slots {list(slots)} on tasks {[self._get_task(s) for s in slots]}: actions "
+                f"have shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action.dim}). "
                 "Check model.action_dim and the policy's action head."
             )
         if not np.isfinite(actions).all():
-            row, k, dim = (int(i) for i in np.argwhere(~np.isfinite(actions))[0])
+            row, index, dim = (int(value) for value in np.argwhere(~np.isfinite(actions))[0])
             raise EnvError(
-                f"{self._where(slots[row])}: action {k} of the chunk is {actions[row, k, dim]} in dimension {dim}, "
-                "expected finite numbers. Likely cause: the policy's weights or action statistics are not finite."
+                f"{self._describe_position(slots[row])}: action {index} of the chunk is {actions[row, index, dim]} in "
+                f"dimension {dim}, expected finite numbers. Likely cause: the policy's weights or action statistics "
+                "are not finite."
             )
 
-    def _require_begun(self, slots: IntArray) -> None:
-        if (idle := slots[self._phase[slots] == _EMPTY]).size:
+    def _require_episode(self, slots: IntArray) -> None:
+        if (idle_slots := slots[self._phase[slots] == _NO_EPISODE]).size:
             raise EnvError(
-                f"env '{self.spec.name}', slot {idle[0]}: there is no episode; call reset for this slot first."
+                f"env '{self.spec.name}', slot {idle_slots[0]}: there is no episode; call reset for this slot first."
             )
 
-    def _require_running(self, slots: IntArray) -> None:
-        self._require_begun(slots)
-        if (over := slots[self._phase[slots] == _OVER]).size:
-            raise EnvError(f"{self._where(int(over[0]))}: the episode has ended. Reset the slot before step_chunk.")
+    def _require_running_episode(self, slots: IntArray) -> None:
+        self._require_episode(slots)
+        if (ended_slots := slots[self._phase[slots] == _ENDED]).size:
+            raise EnvError(
+                f"{self._describe_position(int(ended_slots[0]))}: the episode has ended. Reset the slot before "
+                "step_chunk."
+            )
 
-    def _diverged(self, slot: int, reward: float) -> EnvError:
+    def _non_finite_error(self, slot: int, reward: float) -> EnvError:
         return EnvError(
-            f"{self._where(slot)}: the simulator returned reward {reward}, expected a finite number. "
+            f"{self._describe_position(slot)}: the simulator returned reward {reward}, expected a finite number. "
             "Likely cause: the physics diverged, or the environment's reward is wrong. The episode cannot be used."
         )

@@ -22,17 +22,17 @@ from embodyrl.errors import ConfigError
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, IntArray
 
 
-def check_delay(spec: EnvSpec, longest: int, chunk: int) -> None:
-    """Check that an environment supports delays up to `longest` env steps with chunks of `chunk` actions (0: unknown).
+def check_delay(spec: EnvSpec, max_delay: int, chunk: int) -> None:
+    """Check that an environment supports delays up to `max_delay` env steps and chunks of `chunk` actions (0: unknown).
 
     Raises:
         ConfigError: the chunks are too short, or the simulator can only step all its slots at once.
     """
     problems = []
-    if 0 < chunk < 2 * longest:
+    if 0 < chunk < 2 * max_delay:
         problems.append(
-            f"env.control.latency_steps={longest} does not fit into chunks of {chunk} actions: a chunk must have at "
-            f"least twice as many actions. Set model.num_action_chunks to {2 * longest} or more, or lower the delay."
+            f"env.control.latency_steps={max_delay} does not fit into chunks of {chunk} actions: a chunk must have at "
+            f"least twice as many actions. Set model.num_action_chunks to {2 * max_delay} or more, or lower the delay."
         )
     if spec.simulator.lockstep:
         problems.append(
@@ -58,9 +58,9 @@ class DelayedEnv(ChunkedEnv):
     ) -> None:
         """Create the environment; `delay`: smallest and largest delay, sampled uniformly for each chunk."""
         super().__init__(sims, num_slots, use_rel_reward=use_rel_reward, reward_coef=reward_coef, reward=reward)
-        self._low, self._high = delay
+        self._min_delay, self._max_delay = delay
         # Per slot: number of executed chunks, and index of the first action of the next chunk that will be executed.
-        self._chunks, self._first = np.zeros((2, num_slots), np.int64)
+        self._chunks, self._first_action = np.zeros((2, num_slots), np.int64)
         cameras = self.spec.cameras
         self._images = np.zeros((num_slots, len(cameras.names), *cameras.size, 3), np.uint8)
         self._state = np.zeros((num_slots, self.spec.state_dim), np.float32)
@@ -69,32 +69,32 @@ class DelayedEnv(ChunkedEnv):
         """Start an episode in each slot."""
         super().reset(slots, starts)
         rows = np.array(slots, np.int64)
-        self._chunks[rows] = self._first[rows] = 0
-        self._store(slots)
+        self._chunks[rows] = self._first_action[rows] = 0
+        self._store_observations(slots)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Execute the chunks [n, K, A] without the actions that the previous or the next chunk replaces."""
-        period = actions.shape[1] - self._high
+        period = actions.shape[1] - self._max_delay
         result = ChunkResult.empty(len(slots), actions.shape[1], parts=len(self.spec.reward.components))
         groups: dict[tuple[int, int], list[int]] = {}
         for row, slot in enumerate(slots):
-            first, self._chunks[slot] = int(self._first[slot]), self._chunks[slot] + 1
-            self._first[slot] = delay = self._sample_delay(slot)
-            groups.setdefault((first, delay), []).append(row)
-        for (first, delay), rows in groups.items():
-            running = self._execute(result, rows, slots, actions, slice(first, period), after_step)
-            self._store([slots[row] for row in rows])
-            self._execute(result, running, slots, actions, slice(period, period + delay), after_step)
+            first_action, self._chunks[slot] = int(self._first_action[slot]), self._chunks[slot] + 1
+            self._first_action[slot] = delay = self._sample_delay(slot)
+            groups.setdefault((first_action, delay), []).append(row)
+        for (first_action, delay), rows in groups.items():
+            running = self._execute_part(result, rows, slots, actions, slice(first_action, period), after_step)
+            self._store_observations([slots[row] for row in rows])
+            self._execute_part(result, running, slots, actions, slice(period, period + delay), after_step)
         return result
 
     def _sample_delay(self, slot: int) -> int:
         """Return the delay of the slot's next chunk; it depends only on the episode and the number of the chunk."""
         rng = np.random.default_rng([self._seed[slot], self._reset_id[slot], self._chunks[slot]])
-        return int(rng.integers(self._low, self._high + 1))
+        return int(rng.integers(self._min_delay, self._max_delay + 1))
 
-    def _execute(
+    def _execute_part(
         self,
         result: ChunkResult,
         rows: list[int],
@@ -106,15 +106,15 @@ class DelayedEnv(ChunkedEnv):
         """Execute the slice `part` of each chunk in `rows`; return the rows whose episode continues."""
         if part.start == part.stop or not rows:
             return rows
-        done = super().step_chunk([slots[row] for row in rows], actions[rows, part], after_step=after_step)
+        part_result = super().step_chunk([slots[row] for row in rows], actions[rows, part], after_step=after_step)
         for name in ("reward", "terminated", "truncated", "valid", "success"):
-            getattr(result, name)[rows, part] = getattr(done, name)
-        if result.components is not None and done.components is not None:
-            result.components[rows] += done.components
-        result.reward_errors.update(done.reward_errors)
-        return [row for row, ended in zip(rows, done.done.tolist(), strict=True) if not ended]
+            getattr(result, name)[rows, part] = getattr(part_result, name)
+        if result.components is not None and part_result.components is not None:
+            result.components[rows] += part_result.components
+        result.reward_errors.update(part_result.reward_errors)
+        return [row for row, has_ended in zip(rows, part_result.done.tolist(), strict=True) if not has_ended]
 
-    def _store(self, slots: Sequence[int]) -> None:
+    def _store_observations(self, slots: Sequence[int]) -> None:
         """Store the current observations, from which the policy computes the next chunk."""
         super().observe(slots, self._images, self._state, np.array(slots, np.int64))
 

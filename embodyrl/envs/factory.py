@@ -75,10 +75,10 @@ class SimFactory(ABC, Generic[S]):
             EmbodyError: see `describe`, `with_chunks` and `check_delay`.
         """
         assert isinstance(cfg, RewardSettings)
-        own = context.reward
+        reward = context.reward
         spec = with_chunks(with_history(self.describe(cfg, context), cfg.history), cfg.ensemble_chunk)
         spec = replace(spec, reward=replace(spec.reward, factor=cfg.reward_coef))
-        spec = StepReward(own).declare(spec) if own is not None and own.path is not None else spec
+        spec = StepReward(reward).declare(spec) if reward is not None and reward.path is not None else spec
         if cfg.delay[1]:
             check_delay(spec, cfg.delay[1], context.chunk)
         return spec
@@ -97,10 +97,10 @@ class SimFactory(ABC, Generic[S]):
         )
 
 
-_SHARE = 0.8
+_MEMORY_FRACTION = 0.8
 """Fraction of the free memory that simulators may use; the rest is for policies and buffers, which are loaded later."""
 
 
 def tasks_in_memory(task_bytes: int, workers: int) -> int:
     """Return the maximum number of tasks of `task_bytes` that each of `workers` processes can load; at least 1."""
-    return max(1, int(available_bytes() * _SHARE / max(workers, 1) / task_bytes))
+    return max(1, int(available_bytes() * _MEMORY_FRACTION / max(workers, 1) / task_bytes))

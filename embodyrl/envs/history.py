@@ -20,9 +20,9 @@ def with_history(env: EnvSpec, steps: int) -> EnvSpec:
     """
     if steps == 1:
         return env
-    shown = env.cameras.names
-    earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in shown)
-    cameras = replace(env.cameras, names=(*earlier, *shown))
+    names = env.cameras.names
+    earlier_names = tuple(f"{name}_{offset}" for offset in range(steps - 1, 0, -1) for name in names)
+    cameras = replace(env.cameras, names=(*earlier_names, *names))
     return replace(env, cameras=cameras, state_dim=steps * env.state_dim, goal=None, history=steps * env.history)
 
 
@@ -58,22 +58,22 @@ class TemporalEnsemble:
 
     def __init__(self, coeff: float, chunk: int, delay: int = 0) -> None:
         self._delay = delay
-        self._waiting: list[FloatArray] = []
-        self._begun = False
+        self._delayed_chunks: list[FloatArray] = []
+        self._has_started = False
         self._weights = np.exp(-coeff * np.arange(chunk)).astype(np.float32)
         self._sums = np.cumsum(self._weights, dtype=np.float32)
         self._mean = np.zeros((0, 0), np.float32)
         self._count = np.zeros(0, np.int64)
 
-    def take(self, chunk: FloatArray) -> FloatArray:
+    def add_chunk(self, chunk: FloatArray) -> FloatArray:
         """Add a chunk [H, A] for the current observation and return the action [A] of the current step."""
-        if self._begun and self._delay:
-            self._waiting.append(chunk)
-            if len(self._waiting) <= self._delay:
+        if self._has_started and self._delay:
+            self._delayed_chunks.append(chunk)
+            if len(self._delayed_chunks) <= self._delay:
                 action, self._mean, self._count = self._mean[0], self._mean[1:], self._count[1:]
                 return action
-            chunk = self._waiting.pop(0)[self._delay :]
-        self._begun = True
+            chunk = self._delayed_chunks.pop(0)[self._delay :]
+        self._has_started = True
         if len(self._mean):
             count, overlap = self._count[:, None], chunk[: len(self._mean)]
             self._mean = (self._mean * self._sums[count - 1] + overlap * self._weights[count]) / self._sums[count]
@@ -93,7 +93,7 @@ class HistorySims(Simulators):
         self._inner, self._history, self._chunk = inner, cfg.history, cfg.ensemble_chunk
         self._coeff, self._delay = cfg.ensemble_coeff, cfg.control.delay[1]
         self.task_limit, self.sequential, self.solved = inner.task_limit, inner.sequential, inner.solved
-        self._seen: dict[int, list[tuple[ByteArray, FloatArray]]] = {}
+        self._observations: dict[int, list[tuple[ByteArray, FloatArray]]] = {}
         self._ensembles: dict[int, TemporalEnsemble] = {}
 
     @property
@@ -105,19 +105,19 @@ class HistorySims(Simulators):
         """Reset the slots, and fill their histories with the first observation."""
         self._inner.reset(slots, reset_ids, seeds)
         for slot in slots.tolist():
-            self._seen.pop(slot, None)
+            self._observations.pop(slot, None)
             if self._chunk is not None:
                 self._ensembles[slot] = TemporalEnsemble(self._coeff, self._chunk, self._delay)
-        self._look(slots)
+        self._append_observations(slots)
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Execute one action per slot: `actions` [n, A], or the ensembled action of the chunks `actions` [n, H*A]."""
         if self._chunk is not None:
             chunks = actions.reshape(len(slots), self._chunk, -1)
             pairs = zip(slots.tolist(), chunks, strict=True)
-            actions = np.stack([self._ensembles[slot].take(chunk) for slot, chunk in pairs])
+            actions = np.stack([self._ensembles[slot].add_chunk(chunk) for slot, chunk in pairs])
         result = self._inner.step(slots, actions)
-        self._look(slots)
+        self._append_observations(slots)
         return result
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
@@ -126,10 +126,10 @@ class HistorySims(Simulators):
             self._inner.observe(slots, images, state, rows)
             return
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-            images[row] = np.concatenate([seen for seen, _ in self._seen[slot]])
-            state[row] = np.concatenate([numbers for _, numbers in self._seen[slot]])
+            images[row] = np.concatenate([step_images for step_images, _ in self._observations[slot]])
+            state[row] = np.concatenate([step_state for _, step_state in self._observations[slot]])
 
-    def _look(self, slots: IntArray) -> None:
+    def _append_observations(self, slots: IntArray) -> None:
         """Append the current observations of the slots to their histories."""
         if self._history == 1:
             return
@@ -137,9 +137,9 @@ class HistorySims(Simulators):
         images = np.zeros((len(slots), len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
         state = np.zeros((len(slots), spec.state_dim), np.float32)
         self._inner.observe(slots, images, state, np.arange(len(slots)))
-        for slot, seen, numbers in zip(slots.tolist(), images, state, strict=True):
-            kept = self._seen.get(slot) or [(seen, numbers)] * self._history
-            self._seen[slot] = [*kept[1:], (seen, numbers)]
+        for slot, slot_images, slot_state in zip(slots.tolist(), images, state, strict=True):
+            history = self._observations.get(slot) or [(slot_images, slot_state)] * self._history
+            self._observations[slot] = [*history[1:], (slot_images, slot_state)]
 
     def render(self, slot: int) -> ByteArray:
         """Return a frame of a slot (see `Simulators.render`)."""
@@ -159,13 +159,13 @@ class HistorySims(Simulators):
 
     def save(self, slot: int) -> Any:
         """Return a copy of the slot's state, its observation history, and its running average of chunks."""
-        return self._inner.save(slot), [*self._seen.get(slot, ())], copy.deepcopy(self._ensembles.get(slot))
+        return self._inner.save(slot), [*self._observations.get(slot, ())], copy.deepcopy(self._ensembles.get(slot))
 
     def load(self, slot: int, state: Any) -> None:
         """Restore a saved state of the slot's episode, with its history and its running average of chunks."""
-        inner, seen, ensemble = state
+        inner, observations, ensemble = state
         self._inner.load(slot, inner)
-        self._seen[slot] = [*seen]
+        self._observations[slot] = [*observations]
         if ensemble is not None:
             self._ensembles[slot] = copy.deepcopy(ensemble)
 

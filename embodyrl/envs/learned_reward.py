@@ -25,10 +25,10 @@ class LearnedReward:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shape: dict[str, Any] = read_json(folder / CONFIG_FILE)
-        self.cameras = int(self._shape.get("num_images", 0))
+        self._config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+        self.cameras = int(self._config.get("num_images", 0))
         """Number of cameras that the classifier uses."""
-        self.camera_names = tuple(self._shape.get("cameras", ()))
+        self.camera_names = tuple(self._config.get("cameras", ()))
         self._weights: dict[str, np.ndarray] = {}
         self._best: dict[int, float] = {}
 
@@ -38,33 +38,35 @@ class LearnedReward:
         Raises:
             CheckpointError: the weights expect other observations.
         """
-        found = self.probability(step.observation)
+        probability = self.probability(step.observation)
         best = 0.0 if step.step == 1 else self._best.get(step.slot, 0.0)
-        self._best[step.slot] = max(best, found)
-        return max(0.0, found - best)
+        self._best[step.slot] = max(best, probability)
+        return max(0.0, probability - best)
 
-    def probability(self, seen: ObservationOut) -> float:
+    def probability(self, observation: ObservationOut) -> float:
         """Return the predicted probability that the goal is reached in an observation."""
         if not self._weights:
-            self._load(seen)
-        x, shape = seen.state.astype(np.float64), self._shape
-        if shape["normalized"]:
+            self._load(observation)
+        x, config = observation.state.astype(np.float64), self._config
+        if config["normalized"]:
             w = self._weights
             x = ((x - w["states.mean"]) / np.sqrt(w["states.var"] + 1e-8)).clip(-10, 10)
-        if shape["num_images"]:
-            x = np.concatenate([self._encode(seen.images[: shape["num_images"]]), x])
-        act = np.tanh if shape["activation"] == "tanh" else _relu
-        last = 2 * len(shape["hidden"])
+        if config["num_images"]:
+            x = np.concatenate([self._encode(observation.images[: config["num_images"]]), x])
+        activation = np.tanh if config["activation"] == "tanh" else _relu
+        last = 2 * len(config["hidden"])
         for layer in range(0, last + 1, 2):
             x = self._dense(f"value_head.{layer}", x)
-            x = x if layer == last else act(x)
+            x = x if layer == last else activation(x)
         return float(1.0 / (1.0 + np.exp(-x[0])))
 
     def _encode(self, images: np.ndarray) -> np.ndarray:
         """Encode images [C, H, W, 3] to features [F]."""
         x = images.transpose(0, 3, 1, 2).reshape(-1, *images.shape[1:3]).astype(np.float32) / 255.0
         layers = [
-            n.removesuffix(".weight") for n in self._weights if n.startswith("encoder.") and n.endswith(".weight")
+            weight_name.removesuffix(".weight")
+            for weight_name in self._weights
+            if weight_name.startswith("encoder.") and weight_name.endswith(".weight")
         ]
         *convolutions, dense = sorted(layers, key=lambda name: int(name.split(".")[1]))
         for name in convolutions:
@@ -76,18 +78,23 @@ class LearnedReward:
     def _dense(self, name: str, x: np.ndarray) -> np.ndarray:
         return self._weights[f"{name}.weight"] @ x + self._weights[f"{name}.bias"]
 
-    def _load(self, seen: ObservationOut) -> None:
+    def _load(self, observation: ObservationOut) -> None:
         from safetensors.numpy import load_file
 
-        weights, shape = load_file(self._folder / WEIGHTS_FILE), self._shape
-        images = (shape["num_images"], *shape["image_size"]) if shape["num_images"] else None
-        mine = (min(len(seen.images), shape["num_images"]), *seen.images.shape[1:3]) if images else None
-        if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
+        weights, config = load_file(self._folder / WEIGHTS_FILE), self._config
+        images = (config["num_images"], *config["image_size"]) if config["num_images"] else None
+        observed_images = (
+            (min(len(observation.images), config["num_images"]), *observation.images.shape[1:3]) if images else None
+        )
+        if (config["state_dim"], images) != (
+            len(observation.state),
+            observed_images,
+        ) or "value_head.0.weight" not in weights:
             raise CheckpointError(
-                f"reward.path={self._folder}: the model has no value head, or its inputs ({shape['state_dim']} state "
-                f"numbers, images {images}) differ from the environment ({len(seen.state)} state numbers, images "
-                f"{mine}). Train a model with `embodyrl sft objective.name=success` on episodes of this environment "
-                "with these cameras."
+                f"reward.path={self._folder}: the model has no value head, or its inputs ({config['state_dim']} state "
+                f"numbers, images {images}) differ from the environment ({len(observation.state)} state numbers, "
+                f"images {observed_images}). Train a model with `embodyrl sft objective.name=success` on episodes of "
+                "this environment with these cameras."
             )
         self._weights = weights
 
@@ -98,5 +105,5 @@ def _relu(x: np.ndarray) -> np.ndarray:
 
 def load_reward(folder: Path) -> LearnedReward | None:
     """Return the reward model in a folder, or None if the folder contains no reward model."""
-    found = (folder / CONFIG_FILE).is_file() and (folder / WEIGHTS_FILE).is_file()
-    return LearnedReward(folder) if found else None
+    exists = (folder / CONFIG_FILE).is_file() and (folder / WEIGHTS_FILE).is_file()
+    return LearnedReward(folder) if exists else None

@@ -24,10 +24,10 @@ _TEXCOORD_WEIGHT = 1.0
 """Weight of texture coordinates in the simplification error, relative to positions; `_NORMAL_WEIGHT` is the weight of
 normals."""
 
-_WELD = 1.0e-6
+_MERGE_DISTANCE = 1.0e-6
 """Maximum distance between merged vertices, as a fraction of the size of the mesh."""
 
-_SEAM_SLACK = 3
+_MAX_FACE_RATIO = 3
 """Ratio of remaining to requested faces above which a mesh is simplified by clustering, which ignores texture seams."""
 
 _Floats = npt.NDArray[np.float32]
@@ -84,8 +84,8 @@ def read_mesh(path: Path) -> VisualMesh:
     rotation = np.zeros(9)
     mujoco.mju_quat2Mat(rotation, model.mesh_quat[0])
     position = (model.mesh_vert @ rotation.reshape(3, 3).T + model.mesh_pos[0]).astype(np.float32)
-    painted = (model.mesh_texcoord, model.mesh_facetexcoord) if len(model.mesh_texcoord) else None
-    return weld(position, model.mesh_face.copy(), painted)
+    texture = (model.mesh_texcoord, model.mesh_facetexcoord) if len(model.mesh_texcoord) else None
+    return weld(position, model.mesh_face.copy(), texture)
 
 
 def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
@@ -99,49 +99,51 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     if len(mesh.faces) <= max_faces:
         return mesh
     # This simplification preserves texture seams, which may stop it early.
-    faces = _fewer_faces(mesh, max_faces, sloppy=False)
-    if len(faces) > _SEAM_SLACK * max_faces:
-        rough = _fewer_faces(mesh, max_faces, sloppy=True)
-        faces = rough if 0 < len(rough) < len(faces) else faces
+    faces = _simplify_faces(mesh, max_faces, sloppy=False)
+    if len(faces) > _MAX_FACE_RATIO * max_faces:
+        clustered = _simplify_faces(mesh, max_faces, sloppy=True)
+        faces = clustered if 0 < len(clustered) < len(faces) else faces
     return mesh.subset(faces)
 
 
-def weld(position: _Floats, faces: np.ndarray, painted: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
+def weld(position: _Floats, faces: np.ndarray, texture: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
     """Merge vertices with equal positions and texture coordinates; vertices at the same position share a normal.
 
-    `painted` contains texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].
+    `texture` contains texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].
     """
-    texcoord, texcoord_faces = painted or (np.zeros((1, 2), np.float32), np.zeros_like(faces))
+    texcoord, texcoord_faces = texture or (np.zeros((1, 2), np.float32), np.zeros_like(faces))
     size = float(np.ptp(position, axis=0).max()) or 1.0
-    place = np.unique(np.round(position / (size * _WELD)).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
-    patch = np.unique(np.round(texcoord / 1.0e-5).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
-    corners = np.stack([place[faces.ravel()], patch[texcoord_faces.ravel()]], axis=1)
+    position_index = np.unique(
+        np.round(position / (size * _MERGE_DISTANCE)).astype(np.int64), axis=0, return_inverse=True
+    )[1].reshape(-1)
+    texture_index = np.unique(np.round(texcoord / 1.0e-5).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
+    corners = np.stack([position_index[faces.ravel()], texture_index[texcoord_faces.ravel()]], axis=1)
     vertices, first, index = np.unique(corners, axis=0, return_index=True, return_inverse=True)
     welded = index.reshape(-1, 3)
     position, texcoord = position[faces.ravel()[first]], texcoord[texcoord_faces.ravel()[first]]
 
-    a, b, c = (position[welded[:, k]] for k in range(3))
+    a, b, c = (position[welded[:, corner]] for corner in range(3))
     area_normal = np.cross(b - a, c - a)
-    summed = np.zeros((int(place.max()) + 1, 3))
-    for k in range(3):
-        np.add.at(summed, vertices[welded[:, k], 0], area_normal)
-    normal = summed[vertices[:, 0]]
+    normal_sums = np.zeros((int(position_index.max()) + 1, 3))
+    for corner in range(3):
+        np.add.at(normal_sums, vertices[welded[:, corner], 0], area_normal)
+    normal = normal_sums[vertices[:, 0]]
     length = np.linalg.norm(normal, axis=1, keepdims=True)
     normal = np.where(length > 0, normal / np.maximum(length, 1.0e-30), [0.0, 0.0, 1.0])
-    i, j, k = welded.T
-    proper = welded[(i != j) & (j != k) & (k != i)]
+    i, j, corner = welded.T
+    is_proper = welded[(i != j) & (j != corner) & (corner != i)]
     return VisualMesh(
         position=np.ascontiguousarray(position, np.float32),
         normal=normal.astype(np.float32),
         texcoord=np.ascontiguousarray(texcoord, np.float32),
-        faces=proper.astype(np.uint32),
-        textured=painted is not None,
+        faces=is_proper.astype(np.uint32),
+        textured=texture is not None,
     )
 
 
-def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
+def _simplify_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
     """Return fewer faces [F', 3] by edge collapse, or, if `sloppy`, by clustering that ignores the topology."""
-    library = _library()
+    library = _load_library()
     source, out = np.ascontiguousarray(mesh.faces.ravel()), np.zeros(mesh.faces.size, np.uint32)
     position = mesh.position
     head = (out.ctypes.data, source.ctypes.data, len(source), position.ctypes.data, len(position), 12)
@@ -156,7 +158,7 @@ def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     """Load the bindings of meshoptimizer's two simplifiers.
 
     The Python wrapper of the package declares wrong arguments for the first simplifier (no vertex locks).
@@ -171,11 +173,11 @@ def _library() -> ctypes.CDLL:
     folder = Path(meshoptimizer.__file__).parent
     files = [file for file in folder.glob("*meshoptimizer*") if file.suffix in (".so", ".dylib", ".pyd", ".dll")]
     library, size, array = ctypes.CDLL(str(files[0])), ctypes.c_size_t, ctypes.c_void_p
-    careful, sloppy = library.meshopt_simplifyWithAttributes, library.meshopt_simplifySloppy
-    careful.restype = sloppy.restype = size
+    simplify, simplify_sloppy = library.meshopt_simplifyWithAttributes, library.meshopt_simplifySloppy
+    simplify.restype = simplify_sloppy.restype = size
     head = [array, array, size, array, size, size]
-    careful.argtypes = [*head, array, size, array, size, array, size, ctypes.c_float, ctypes.c_uint, array]
-    sloppy.argtypes = [*head, size, ctypes.c_float, array]
+    simplify.argtypes = [*head, array, size, array, size, array, size, ctypes.c_float, ctypes.c_uint, array]
+    simplify_sloppy.argtypes = [*head, size, ctypes.c_float, array]
     return library
 
 
@@ -206,10 +208,10 @@ def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path],
     content = reduce(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as own:
-            new = Path(own) / target.name
-            new.write_bytes(content)
-            os.replace(new, target)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as temporary:
+            new_file = Path(temporary) / target.name
+            new_file.write_bytes(content)
+            os.replace(new_file, target)
     except OSError as error:
         raise EnvError(
             f"env.render_profile=lean: the cache {folder} cannot be written: {error}. "

@@ -74,21 +74,21 @@ class Renderer:
 
 def choose_renderer() -> Renderer:
     """Select the OpenGL backend: MUJOCO_GL if set, else EGL if all visible GPUs can render, else OSMesa."""
-    if chosen := os.environ.get("MUJOCO_GL"):
-        return Renderer(chosen.lower(), "MUJOCO_GL is set")
+    if backend := os.environ.get("MUJOCO_GL"):
+        return Renderer(backend.lower(), "MUJOCO_GL is set")
     gpus = visible_gpus()
     if not gpus:
         return Renderer("osmesa", "there is no GPU")
-    if hidden := [gpu for gpu in gpus if cuda_number(gpu) is None]:
+    if hidden_gpus := [gpu for gpu in gpus if cuda_number(gpu) is None]:
         fix = "CUDA_VISIBLE_DEVICES=0,1,... by number"
-        return Renderer("osmesa", f"EGL identifies GPUs by number, and {hidden[0]} is a slice or not listed", fix)
+        return Renderer("osmesa", f"EGL identifies GPUs by number, and {hidden_gpus[0]} is a slice or not listed", fix)
     with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are distributed over all GPUs
         frames = list(pool.map(lambda gpu: draw_frame("egl", egl_device(gpu)), gpus))
-    judged = [check_egl(frame) for frame in frames]
-    bad = next((number for number, one in enumerate(judged) if one.backend != "egl"), None)
-    if bad is None or len(gpus) == 1:
-        return judged[bad or 0]
-    return Renderer("osmesa", f"{judged[bad].why} (GPU {gpus[bad]})", judged[bad].fix)
+    renderers = [check_egl(frame) for frame in frames]
+    bad_index = next((number for number, renderer in enumerate(renderers) if renderer.backend != "egl"), None)
+    if bad_index is None or len(gpus) == 1:
+        return renderers[bad_index or 0]
+    return Renderer("osmesa", f"{renderers[bad_index].why} (GPU {gpus[bad_index]})", renderers[bad_index].fix)
 
 
 def check_egl(frame: Frame) -> Renderer:
@@ -108,7 +108,7 @@ def cuda_number(gpu: str) -> int | None:
     """Return the CUDA device index of a GPU; None for an unknown id, or a MIG slice, which cannot render."""
     if gpu.isdigit():
         return int(gpu)
-    return next((one.number for one in query_gpus() if one.uuid.startswith(gpu)), None)
+    return next((gpu_info.number for gpu_info in query_gpus() if gpu_info.uuid.startswith(gpu)), None)
 
 
 def egl_device(gpu: str) -> str:
@@ -171,8 +171,8 @@ def draw_frame(backend: str, device: str = "") -> Frame:
     except subprocess.TimeoutExpired:
         return Frame(problem=f"no frame within {_TIMEOUT_S:.0f} s")
     if done.returncode != 0:
-        how = signal.Signals(-done.returncode).name if done.returncode < 0 else _first_error(done.stderr)
-        return Frame(problem=how)
+        problem = signal.Signals(-done.returncode).name if done.returncode < 0 else _first_error(done.stderr)
+        return Frame(problem=problem)
     driver = done.stdout.strip().rpartition("drawn by ")[2]
     return Frame(problem="a frame of one colour") if driver == "one colour" else Frame(driver)
 
@@ -188,8 +188,8 @@ def draw_without_display() -> None:
 
     Call this before a simulator is imported: MuJoCo chooses its backend at import, and some constructors render.
     """
-    silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
-    if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
+    lacks_display = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
+    if not lacks_display or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
         return
     backend = choose_renderer().backend
     if importlib.util.find_spec("OpenGL") is not None and ctypes.util.find_library(

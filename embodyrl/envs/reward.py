@@ -53,7 +53,7 @@ StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
 attribute `components` of the function contains the names of the components."""
 
 
-def _find(name: str) -> StepFunction:
+def _find_function(name: str) -> StepFunction:
     """Return the reward model in a folder, or the reward function of a name or of `package.module:attr`.
 
     Raises:
@@ -78,11 +78,11 @@ class StepReward:
             UnknownNameError: the path names no function.
         """
         assert cfg.path is not None
-        self._function = _find(cfg.path)
+        self._function = _find_function(cfg.path)
         self._names = tuple(getattr(self._function, "components", (cfg.path.rpartition(":")[2],)))
-        self._adds = cfg.mode is RewardMode.add
-        self.components = (*self._names, *([SIMULATOR] if self._adds else []), ERRORS)
-        self.weights = (*(cfg.weights.get(name, 1.0) for name in self.components[:-1]), 0.0)
+        self._adds_simulator_reward = cfg.mode is RewardMode.add
+        self.components = (*self._names, *([SIMULATOR] if self._adds_simulator_reward else []), ERRORS)
+        self.weights = (*(cfg.weights.get(component, 1.0) for component in self.components[:-1]), 0.0)
 
     def declare(self, spec: EnvSpec) -> EnvSpec:
         """Add the reward components to an environment's spec.
@@ -99,12 +99,12 @@ class StepReward:
         reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)
         return replace(spec, reward=reward)
 
-    def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:
+    def parts(self, step: RewardStep, simulator_reward: float) -> tuple[list[float], str | None]:
         """Call the function; return the reward components, and the error message if the call failed.
 
-        `simulated`: the simulator's reward.
+        `simulator_reward`: the simulator's reward.
         """
-        why = None
+        problem = None
         try:
             value = self._function(step)
             # The parts are columns of metrics and records, which are allocated before the first step.
@@ -116,19 +116,26 @@ class StepReward:
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
                 raise ValueError(f"the function returned {value!r:.80}, expected {len(self._names)} finite number(s)")
         except Exception as error:  # errors of a user's function are counted and reported
-            parts, why = [0.0] * len(self._names), f"{type(error).__name__}: {error}"[:300] + _line(error)
-        return [*parts, *([simulated] if self._adds else []), float(why is not None)], why
+            parts, problem = (
+                [0.0] * len(self._names),
+                f"{type(error).__name__}: {error}"[:300] + _format_location(error),
+            )
+        return [
+            *parts,
+            *([simulator_reward] if self._adds_simulator_reward else []),
+            float(problem is not None),
+        ], problem
 
     def total(self, parts: list[float]) -> float:
         """Return the weighted sum of the components."""
         return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
 
 
-def _line(error: Exception) -> str:
+def _format_location(error: Exception) -> str:
     """Return the file and line of an error in the user's function; empty if the returned value is invalid."""
-    below = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in below if frame.filename == below[0].filename]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    function_frames = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({Path(function_frames[-1].filename).name}, line {function_frames[-1].lineno})" if function_frames else ""
 
 
 def reward_problems(cfg: StepRewardSettings) -> list[str]:
@@ -136,8 +143,12 @@ def reward_problems(cfg: StepRewardSettings) -> list[str]:
     if cfg.path is None:
         return []
     try:
-        known = StepReward(cfg).components[:-1]
+        components = StepReward(cfg).components[:-1]
     except UnknownNameError as error:
         return [f"reward.path: {error}"]
-    wrong = [name for name in cfg.weights if name not in known]
-    return [f"reward.weights: unknown reward component {', '.join(wrong)}. Known: {', '.join(known)}."] if wrong else []
+    unknown = [name for name in cfg.weights if name not in components]
+    return (
+        [f"reward.weights: unknown reward component {', '.join(unknown)}. Known: {', '.join(components)}."]
+        if unknown
+        else []
+    )

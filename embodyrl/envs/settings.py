@@ -92,16 +92,16 @@ class EnvSettings(Settings):
     """Keys that accept a Hugging Face repository (`owner/name@revision`) whose code the environment executes."""
 
     # Private: derived from the command, not a key.
-    _played: tuple[str, ...] = PrivateAttr(("train", "eval"))
+    _used_splits: tuple[str, ...] = PrivateAttr(("train", "eval"))
 
     @property
     def splits(self) -> dict[str, EnvSplit]:
         """Splits whose episodes the command runs, by name."""
-        return {name: getattr(self, name) for name in self._played}
+        return {name: getattr(self, name) for name in self._used_splits}
 
     def play(self, splits: tuple[str, ...]) -> None:
         """Set the splits whose episodes the command runs, while the config is loaded."""
-        self._played = splits
+        self._used_splits = splits
 
     @property
     def title(self) -> str:

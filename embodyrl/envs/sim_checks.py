@@ -19,9 +19,9 @@ def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -
         yield f"env.init_params.camera_names={list(names)} contains a camera twice. Remove the duplicate."
 
 
-def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
-    """Yield an error for each split with task ids outside 0..count-1; `meaning` explains the ids in the message."""
+def task_problems(cfg: EnvSettings, count: int, explanation: str) -> Iterator[str]:
+    """Yield an error for each split with task ids outside 0..count-1; `explanation` explains the ids in the message."""
     for split, values in cfg.splits.items():
-        wrong = [task for task in values.task_ids or () if not 0 <= task < count]
-        if wrong:
-            yield f"env.{split}.task_ids: {wrong} must be in 0..{count - 1} ({meaning})."
+        invalid = [task for task in values.task_ids or () if not 0 <= task < count]
+        if invalid:
+            yield f"env.{split}.task_ids: {invalid} must be in 0..{count - 1} ({explanation})."

@@ -129,8 +129,8 @@ class PerSlot(Simulators):
             step = self.step_slot(slot, action)
             rows.append((step.reward, step.terminated, step.success, step.truncated))
         columns = np.array(rows, np.float64).T
-        ended, reached, cut = columns[1:].astype(np.bool_)
-        return SimSteps(reward=columns[0], terminated=ended, success=reached, truncated=cut)
+        terminated, success, truncated = columns[1:].astype(np.bool_)
+        return SimSteps(reward=columns[0], terminated=terminated, success=success, truncated=truncated)
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the observations of the slots one by one."""

@@ -24,6 +24,6 @@ class VideoSettings(Settings):
 def remove_videos(stem: Path) -> None:
     """Remove complete and partial videos from earlier attempts at an episode."""
     name = glob.escape(stem.name)
-    for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
-        if not film.is_dir():  # not a video of this package
-            film.unlink(missing_ok=True)
+    for video in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
+        if not video.is_dir():  # not a video of this package
+            video.unlink(missing_ok=True)

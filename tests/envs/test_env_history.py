@@ -47,26 +47,26 @@ def test_temporal_ensembling_matches_lerobot():
     for row in range(data["ensemble.chunks"].shape[1]):
         ensemble = TemporalEnsemble(float(data["ensemble.coeff"]), data["ensemble.chunks"].shape[2])
         for chunk, expected in zip(data["ensemble.chunks"][:, row], data["ensemble.out"][:, row], strict=True):
-            assert ensemble.take(chunk) == pytest.approx(expected, abs=1e-6)
+            assert ensemble.add_chunk(chunk) == pytest.approx(expected, abs=1e-6)
 
 
 def test_ensembling_weights_depend_on_the_chunk_age():
     for coeff, expected in ((0.5, 1.866167), (0.01, 2.323339), (0.0, 2.333333)):
         ensemble = TemporalEnsemble(coeff, 3)
         for chunk in ([0, 0, 1], [0, 2, 0]):
-            ensemble.take(np.array(chunk, np.float32)[:, None])
-        assert ensemble.take(np.array([[4.0], [0], [0]], np.float32))[0] == pytest.approx(expected, abs=1e-5)
+            ensemble.add_chunk(np.array(chunk, np.float32)[:, None])
+        assert ensemble.add_chunk(np.array([[4.0], [0], [0]], np.float32))[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_delayed_chunk_enters_the_ensemble_average_after_the_delay():
     ensemble = TemporalEnsemble(0.0, 8, delay=2)
-    taken = [ensemble.take(100 * tick + np.arange(8, dtype=np.float32)[:, None])[0] for tick in range(6)]
+    taken = [ensemble.add_chunk(100 * tick + np.arange(8, dtype=np.float32)[:, None])[0] for tick in range(6)]
     assert taken == pytest.approx([0, 1, 2, (3 + 102) / 2, (4 + 103 + 202) / 3, (5 + 104 + 203 + 302) / 4], rel=1e-6)
 
 
 def test_longest_delay_leaves_one_action_per_chunk():
     ensemble = TemporalEnsemble(0.0, 4, delay=3)
-    taken = [ensemble.take(100 * tick + np.arange(4, dtype=np.float32)[:, None])[0] for tick in range(8)]
+    taken = [ensemble.add_chunk(100 * tick + np.arange(4, dtype=np.float32)[:, None])[0] for tick in range(8)]
     assert taken == [0, 1, 2, 3, 103, 203, 303, 403]
 
 
@@ -127,7 +127,7 @@ def test_ensembled_actions_are_reset_with_each_episode():
         for _ in range(5):
             chunk = rng.uniform(-1, 1, (4, 7)).astype(np.float32)
             env.step_chunk([0], chunk.reshape(1, 1, 28))
-            alone.step_chunk([0], ensemble.take(chunk)[None, None])
+            alone.step_chunk([0], ensemble.add_chunk(chunk)[None, None])
             assert np.array_equal(look(env)[1], look(alone)[1])
 
 

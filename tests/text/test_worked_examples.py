@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from embodyrl.envs.text.environment import answer, find_call
+from embodyrl.envs.text.environment import execute_calls, find_calls
 from embodyrl.errors import ConfigError
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.rewards.functions import gsm8k_flexible, tagged
@@ -41,9 +41,9 @@ def test_example_calls_contain_calculator_results():
     row = calculator_products(shown=3)[0]
     turns = row.messages[:-1]
     for call, told, reply in zip(turns[1::4], turns[2::4], turns[3::4], strict=True):
-        found = find_call(call.content, ["calculator"])
+        found = find_calls(call.content, ["calculator"])
         assert found is not None
-        assert answer(found, ["calculator"]) == told.content
+        assert execute_calls(found, ["calculator"]) == told.content
         assert gsm8k_flexible("", reply.content, told.content) == 1
     a, b = numbers(row.messages[-1].content)
     assert row.reference == str(a * b)
@@ -60,12 +60,12 @@ def test_dialogues_call_the_calculator_and_repeat_its_result():
     rows, products = calculator_dialogues(seed=1), calculator_products(shown=0, seed=1)
     assert len(rows) == 2 * len(products)
     for first, second, product in zip(rows[:40:2], rows[1:40:2], products, strict=False):
-        call = find_call(first.reference, ["calculator"])
+        call = find_calls(first.reference, ["calculator"])
         assert call is not None
         assert first.messages == product.messages
         assert [(m.role, m.content) for m in second.messages[1:]] == [
             ("assistant", first.reference),
-            ("tool", answer(call, ["calculator"])),
+            ("tool", execute_calls(call, ["calculator"])),
         ]
         assert gsm8k_flexible("", second.reference, product.reference) == 1
         assert first.group == second.group == product.group

@@ -63,12 +63,12 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
         functions = _load(cfg)
         from embodyrl.envs.functional.sims import FunctionalSims
 
-        return FunctionalSims(_spec(cfg, functions), functions, context.num_slots)
+        return FunctionalSims(_build_spec(cfg, functions), functions, context.num_slots)
 
 
 def describe_here(cfg: FunctionalSettings) -> EnvSpec:
     """Build the environment's functions in this process and return its spec."""
-    return _spec(cfg, _load(cfg))
+    return _build_spec(cfg, _load(cfg))
 
 
 def _load(cfg: FunctionalSettings) -> Functions:
@@ -79,7 +79,7 @@ def _load(cfg: FunctionalSettings) -> Functions:
     return load(cfg)
 
 
-def _spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
+def _build_spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
     import jax  # pyright: ignore[reportMissingImports]
 
     first = jax.eval_shape(functions.reset, jax.random.PRNGKey(0))
@@ -97,21 +97,22 @@ def _spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
             saves_state=True,
             on_gpu=jax.default_backend() != "cpu",
         ),
-        reward=_reward(cfg, functions, first.carry),
+        reward=_build_reward_spec(cfg, functions, first.carry),
     )
 
 
-def _reward(cfg: FunctionalSettings, functions: Functions, carry: Any) -> RewardSpec:
+def _build_reward_spec(cfg: FunctionalSettings, functions: Functions, carry: Any) -> RewardSpec:
     """Return the reward spec; a trace of one step collects the keys of info."""
     import jax  # pyright: ignore[reportMissingImports]
 
     discrete = functions.action.kind is ActionKind.discrete
     action = jax.numpy.zeros(() if discrete else functions.action.dim, "int32" if discrete else "float32")
     jax.eval_shape(functions.step, carry, action, jax.random.PRNGKey(0))
-    known = cfg.success_key in functions.info_keys
+    has_success_key = cfg.success_key in functions.info_keys
     keys = ", ".join(functions.info_keys) or "none"
     return RewardSpec(
-        reports_success=known, success=f"info['{cfg.success_key}']" if known else f"unknown; keys of info: {keys}"
+        reports_success=has_success_key,
+        success=f"info['{cfg.success_key}']" if has_success_key else f"unknown; keys of info: {keys}",
     )
 
 

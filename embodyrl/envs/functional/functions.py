@@ -58,20 +58,20 @@ def load(cfg: FunctionalSettings) -> Functions:
         MissingDependencyError: a package is missing.
         ConfigError: the environment is unknown, rejects its arguments, or has an unsupported interface.
     """
-    home, _, name = str(cfg.id).partition(":")
-    module, package, build = _LIBRARIES.get(home, (home, home.partition(".")[0], None))
+    library, _, name = str(cfg.id).partition(":")
+    module, package, build = _LIBRARIES.get(library, (library, library.partition(".")[0], None))
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise MissingDependencyError(f"env.id={cfg.id} needs the package {package}. Fix: pip install {package}.")
     try:
-        found = getattr(importlib.import_module(module), name) if build is None else build
-        made = found(**cfg.kwargs) if build is None else found(name, **cfg.kwargs)
-        env, params = made if isinstance(made, tuple) else (made, None)
+        constructor = getattr(importlib.import_module(module), name) if build is None else build
+        environment = constructor(**cfg.kwargs) if build is None else constructor(name, **cfg.kwargs)
+        env, params = environment if isinstance(environment, tuple) else (environment, None)
         if hasattr(env, "step_env"):
-            return _Gymnax(env, env.default_params if params is None else params, cfg.success_key)
-        return _States(env, cfg.success_key)
+            return _GymnaxEnvironment(env, env.default_params if params is None else params, cfg.success_key)
+        return _BraxEnvironment(env, cfg.success_key)
     except ImportError as error:
-        lacks = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        fix = f"pip install {lacks.partition('.')[0]}" if lacks else f"check the installation of {package}"
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        fix = f"pip install {missing.partition('.')[0]}" if missing else f"check the installation of {package}"
         raise MissingDependencyError(f"env.id={cfg.id}: {package} cannot be imported: {error}. Fix: {fix}.") from error
     except Exception as error:
         raise ConfigError(
@@ -81,29 +81,29 @@ def load(cfg: FunctionalSettings) -> Functions:
         ) from error
 
 
-class _Gymnax:
+class _GymnaxEnvironment:
     """Adapter of a gymnax environment."""
 
     def __init__(self, env: Any, params: Any, success_key: str | None) -> None:
         self._env, self._params, self._key = env, params, success_key
         self.horizon = int(params.max_steps_in_episode)
         # `done` includes the time limit; without the limit only the end of the task is left.
-        self._endless = params.replace(max_steps_in_episode=2**30)
-        self.action = _action(env.action_space(params))
+        self._params_without_limit = params.replace(max_steps_in_episode=2**30)
+        self.action = _convert_action_space(env.action_space(params))
         self.info_keys = ()
 
     def reset(self, key: Array) -> StepResult:
         obs, state = self._env.reset_env(key, self._params)
-        return _moment(state, obs, 0.0, False, False, False)
+        return _build_result(state, obs, 0.0, False, False, False)
 
     def step(self, carry: Any, action: Array, key: Array) -> StepResult:
         obs, state, reward, done, info = self._env.step_env(key, carry, action, self._params)
         self.info_keys = tuple(map(str, info))
-        ended = done & self._env.is_terminal(state, self._endless)
-        return _moment(state, obs, reward, ended, done & ~ended, _success(info, self._key))
+        ended = done & self._env.is_terminal(state, self._params_without_limit)
+        return _build_result(state, obs, reward, ended, done & ~ended, _success(info, self._key))
 
 
-class _States:
+class _BraxEnvironment:
     """Adapter of an environment with the interface of Brax and MuJoCo Playground."""
 
     def __init__(self, env: Any, success_key: str | None) -> None:
@@ -111,22 +111,22 @@ class _States:
         limit = getattr(getattr(env, "config", None), "episode_length", 0) or getattr(env, "episode_length", 0)
         self.horizon = int(limit)
         size, space = getattr(env, "action_size", None), getattr(env, "action_space", None)
-        self.action = ActionSpec(dim=int(size)) if size is not None else _action(space)
+        self.action = ActionSpec(dim=int(size)) if size is not None else _convert_action_space(space)
         self.info_keys = ()
 
     def reset(self, key: Array) -> StepResult:
-        return self._read(self._env.reset(key))
+        return self._read_state(self._env.reset(key))
 
     def step(self, carry: Any, action: Array, key: Array) -> StepResult:
-        return self._read(self._env.step(carry, action))
+        return self._read_state(self._env.step(carry, action))
 
-    def _read(self, state: Any) -> StepResult:
-        said = {**(getattr(state, "info", None) or {}), **(getattr(state, "metrics", None) or {})}
-        self.info_keys = tuple(map(str, said))
-        return _moment(state, state.obs, state.reward, state.done, False, _success(said, self._key))
+    def _read_state(self, state: Any) -> StepResult:
+        info = {**(getattr(state, "info", None) or {}), **(getattr(state, "metrics", None) or {})}
+        self.info_keys = tuple(map(str, info))
+        return _build_result(state, state.obs, state.reward, state.done, False, _success(info, self._key))
 
 
-def _moment(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> StepResult:
+def _build_result(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> StepResult:
     if isinstance(obs, Mapping):
         raise ConfigError(
             f"env.id: the environment returns a dict of observations ({', '.join(obs)}), expected one array."
@@ -136,11 +136,11 @@ def _moment(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, 
     return StepResult(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
 
 
-def _success(said: Mapping[str, Any], key: str | None) -> Any:
-    return False if key is None or key not in said else jnp.asarray(said[key]) > 0
+def _success(info: Mapping[str, Any], key: str | None) -> Any:
+    return False if key is None or key not in info else jnp.asarray(info[key]) > 0
 
 
-def _action(space: Any) -> ActionSpec:
+def _convert_action_space(space: Any) -> ActionSpec:
     """Convert a Discrete or Box action space of gymnax or Gymnasium to an ActionSpec."""
     if hasattr(space, "n"):
         return ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(int(space.n),))
@@ -150,21 +150,21 @@ def _action(space: Any) -> ActionSpec:
     return ActionSpec(dim=len(low), low=tuple(low.tolist()), high=tuple(high.tolist()))
 
 
-def _gymnax(name: str, **kwargs: Any) -> Any:
+def _make_gymnax(name: str, **kwargs: Any) -> Any:
     return importlib.import_module("gymnax").make(name, **kwargs)
 
 
-def _brax(name: str, **kwargs: Any) -> Any:
+def _make_brax(name: str, **kwargs: Any) -> Any:
     return importlib.import_module("brax.envs").get_environment(name, **kwargs)
 
 
-def _playground(name: str, **kwargs: Any) -> Any:
+def _make_playground(name: str, **kwargs: Any) -> Any:
     return importlib.import_module("mujoco_playground").registry.load(name, **kwargs)
 
 
 _LIBRARIES: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "gymnax": ("gymnax", "gymnax", _gymnax),
-    "brax": ("brax", "brax", _brax),
-    "playground": ("mujoco_playground", "playground", _playground),
+    "gymnax": ("gymnax", "gymnax", _make_gymnax),
+    "brax": ("brax", "brax", _make_brax),
+    "playground": ("mujoco_playground", "playground", _make_playground),
 }
 """(module, package on PyPI, constructor) of each library."""

@@ -26,13 +26,13 @@ class FunctionalSims(Simulators):
         self._shape = num_slots, spec.action.dim
         self._ids = np.zeros(num_slots, np.uint32)
         self._times = np.zeros(num_slots, np.uint32)
-        self._reset, self._step = _compiled(functions, self._discrete)
-        self._now: StepResult = self._reset.all(self._ids.copy())
+        self._reset, self._step = _compile_functions(functions, self._discrete)
+        self._current: StepResult = self._reset.all(self._ids.copy())
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start an episode in each of the slots; all other slots keep their state."""
         self._ids[slots], self._times[slots] = reset_ids, 0
-        self._now = self._reset.some(self._now, self._chosen(slots), self._ids.copy())
+        self._current = self._reset.masked(self._current, self._get_mask(slots), self._ids.copy())
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Execute one action in each of the slots, in one compiled call."""
@@ -40,35 +40,37 @@ class FunctionalSims(Simulators):
         batch[slots] = np.clip(actions, self._low, self._high)
         self._times[slots] += 1
         # Copies: JAX may read the memory of its arguments after the call returns.
-        self._now = now = self._step(self._now, self._chosen(slots), batch, self._ids.copy(), self._times.copy())
+        self._current = current = self._step(
+            self._current, self._get_mask(slots), batch, self._ids.copy(), self._times.copy()
+        )
         return SimSteps(
-            reward=shared(now.reward)[slots],
-            terminated=shared(now.terminated)[slots],
-            success=shared(now.success)[slots],
-            truncated=shared(now.truncated)[slots],
+            reward=to_numpy(current.reward)[slots],
+            terminated=to_numpy(current.terminated)[slots],
+            success=to_numpy(current.success)[slots],
+            truncated=to_numpy(current.truncated)[slots],
         )
 
-    def _chosen(self, slots: IntArray) -> np.ndarray:
-        chosen = np.zeros(len(self._ids), np.bool_)
-        chosen[slots] = True
-        return chosen
+    def _get_mask(self, slots: IntArray) -> np.ndarray:
+        mask = np.zeros(len(self._ids), np.bool_)
+        mask[slots] = True
+        return mask
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the observations of the slots into rows of `state`; there are no images."""
-        state[rows] = shared(self._now.obs)[slots]
+        state[rows] = to_numpy(self._current.obs)[slots]
 
     def save(self, slot: int) -> Any:
         """Return a copy of the slot's state, its reset id, and its number of steps."""
-        part = jax.tree.map(lambda whole: np.array(whole[slot]), self._now)
+        part = jax.tree.map(lambda array: np.array(array[slot]), self._current)
         return part, int(self._ids[slot]), int(self._times[slot])
 
     def load(self, slot: int, state: Any) -> None:
         """Restore a saved state of the slot's episode."""
         part, self._ids[slot], self._times[slot] = state
-        self._now = jax.tree.map(lambda whole, one: whole.at[slot].set(one), self._now, part)
+        self._current = jax.tree.map(lambda array, value: array.at[slot].set(value), self._current, part)
 
 
-def shared(array: Array) -> np.ndarray:
+def to_numpy(array: Array) -> np.ndarray:
     """Return a JAX array as numpy: a view if the array is on the CPU and not boolean, otherwise a copy."""
     on_cpu = next(iter(array.devices())).platform == "cpu"
     if not on_cpu or array.dtype == jnp.bool_:  # older NumPy releases refuse flags through DLPack
@@ -76,38 +78,38 @@ def shared(array: Array) -> np.ndarray:
     return np.from_dlpack(array)
 
 
-class _Resets:
-    """Compiled reset functions: `all` resets the whole batch, `some` only the slots in a mask."""
+class _ResetFunctions:
+    """Compiled reset functions: `all` resets the whole batch, `masked` only the slots in a mask."""
 
     def __init__(self, functions: Functions) -> None:
-        every = jax.vmap(lambda name: functions.reset(_key(name, 0)))
+        reset_all = jax.vmap(lambda reset_id: functions.reset(_derive_key(reset_id, 0)))
 
-        def some(now: StepResult, chosen: Array, names: Array) -> StepResult:
-            return _where(chosen, every(names), now)
+        def reset_masked(current: StepResult, mask: Array, reset_ids: Array) -> StepResult:
+            return _select(mask, reset_all(reset_ids), current)
 
-        self.all, self.some = jax.jit(every), jax.jit(some)
-
-
-def _compiled(functions: Functions, discrete: bool) -> tuple[_Resets, Any]:
-    def one(carry: Any, action: Array, name: Array, time: Array) -> StepResult:
-        chosen = jnp.rint(action[0]).astype(jnp.int32) if discrete else action
-        return functions.step(carry, chosen, _key(name, time))
-
-    def some(now: StepResult, chosen: Array, actions: Array, names: Array, times: Array) -> StepResult:
-        return _where(chosen, jax.vmap(one)(now.carry, actions, names, times), now)
-
-    return _Resets(functions), jax.jit(some)
+        self.all, self.masked = jax.jit(reset_all), jax.jit(reset_masked)
 
 
-def _where(chosen: Array, new: StepResult, old: StepResult) -> StepResult:
-    """Merge two batches: `new` where `chosen` [N] is True, else `old`."""
+def _compile_functions(functions: Functions, discrete: bool) -> tuple[_ResetFunctions, Any]:
+    def step_one(carry: Any, action: Array, reset_id: Array, time: Array) -> StepResult:
+        native_action = jnp.rint(action[0]).astype(jnp.int32) if discrete else action
+        return functions.step(carry, native_action, _derive_key(reset_id, time))
 
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    def step_masked(current: StepResult, mask: Array, actions: Array, reset_ids: Array, times: Array) -> StepResult:
+        return _select(mask, jax.vmap(step_one)(current.carry, actions, reset_ids, times), current)
 
-    return jax.tree.map(pick, new, old)
+    return _ResetFunctions(functions), jax.jit(step_masked)
 
 
-def _key(name: Array, time: Array | int) -> Array:
-    """Return the random key of step `time` of the episode with reset id `name`; step 0 is the reset."""
-    return jax.random.fold_in(jax.random.PRNGKey(name), time)
+def _select(mask: Array, new: StepResult, old: StepResult) -> StepResult:
+    """Merge two batches: `new` where `mask` [N] is True, else `old`."""
+
+    def select(new: Array, old: Array) -> Array:
+        return jnp.where(mask.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(select, new, old)
+
+
+def _derive_key(reset_id: Array, time: Array | int) -> Array:
+    """Return the random key of step `time` of the episode with reset id `reset_id`; step 0 is the reset."""
+    return jax.random.fold_in(jax.random.PRNGKey(reset_id), time)

@@ -10,7 +10,7 @@ from embodyrl.envs.openenv.session import Session
 from embodyrl.envs.openenv.settings import OpenEnvSettings
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
-from embodyrl.envs.text.environment import begin_replies, clip
+from embodyrl.envs.text.environment import create_reply_result, truncate_text
 from embodyrl.errors import EnvError
 from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
@@ -25,7 +25,7 @@ class OpenEnv(DialogueEnv[Dialogue]):
 
     def __init__(self, spec: EnvSpec, cfg: OpenEnvSettings, action_key: str, num_slots: int) -> None:
         super().__init__(spec, cfg, [Dialogue() for _ in range(num_slots)])
-        self._cfg, self._key = cfg, action_key
+        self._cfg, self._action_key = cfg, action_key
         self._sessions: dict[int, Session] = {}
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
@@ -41,7 +41,9 @@ class OpenEnv(DialogueEnv[Dialogue]):
         for slot, start in zip(slots, starts, strict=True):
             self._sessions[slot].send("reset", {"seed": start.reset_id})
         for slot in slots:
-            self.dialogues[slot] = Dialogue(seen=self._tell(self._sessions[slot].receive().observation))
+            self.dialogues[slot] = Dialogue(
+                observation=self._format_observation(self._sessions[slot].receive().observation)
+            )
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -51,17 +53,17 @@ class OpenEnv(DialogueEnv[Dialogue]):
         Raises:
             EnvError: see `Session`.
         """
-        result, last = begin_replies(actions)
+        result, last = create_reply_result(actions)
         for slot in slots:
-            self._sessions[slot].send("step", {**self._cfg.action, self._key: self.dialogues[slot].reply})
+            self._sessions[slot].send("step", {**self._cfg.action, self._action_key: self.dialogues[slot].reply})
         for i, slot in enumerate(slots):
-            turn, episode, at = self._sessions[slot].receive(), self.dialogues[slot], (i, last[i])
-            self.remember(episode)
-            episode.seen, episode.steps = self._tell(turn.observation), episode.steps + 1
-            result.reward[at] = self._cfg.reward_coef * turn.reward
-            result.success[at] = turn.reward >= self._cfg.success_reward
-            result.terminated[at] = turn.done
-            result.truncated[at] = not turn.done and episode.steps >= self.spec.text.max_replies
+            turn, episode, position = self._sessions[slot].receive(), self.dialogues[slot], (i, last[i])
+            self.store_turn(episode)
+            episode.observation, episode.steps = self._format_observation(turn.observation), episode.steps + 1
+            result.reward[position] = self._cfg.reward_coef * turn.reward
+            result.success[position] = turn.reward >= self._cfg.success_reward
+            result.terminated[position] = turn.done
+            result.truncated[position] = not turn.done and episode.steps >= self.spec.text.max_replies
         return result
 
     def close(self) -> None:
@@ -70,16 +72,16 @@ class OpenEnv(DialogueEnv[Dialogue]):
             session.close()
         self._sessions.clear()
 
-    def _tell(self, observation: Mapping[str, Any]) -> str:
+    def _format_observation(self, observation: Mapping[str, Any]) -> str:
         """Return the observation as text for the prompt, truncated to `env.observation_bytes`."""
-        found: Any = {name: value for name, value in observation.items() if name != "metadata"}
+        value: Any = {name: item for name, item in observation.items() if name != "metadata"}
         for part in (self._cfg.observation_key or "").split(".") if self._cfg.observation_key else ():
-            if not isinstance(found, Mapping) or part not in found:
+            if not isinstance(value, Mapping) or part not in value:
                 names = ", ".join(observation)
                 raise EnvError(
                     f"env.observation_key={self._cfg.observation_key} does not exist in the observations of "
                     f"{self._cfg.url}. Choose one of: {names}."
                 )
-            found = found[part]
-        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-        return clip(text, self._cfg.observation_bytes)
+            value = value[part]
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return truncate_text(text, self._cfg.observation_bytes)

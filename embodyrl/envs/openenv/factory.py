@@ -31,10 +31,10 @@ class OpenEnvFactory:
             ConfigError: `env.action_key` or `env.action` does not match the server's actions.
         """
         read_action_key(cfg)
-        return self._spec(cfg)
+        return self._build_spec(cfg)
 
-    def _spec(self, cfg: OpenEnvSettings) -> EnvSpec:
-        turn = cfg.observation_bytes + 64
+    def _build_spec(self, cfg: OpenEnvSettings) -> EnvSpec:
+        turn_bytes = cfg.observation_bytes + 64
         return EnvSpec(
             name=cfg.title,
             action=ActionSpec(dim=1, kind=ActionKind.text),
@@ -46,14 +46,14 @@ class OpenEnvFactory:
                     (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
                     for turns in range(min(cfg.history, 2) + 1)
                 ),
-                prompt_bytes=len(cfg.prompt.encode()) + turn + (turn + OpenEnv.reply_bytes) * cfg.history,
+                prompt_bytes=len(cfg.prompt.encode()) + turn_bytes + (turn_bytes + OpenEnv.reply_bytes) * cfg.history,
             ),
             simulator=SimulatorSpec(may_truncate=True, renders=False),
         )
 
     def make(self, cfg: OpenEnvSettings, context: EnvContext) -> OpenEnv:
         """Build an environment with `context.num_slots` slots; a slot opens its session at the first reset."""
-        return OpenEnv(self._spec(cfg), cfg, read_action_key(cfg), context.num_slots)
+        return OpenEnv(self._build_spec(cfg), cfg, read_action_key(cfg), context.num_slots)
 
 
 FACTORY = OpenEnvFactory()

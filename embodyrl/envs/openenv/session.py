@@ -24,7 +24,7 @@ from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodyrl.files import read_stream
 
 _RETRY_S = 0.2
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 """Maximum size of a message or of the action schema, in bytes."""
 
 
@@ -48,17 +48,17 @@ class Session:
             EnvError: no server answers at the address.
             MissingDependencyError: websockets is not installed.
         """
-        self._cfg, self._open = cfg, ExitStack()
-        self._socket = self._open.enter_context(_connect(cfg))
+        self._cfg, self._exit_stack = cfg, ExitStack()
+        self._socket = self._exit_stack.enter_context(_connect(cfg))
 
-    def send(self, kind: str, data: Mapping[str, Any]) -> None:
+    def send(self, message_type: str, data: Mapping[str, Any]) -> None:
         """Send a reset or step request; `receive` returns the result.
 
         Raises:
             EnvError: the connection was closed.
         """
         try:
-            self._socket.send(json.dumps({"type": kind, "data": data}))
+            self._socket.send(json.dumps({"type": message_type, "data": data}))
         except Exception as error:  # websockets' own kinds and the system's
             # A server without a free session explains itself before it closes the connection.
             self.receive()
@@ -80,22 +80,22 @@ class Session:
         except Exception as error:
             raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
         try:
-            said = json.loads(text)
-            kind, data = said["type"], said["data"]
+            message = json.loads(text)
+            message_type, data = message["type"], message["data"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise _error(
                 self._cfg, f"the message {text[:200]!r} is not in OpenEnv's JSON format. Check env.url."
             ) from error
-        if kind == "error":
-            raise _error(self._cfg, _reported(data))
-        return _turn(self._cfg, data)
+        if message_type == "error":
+            raise _error(self._cfg, _format_server_error(data))
+        return _read_turn(self._cfg, data)
 
     def close(self) -> None:
         """End the session; idempotent."""
         with suppress(Exception):  # the server may be gone
             self._socket.send(json.dumps({"type": "close"}))
         with suppress(Exception):
-            self._open.close()
+            self._exit_stack.close()
 
 
 def read_action_key(cfg: OpenEnvSettings) -> str:
@@ -105,39 +105,41 @@ def read_action_key(cfg: OpenEnvSettings) -> str:
         EnvError: no server answers at the address, or it has no schema.
         ConfigError: the schema has no such field, or several text fields, or requires fields that are not set.
     """
-    schema = _schema(cfg)
+    schema = _fetch_action_schema(cfg)
     fields: Mapping[str, Any] = schema.get("properties", {})
     required = [name for name in schema.get("required", ()) if name not in cfg.action]
-    texts = [name for name in required if fields.get(name, {}).get("type") == "string"]
-    listed = ", ".join(f"{name}{'' if name in required else ' (optional)'}" for name in fields if name != "metadata")
-    if cfg.action_key is None and len(texts) != 1:
+    text_fields = [name for name in required if fields.get(name, {}).get("type") == "string"]
+    field_list = ", ".join(
+        f"{name}{'' if name in required else ' (optional)'}" for name in fields if name != "metadata"
+    )
+    if cfg.action_key is None and len(text_fields) != 1:
         raise ConfigError(
-            f"env.url={cfg.url}: actions have {len(texts)} required text fields instead of 1. Set env.action_key to "
-            f"the field of the reply. Fields: {listed or 'none'}."
+            f"env.url={cfg.url}: actions have {len(text_fields)} required text fields instead of 1. Set env.action_key "
+            f"to the field of the reply. Fields: {field_list or 'none'}."
         )
-    key = cfg.action_key or texts[0]
+    key = cfg.action_key or text_fields[0]
     unknown = [name for name in (key, *cfg.action) if name not in fields]
     missing = [name for name in required if name != key]
     if fields and (unknown or missing):
         problem = f"no field {unknown[0]}" if unknown else f"the required field {missing[0]}; set env.action"
-        raise ConfigError(f"env.url={cfg.url}: actions of this server have {problem}. Fields: {listed}.")
+        raise ConfigError(f"env.url={cfg.url}: actions of this server have {problem}. Fields: {field_list}.")
     return key
 
 
-def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
+def _fetch_action_schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
     """Return the JSON schema of an action from the server."""
-    address = f"{_with_scheme(cfg, 'http')}/schema"
+    address = f"{_format_address(cfg, 'http')}/schema"
     opener, clock = urllib.request.build_opener(urllib.request.ProxyHandler({})), RunClock()
     while True:
-        left = cfg.connect_timeout_s - clock.now()
+        remaining = cfg.connect_timeout_s - clock.now()
         try:
-            with opener.open(address, timeout=max(left, 1.0)) as reply:
-                return _action_schema(json.loads(read_stream(reply, _MOST_BYTES, max(left, 1.0))))
+            with opener.open(address, timeout=max(remaining, 1.0)) as reply:
+                return _read_action_schema(json.loads(read_stream(reply, _MAX_BYTES, max(remaining, 1.0))))
         except urllib.error.HTTPError as error:
             raise _error(cfg, f"{address} returned status {error.code}; set env.url to an OpenEnv server.") from error
         except (OSError, http.client.HTTPException) as error:
-            if left <= 0:
-                raise _no_server(cfg) from error
+            if remaining <= 0:
+                raise _no_server_error(cfg) from error
             time.sleep(_RETRY_S)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise _error(
@@ -145,7 +147,7 @@ def _schema(cfg: OpenEnvSettings) -> Mapping[str, Any]:
             ) from error
 
 
-def _action_schema(reply: Any) -> Mapping[str, Any]:
+def _read_action_schema(reply: Any) -> Mapping[str, Any]:
     """Return the action schema in a reply of the server, after type checks.
 
     Raises:
@@ -168,14 +170,14 @@ def _connect(cfg: OpenEnvSettings) -> Any:
         raise MissingDependencyError("env=text/openenv needs websockets: pip install 'embodyrl[serve]'.") from error
     clock = RunClock()
     while True:
-        left = cfg.connect_timeout_s - clock.now()
+        remaining = cfg.connect_timeout_s - clock.now()
         try:
             return client.connect(
-                f"{_with_scheme(cfg, 'ws')}/ws", max_size=_MOST_BYTES, open_timeout=max(left, 1.0), proxy=None
+                f"{_format_address(cfg, 'ws')}/ws", max_size=_MAX_BYTES, open_timeout=max(remaining, 1.0), proxy=None
             )
         except ConnectionRefusedError as error:
-            if left <= 0:
-                raise _no_server(cfg) from error
+            if remaining <= 0:
+                raise _no_server_error(cfg) from error
             time.sleep(_RETRY_S)
         except Exception as error:
             raise _error(
@@ -183,12 +185,12 @@ def _connect(cfg: OpenEnvSettings) -> Any:
             ) from error
 
 
-def _with_scheme(cfg: OpenEnvSettings, scheme: str) -> str:
-    kind, _, rest = str(cfg.url).rstrip("/").partition("://")
-    return f"{scheme}{'s' if kind in ('https', 'wss') else ''}://{rest}"
+def _format_address(cfg: OpenEnvSettings, scheme: str) -> str:
+    url_scheme, _, rest = str(cfg.url).rstrip("/").partition("://")
+    return f"{scheme}{'s' if url_scheme in ('https', 'wss') else ''}://{rest}"
 
 
-def _turn(cfg: OpenEnvSettings, data: Any) -> Turn:
+def _read_turn(cfg: OpenEnvSettings, data: Any) -> Turn:
     observation = data.get("observation") if isinstance(data, dict) else None
     if not isinstance(observation, dict):
         raise _error(cfg, f"a message has no observation: {data!r:.200}. Check the server's log.")
@@ -198,17 +200,19 @@ def _turn(cfg: OpenEnvSettings, data: Any) -> Turn:
     return Turn(observation, float(reward), bool(data.get("done")))
 
 
-def _reported(data: Any) -> str:
-    said: Mapping[str, Any] = data if isinstance(data, dict) else {"message": data}
-    text = f"the server reports: {str(said.get('message'))[:1000]}"
-    if said.get("code") == "CAPACITY_REACHED":
+def _format_server_error(data: Any) -> str:
+    report: Mapping[str, Any] = data if isinstance(data, dict) else {"message": data}
+    text = f"the server reports: {str(report.get('message'))[:1000]}"
+    if report.get("code") == "CAPACITY_REACHED":
         fix = "a larger max_concurrent_envs of the server, or fewer slots (env.train.total_num_envs and env.eval)"
         return f"{text}. Fix: {fix}."
-    details = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in said.get("errors") or ()]
+    details = [
+        f"{'.'.join(map(str, entry.get('loc', ())))}: {entry.get('msg')}" for entry in report.get("errors") or ()
+    ]
     return f"{text} {'; '.join(details)[:1000]}".strip()
 
 
-def _no_server(cfg: OpenEnvSettings) -> EnvError:
+def _no_server_error(cfg: OpenEnvSettings) -> EnvError:
     return EnvError(
         f"No server answered at env.url={cfg.url} for {cfg.connect_timeout_s:g} s (env.connect_timeout_s). Start the "
         "OpenEnv server, or correct the address."

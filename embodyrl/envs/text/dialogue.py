@@ -6,7 +6,7 @@ from typing import Any, Generic, Never, Protocol, TypeVar
 
 import numpy as np
 
-from embodyrl.envs.text.environment import clip
+from embodyrl.envs.text.environment import truncate_text
 from embodyrl.errors import EnvError, NoImageError
 from embodyrl.text.messages import Message, join_messages
 from embodyrl.types import BoolArray, EnvSpec
@@ -25,7 +25,7 @@ class DialogueSettings(Protocol):
 class Dialogue:
     """State of the dialogue in one slot."""
 
-    seen: str = ""
+    observation: str = ""
     """Current observation."""
     turns: list[Message] = field(default_factory=list)
     """Messages of earlier turns that the next prompt contains."""
@@ -45,24 +45,24 @@ class DialogueEnv(Generic[D]):
 
     def __init__(self, spec: EnvSpec, cfg: DialogueSettings, dialogues: list[D]) -> None:
         self.spec, self.dialogues = spec, dialogues
-        self._prompt, self._kept = cfg.prompt, 2 * cfg.history
+        self._prompt, self._max_messages = cfg.prompt, 2 * cfg.history
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies of the next `step_chunk`; replies that hit the length limit are used unchanged."""
         for slot, reply in zip(slots, replies, strict=True):
             self.dialogues[slot].reply = reply
 
-    def remember(self, dialogue: D) -> None:
+    def store_turn(self, dialogue: D) -> None:
         """Append the current observation and reply to the earlier turns; keep the last `history` turns."""
-        said = Message(role="assistant", content=clip(dialogue.reply, self.reply_bytes))
-        turns = [*dialogue.turns, Message(role="user", content=dialogue.seen), said]
-        dialogue.turns = turns[-self._kept :] if self._kept else []
+        reply_message = Message(role="assistant", content=truncate_text(dialogue.reply, self.reply_bytes))
+        turns = [*dialogue.turns, Message(role="user", content=dialogue.observation), reply_message]
+        dialogue.turns = turns[-self._max_messages :] if self._max_messages else []
 
     def instruction(self, slot: int) -> str:
         """Return the system message, the earlier turns and the current observation as one prompt."""
         dialogue = self.dialogues[slot]
-        rules = [Message(role="system", content=self._prompt)] if self._prompt else []
-        return join_messages([*rules, *dialogue.turns, Message(role="user", content=dialogue.seen)])
+        system_messages = [Message(role="system", content=self._prompt)] if self._prompt else []
+        return join_messages([*system_messages, *dialogue.turns, Message(role="user", content=dialogue.observation)])
 
     def observe(self, slots: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
         """Do nothing, because the instruction contains the observation."""

@@ -49,7 +49,7 @@ def find_tool(name: str) -> Tool:
     return load(name, "tool", wants="a function of a text", fits=takes(1), names=TOOLS)
 
 
-LAST_BYTES = 1 << 10
+FINAL_REPLY_BYTES = 1 << 10
 """Bytes reserved for the final reply in the last observation; the reply is stored there only for display."""
 TURN_BYTES = 1 << 12
 """Bytes reserved for the reply and the tool's answer of each turn after the first. A conversation that needs more bytes
@@ -61,7 +61,7 @@ ANSWER_BYTES = 1 << 10
 Call = tuple[str, str]
 """Name and argument of a tool call, or an empty name and the reason why the call is malformed."""
 
-MOST_CALLS = 8
+MAX_CALLS = 8
 """Maximum number of tool calls in a reply; the answers share the maximum bytes of an answer."""
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
@@ -78,7 +78,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTA
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
 
 
-def find_call(reply: str, tools: Sequence[str]) -> list[Call] | None:
+def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
     """Return the tool calls in a reply, or None; text inside <think> contains no calls.
 
     Formats: JSON objects in <tool_call> tags (Hermes, Qwen), functions with parameters in tags (Qwen3-Coder), JSON
@@ -87,60 +87,60 @@ def find_call(reply: str, tools: Sequence[str]) -> list[Call] | None:
     """
     if tools and reply.startswith("?"):
         return [(tools[0], reply[1:].strip())]
-    said = _THOUGHT.sub("", reply).strip()
-    found = [
+    text = _THOUGHT.sub("", reply).strip()
+    call_texts = [
         match["tagged"] or match["marked"] or match["function"] or ""
-        for match in _CALLS.finditer(said)
+        for match in _CALLS.finditer(text)
         # A mention of the tag is not a call.
         if match["end"] or match["tagged"] is None or match["tagged"][:1] in ("{", "[", "<", "`")
     ]
-    if not found and _ARGUMENTS.search(said):
+    if not call_texts and _ARGUMENTS.search(text):
         names = "|".join(map(re.escape, tools))
-        start = re.search(rf'\A(?:```(?:json)?\s*)?(?=[{{\[])|(?=\{{\s*"name"\s*:\s*"(?:{names})")', said)
-        found = [] if start is None else [said[start.end() :]]
-    return [call for text in found for call in _read_calls(text, tools)] or None
+        start = re.search(rf'\A(?:```(?:json)?\s*)?(?=[{{\[])|(?=\{{\s*"name"\s*:\s*"(?:{names})")', text)
+        call_texts = [] if start is None else [text[start.end() :]]
+    return [call for call_text in call_texts for call in _read_calls(call_text, tools)] or None
 
 
-def _unfenced(text: str) -> str:
-    fenced = _FENCE.fullmatch(text.strip())
-    return fenced[1] if fenced else text.strip()
+def _remove_fence(text: str) -> str:
+    match = _FENCE.fullmatch(text.strip())
+    return match[1] if match else text.strip()
 
 
 def _read_calls(text: str, tools: Sequence[str]) -> list[Call]:
     """Return the calls in the text of one tag or mark."""
     if functions := _FUNCTION.findall(text):
         return [
-            _bind(name, dict(parts) if (parts := _PARAMETER.findall(body)) or not body else body, tools)
+            _bind_arguments(name, dict(parts) if (parts := _PARAMETER.findall(body)) or not body else body, tools)
             for name, body in functions
         ]
-    rest, calls = _unfenced(text), []
+    rest, calls = _remove_fence(text), []
     try:
         while not calls or rest:
-            named = _NAMED.match(rest)  # calculator[ARGS]{"expression": "1+1"}
-            if calls and not named and rest[0] not in "{[":
+            match = _NAMED.match(rest)  # calculator[ARGS]{"expression": "1+1"}
+            if calls and not match and rest[0] not in "{[":
                 break  # text after the calls
             # Programs in arguments often contain line breaks that JSON requires to be escaped.
-            value, end = json.JSONDecoder(strict=False).raw_decode(rest, named.end() if named else 0)
-            if named:
-                value = {"name": named[1], "arguments": value}
+            value, end = json.JSONDecoder(strict=False).raw_decode(rest, match.end() if match else 0)
+            if match:
+                value = {"name": match[1], "arguments": value}
             if isinstance(value, dict):
                 value = value.get("tool_calls", [value])
             for call in value if isinstance(value, list) else [value]:
                 inner = call.get("function", call) if isinstance(call, dict) else {}
                 inner = inner if isinstance(inner, dict) else call
-                calls.append(_bind(inner.get("name"), inner.get("arguments", inner.get("parameters")), tools))
+                calls.append(_bind_arguments(inner.get("name"), inner.get("arguments", inner.get("parameters")), tools))
             rest = rest[end:].lstrip("; \n\t")
     except (ValueError, RecursionError) as error:
         calls.append(("", f"the call is not valid JSON: {error}"))
     return calls or [("", 'a tool call needs "name" and "arguments"')]
 
 
-def _bind(name: Any, arguments: Any, tools: Sequence[str]) -> Call:
+def _bind_arguments(name: Any, arguments: Any, tools: Sequence[str]) -> Call:
     """Bind the arguments of a call to the parameter of a tool by name."""
     if not isinstance(name, str):
         return "", 'a tool call needs "name" and "arguments"'
     if name not in tools:
-        return name, ""  # `answer` lists the tools
+        return name, ""  # `execute_calls` lists the tools
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments, strict=False)
@@ -149,16 +149,16 @@ def _bind(name: Any, arguments: Any, tools: Sequence[str]) -> Call:
         if not isinstance(parsed, dict):
             return name, arguments
         arguments = parsed
-    wanted = _parameter(name)
+    parameter = _get_parameter(name)
     if not isinstance(arguments, dict) or not arguments:
-        return "", f"{name} needs the argument '{wanted or 'text'}'"
-    if strange := [key for key in arguments if key != wanted and (wanted or len(arguments) > 1)]:
-        return "", f"{name} takes '{wanted or 'text'}', not '{strange[0]}'"
+        return "", f"{name} needs the argument '{parameter or 'text'}'"
+    if unknown := [key for key in arguments if key != parameter and (parameter or len(arguments) > 1)]:
+        return "", f"{name} takes '{parameter or 'text'}', not '{unknown[0]}'"
     (value,) = arguments.values()
     return name, value if isinstance(value, str) else json.dumps(value)
 
 
-def _parameter(tool: str) -> str | None:
+def _get_parameter(tool: str) -> str | None:
     """Return the name of a tool's parameter, or None if the parameter has no name for callers."""
     try:
         first = next(iter(inspect.signature(find_tool(tool)).parameters.values()))
@@ -167,12 +167,12 @@ def _parameter(tool: str) -> str | None:
     return first.name if first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
-def answer(calls: Sequence[Call], tools: Sequence[str]) -> str:
+def execute_calls(calls: Sequence[Call], tools: Sequence[str]) -> str:
     """Execute tool calls and return their answers, one per line; an error of a call is returned as its answer."""
-    if len(calls) > MOST_CALLS:
-        return f"error: {len(calls)} tool calls in a reply; at most {MOST_CALLS} are executed"
-    room = answer_bytes(tools) // len(calls)
-    return "\n".join(clip(_execute(call, tools), room) for call in calls)
+    if len(calls) > MAX_CALLS:
+        return f"error: {len(calls)} tool calls in a reply; at most {MAX_CALLS} are executed"
+    max_bytes = get_answer_bytes(tools) // len(calls)
+    return "\n".join(truncate_text(_execute(call, tools), max_bytes) for call in calls)
 
 
 def _execute(call: Call, tools: Sequence[str]) -> str:
@@ -187,18 +187,18 @@ def _execute(call: Call, tools: Sequence[str]) -> str:
         return f"error: {error}"
 
 
-def answer_bytes(tools: Sequence[str]) -> int:
+def get_answer_bytes(tools: Sequence[str]) -> int:
     """Return the maximum bytes of an answer of these tools."""
     return max((getattr(find_tool(name), "answer_bytes", ANSWER_BYTES) for name in tools), default=0)
 
 
-def clip(text: str, width: int) -> str:
+def truncate_text(text: str, width: int) -> str:
     """Return the longest prefix of a string that fits into `width` UTF-8 bytes."""
     # `ignore` drops a character that the cut has split.
     return text.encode(errors="replace")[:width].decode(errors="ignore")
 
 
-def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
+def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
     """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
     result = ChunkResult.empty(*actions.shape[:2], parts=parts)
     result.valid[:] = actions[:, :, 0] >= 0
@@ -212,7 +212,7 @@ class _Conversation:
 
     row: TextRow
     messages: list[Message] = field(default_factory=list)
-    pictures: list[ByteArray] = field(default_factory=list)
+    images: list[ByteArray] = field(default_factory=list)
     reply: str = ""
     cut_off: bool = False
     turns: int = 0
@@ -228,25 +228,29 @@ class ConversationEnv:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, judge: RewardRunner, num_slots: int) -> None:
+    def __init__(
+        self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, reward_runner: RewardRunner, num_slots: int
+    ) -> None:
         self.spec = spec
         self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
-        self._answer_bytes = answer_bytes(cfg.tools)
+        self._answer_bytes = get_answer_bytes(cfg.tools)
         self._rows = rows
-        self._judge = judge
+        self._reward_runner = reward_runner
         self._conversations: list[_Conversation | None] = [None] * num_slots
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start the conversation of row `reset_id` in each slot."""
         for slot, start in zip(slots, starts, strict=True):
             row = self._rows[start.reset_id]
-            self._conversations[slot] = _Conversation(row, list(row.messages), [p.pixels() for p in row.pictures])
+            self._conversations[slot] = _Conversation(
+                row, list(row.messages), [picture.pixels() for picture in row.pictures]
+            )
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies [n] of the next `step_chunk`; `cut_off` [n]: True for replies that hit the length limit."""
-        for slot, reply, cut in zip(slots, replies, cut_off, strict=True):
-            conversation = self._conversation(slot)
-            conversation.reply, conversation.cut_off = reply, bool(cut)
+        for slot, reply, is_cut_off in zip(slots, replies, cut_off, strict=True):
+            conversation = self._get_conversation(slot)
+            conversation.reply, conversation.cut_off = reply, bool(is_cut_off)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -256,43 +260,47 @@ class ConversationEnv:
         `actions` [n, K, 1] are token ids, with padding below 0. The reward of a conversation is assigned to the
         last token of the last reply.
         """
-        result, last = begin_replies(actions, parts=len(self.spec.reward.components))
+        result, last = create_reply_result(actions, parts=len(self.spec.reward.components))
         assert result.components is not None
-        conversations = [self._conversation(slot) for slot in slots]
-        over = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
+        conversations = [self._get_conversation(slot) for slot in slots]
+        final_rows = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
         answers = [
             Answer(
-                prompt=spoken(next(m.content for m in conversations[i].row.messages[::-1] if m.role != "system")),
+                prompt=spoken(
+                    next(message.content for message in conversations[i].row.messages[::-1] if message.role != "system")
+                ),
                 response=conversations[i].reply,
                 reference=conversations[i].row.reference,
                 tokens=int(last[i]) + 1,
             )
-            for i in over
+            for i in final_rows
         ]
-        for i, judged in zip(over, self._judge(answers) if answers else [], strict=True):
-            at = i, last[i]
-            result.reward[at], result.success[at] = self._coef * judged.reward, judged.success
-            result.terminated[at], result.truncated[at] = True, conversations[i].cut_off
-            result.components[i] = judged.components
-            if judged.problem is not None:
-                result.reward_errors[slots[i]] = judged.problem
+        for i, scored in zip(final_rows, self._reward_runner(answers) if answers else [], strict=True):
+            position = i, last[i]
+            result.reward[position], result.success[position] = self._coef * scored.reward, scored.success
+            result.terminated[position], result.truncated[position] = True, conversations[i].cut_off
+            result.components[i] = scored.components
+            if scored.problem is not None:
+                result.reward_errors[slots[i]] = scored.problem
             conversations[i].messages.append(
-                Message(role="assistant", content=clip(conversations[i].reply, LAST_BYTES - 16))
+                Message(role="assistant", content=truncate_text(conversations[i].reply, FINAL_REPLY_BYTES - 16))
             )
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
         """Append the answers of tools; return False if the reply calls no tool or no other reply can follow."""
         conversation.turns += 1
-        calls = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
+        calls = find_calls(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
         if calls is None:
             return False
-        said = Message(role="assistant", content=conversation.reply)
-        heard = Message(role=self._tool_role, content=clip(answer(calls, self._tools), self._answer_bytes))
-        longer = [*conversation.messages, said, heard]
-        if len(join_messages(longer).encode()) > self.spec.text.prompt_bytes - LAST_BYTES:
+        reply_message = Message(role="assistant", content=conversation.reply)
+        answer_message = Message(
+            role=self._tool_role, content=truncate_text(execute_calls(calls, self._tools), self._answer_bytes)
+        )
+        messages = [*conversation.messages, reply_message, answer_message]
+        if len(join_messages(messages).encode()) > self.spec.text.prompt_bytes - FINAL_REPLY_BYTES:
             return False
-        conversation.messages = longer
+        conversation.messages = messages
         return True
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
@@ -303,12 +311,12 @@ class ConversationEnv:
         """Write the images of the prompt, each into the upper left corner of its array."""
         for slot, row in zip(slots, range(len(slots)) if rows is None else rows.tolist(), strict=True):
             images[row] = 0
-            for room, pixels in zip(images[row], self._conversation(slot).pictures, strict=False):
-                room[: pixels.shape[0], : pixels.shape[1]] = pixels
+            for image, pixels in zip(images[row], self._get_conversation(slot).images, strict=False):
+                image[: pixels.shape[0], : pixels.shape[1]] = pixels
 
     def instruction(self, slot: int) -> str:
         """Return the messages of the conversation as one prompt."""
-        return join_messages(self._conversation(slot).messages)
+        return join_messages(self._get_conversation(slot).messages)
 
     def render(self, slot: int) -> np.ndarray:
         """Raise NoImageError, because text tasks have no image to record."""
@@ -316,9 +324,9 @@ class ConversationEnv:
 
     def close(self) -> None:
         """Close the reward functions; idempotent."""
-        self._judge.close()
+        self._reward_runner.close()
 
-    def _conversation(self, slot: int) -> _Conversation:
+    def _get_conversation(self, slot: int) -> _Conversation:
         conversation = self._conversations[slot]
         assert conversation is not None, f"slot {slot} has no conversation; reset it first"
         return conversation

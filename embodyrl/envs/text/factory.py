@@ -1,7 +1,7 @@
 """Factory of text environments: config checks, spec and construction."""
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv, answer_bytes, find_tool
+from embodyrl.envs.text.environment import FINAL_REPLY_BYTES, TURN_BYTES, ConversationEnv, find_tool, get_answer_bytes
 from embodyrl.envs.text.reward_runner import RewardRunner
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.registry import name_problems
@@ -42,34 +42,40 @@ class TextFactory:
 
     def spec(self, cfg: TextSettings, context: EnvContext) -> EnvSpec:
         """Return the environment's spec: one task, whose initial states are the rows."""
-        rows, judge = _parts(context)
+        rows, reward_runner = _get_parts(context)
         turns = ("assistant", cfg.tool_role)
-        turn_tokens = rows.turn_tokens + answer_bytes(cfg.tools) // _BYTES_PER_TOKEN
-        known = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"
+        turn_tokens = rows.turn_tokens + get_answer_bytes(cfg.tools) // _BYTES_PER_TOKEN
+        warning = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"
         return EnvSpec(
             name=f"text/{rows.name}",
-            warnings=(*((known,) if rows.repeated else ()), *rows.warnings),
+            warnings=(*((warning,) if rows.repeated else ()), *rows.warnings),
             text=TextSpec(
-                roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
+                roles=tuple(
+                    (*roles, *turns * num_replies)
+                    for roles in rows.roles
+                    for num_replies in range(cfg.max_turns)[:_TURNS]
+                ),
                 max_replies=cfg.max_turns,
                 prompt_tokens=rows.prompt_tokens and rows.prompt_tokens + turn_tokens * (cfg.max_turns - 1),
-                prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
+                prompt_bytes=rows.prompt_bytes + FINAL_REPLY_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             ),
             action=ActionSpec(dim=1, kind=ActionKind.text),
             tasks=(rows.name,),
             states_per_task=(len(rows),),
             benchmark=BenchmarkSpec(held_out=rows.held_out),
             cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=bool(rows.pictures)),
-            reward=RewardSpec(components=judge.components, weights=judge.weights, success="from the reward"),
+            reward=RewardSpec(
+                components=reward_runner.components, weights=reward_runner.weights, success="from the reward"
+            ),
             simulator=SimulatorSpec(renders=False),
         )
 
     def make(self, cfg: TextSettings, context: EnvContext) -> ConversationEnv:
         """Build `context.num_slots` conversations in this process."""
-        return ConversationEnv(self.spec(cfg, context), cfg, *_parts(context), context.num_slots)
+        return ConversationEnv(self.spec(cfg, context), cfg, *_get_parts(context), context.num_slots)
 
 
-def _parts(context: EnvContext) -> tuple[TextRows, RewardRunner]:
+def _get_parts(context: EnvContext) -> tuple[TextRows, RewardRunner]:
     return context.parts["rows"], context.parts["judge"]
 
 

@@ -14,7 +14,7 @@ from embodyrl.config.settings import ChangesStateIds, Index
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
 from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
-from embodyrl.envs.text.environment import begin_replies, clip
+from embodyrl.envs.text.environment import create_reply_result, truncate_text
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
 from embodyrl.registry import load, name_problems, takes
 from embodyrl.types import (
@@ -34,11 +34,11 @@ COMMANDS = "admissible_commands"
 """Key in `info` under which a game lists the commands that it accepts."""
 
 
-def game_files(place: str) -> list[Path]:
+def find_game_files(location: str) -> list[Path]:
     """Return the game files of a file or folder, sorted by name; empty without games."""
-    path = Path(place)
-    found = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
+    path = Path(location)
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [file for file in paths if file.suffix in SUFFIXES and file.is_file()]
 
 
 class TextWorldGame:
@@ -46,8 +46,8 @@ class TextWorldGame:
 
     action_space = None
 
-    def __init__(self, files: list[Path], seen_bytes: int) -> None:
-        """Check the game files; `seen_bytes`: maximum bytes of an observation, including the allowed commands.
+    def __init__(self, files: list[Path], max_bytes: int) -> None:
+        """Check the game files; `max_bytes`: maximum bytes of an observation, including the allowed commands.
 
         Raises:
             MissingDependencyError: textworld is not installed.
@@ -59,47 +59,49 @@ class TextWorldGame:
             raise MissingDependencyError(
                 f"env.id={files[0]} is a TextWorld game, but {error}. Fix: pip install textworld."
             ) from error
-        self._files, self._bytes = files, seen_bytes
+        self._files, self._max_bytes = files, max_bytes
         self._env: Any = None
-        self._open: Path | None = None
-        self._seen, self._score = "", 0.0
+        self._open_file: Path | None = None
+        self._observation, self._score = "", 0.0
         self.reset(seed=0)
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """Start the game selected by the seed; the first observation begins with the game's goal."""
         file = self._files[seed % len(self._files)]
-        if file != self._open:
+        if file != self._open_file:
             self.close()
             infos = self._textworld.EnvInfos(
                 admissible_commands=True, won=True, objective=True, description=True, feedback=True
             )
             try:
-                self._env, self._open = self._textworld.start(str(file), infos), file
+                self._env, self._open_file = self._textworld.start(str(file), infos), file
             except Exception as error:  # any error of the interpreter
                 raise ConfigError(
                     f"env.id={file} is not a TextWorld game: {error}. Create games with tw-make."
                 ) from error
         state = self._env.reset()
         self._score = 0.0
-        return self._tell(state, f"{state['objective']}\n{state['description']}")
+        return self._update_observation(state, f"{state['objective']}\n{state['description']}")
 
     def step(self, command: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute a command; the reward is the increase of the score."""
         state, score, done = self._env.step(command)
-        earned, self._score = float(score) - self._score, float(score)
-        seen, info = self._tell(state, str(state["feedback"]).split("\n>")[0])
-        return seen, earned, bool(done), False, info | {"is_success": bool(state["won"])}
+        reward, self._score = float(score) - self._score, float(score)
+        observation, info = self._update_observation(state, str(state["feedback"]).split("\n>")[0])
+        return observation, reward, bool(done), False, info | {"is_success": bool(state["won"])}
 
-    def _tell(self, state: Any, words: str) -> tuple[str, dict[str, Any]]:
+    def _update_observation(self, state: Any, text: str) -> tuple[str, dict[str, Any]]:
         commands = [str(command) for command in state[COMMANDS] or ()]
-        listed = "\nCommands: " + ", ".join(commands)
-        said = "\n".join(line for line in words.splitlines() if line.strip())
-        self._seen = clip(said, max(0, self._bytes - len(listed.encode()))) + listed
-        return self._seen, {COMMANDS: commands}
+        commands_text = "\nCommands: " + ", ".join(commands)
+        observation = "\n".join(line for line in text.splitlines() if line.strip())
+        self._observation = (
+            truncate_text(observation, max(0, self._max_bytes - len(commands_text.encode()))) + commands_text
+        )
+        return self._observation, {COMMANDS: commands}
 
     def render(self) -> str:
         """Return the last observation, including the allowed commands."""
-        return self._seen
+        return self._observation
 
     def close(self) -> None:
         """Close the game."""
@@ -107,16 +109,16 @@ class TextWorldGame:
             self._env.close()
 
 
-Words = Callable[[Any, Mapping[str, Any]], str]
+TextFunction = Callable[[Any, Mapping[str, Any]], str]
 
 
-def _find_words(path: str) -> Words:
+def _find_text_function(path: str) -> TextFunction:
     return load(path, "words", wants="a function of (observation, info)", fits=takes(2))
 
 
 SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
-SEEN_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
+OBSERVATION_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
 """Maximum number of bytes of an observation, and of a reply, in the conversation."""
 _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
@@ -170,50 +172,54 @@ class GameEnv(DialogueEnv[_Game]):
     reply_bytes = REPLY_BYTES
 
     def __init__(self, spec: EnvSpec, cfg: GameSettings, num_slots: int) -> None:
-        super().__init__(spec, cfg, [_Game(env=make_game(cfg)) for _ in range(num_slots)])
+        super().__init__(spec, cfg, [_Game(env=build_game(cfg)) for _ in range(num_slots)])
         self._cfg = cfg
-        self._words = _find_words(cfg.words) if cfg.words else None
-        self._names = action_names(cfg, self.dialogues[0].env)
-        self._pattern = _any_of(self._names)
+        self._text_function = _find_text_function(cfg.words) if cfg.words else None
+        self._action_names = get_action_names(cfg, self.dialogues[0].env)
+        self._pattern = _build_pattern(self._action_names)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start a game in each slot, with the reset id as seed."""
         for slot, start in zip(slots, starts, strict=True):
             game = self.dialogues[slot] = _Game(env=self.dialogues[slot].env)
-            game.seen = self._tell(game, *game.env.reset(seed=start.reset_id))
+            game.observation = self._format_observation(game, *game.env.reset(seed=start.reset_id))
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Execute the action in each reply. `actions` [n, K, 1] are token ids; negative ids are padding."""
-        result, last = begin_replies(actions)
+        result, last = create_reply_result(actions)
         for i, slot in enumerate(slots):
-            game, at = self.dialogues[slot], (i, last[i])
-            earned, terminated, truncated, success = self._play(game)
+            game, position = self.dialogues[slot], (i, last[i])
+            reward, terminated, truncated, success = self._play_turn(game)
             game.steps += 1
-            result.reward[at] = self._cfg.reward_coef * earned
-            result.terminated[at], result.success[at] = terminated, success
-            result.truncated[at] = not terminated and (truncated or game.steps >= self.spec.text.max_replies)
+            result.reward[position] = self._cfg.reward_coef * reward
+            result.terminated[position], result.success[position] = terminated, success
+            result.truncated[position] = not terminated and (truncated or game.steps >= self.spec.text.max_replies)
         return result
 
-    def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
+    def _play_turn(self, game: _Game) -> tuple[float, bool, bool, bool]:
         """Execute the action that the reply names; return the reward, terminated, truncated and success."""
-        self.remember(game)
-        named = (_any_of(game.commands) if game.commands else self._pattern).findall(game.reply)
-        if not named:
+        self.store_turn(game)
+        matches = (_build_pattern(game.commands) if game.commands else self._pattern).findall(game.reply)
+        if not matches:
             return self._cfg.unread_reward, False, False, False
-        action = named[-1] if game.commands else self._names.index(named[-1])
-        seen, earned, terminated, truncated, info = game.env.step(action)
-        if not np.isfinite(earned):
-            raise EnvError(f"env '{self.spec.name}': the game returned reward {earned}, expected a finite number.")
-        game.seen = self._tell(game, seen, info)
-        success = bool(info.get("is_success", terminated and earned > 0))
-        return float(earned), bool(terminated), bool(truncated), success
+        action = matches[-1] if game.commands else self._action_names.index(matches[-1])
+        observation, reward, terminated, truncated, info = game.env.step(action)
+        if not np.isfinite(reward):
+            raise EnvError(f"env '{self.spec.name}': the game returned reward {reward}, expected a finite number.")
+        game.observation = self._format_observation(game, observation, info)
+        success = bool(info.get("is_success", terminated and reward > 0))
+        return float(reward), bool(terminated), bool(truncated), success
 
-    def _tell(self, game: _Game, seen: Any, info: Mapping[str, Any]) -> str:
+    def _format_observation(self, game: _Game, observation: Any, info: Mapping[str, Any]) -> str:
         game.commands = info.get(COMMANDS, ())
-        text = self._words(seen, info) if self._words else _COLOURS.sub(r"[\2]", str(game.env.render())).strip()
-        return clip(text, SEEN_BYTES)
+        text = (
+            self._text_function(observation, info)
+            if self._text_function
+            else _COLOURS.sub(r"[\2]", str(game.env.render())).strip()
+        )
+        return truncate_text(text, OBSERVATION_BYTES)
 
     def close(self) -> None:
         """Close the games; idempotent."""
@@ -221,26 +227,26 @@ class GameEnv(DialogueEnv[_Game]):
             game.env.close()
 
 
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+def _build_pattern(names: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern that matches each of the names as a whole word.
 
     In the text "10", neither the name "1" nor the name "0" matches. Longer names come first, because a name may be
     a prefix of another name.
     """
-    words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     # ASCII word boundaries, because not every script separates words by spaces.
-    return re.compile(rf"(?<!\w)(?:{words})(?!\w)" if words else "$^", re.ASCII)
+    return re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)" if alternatives else "$^", re.ASCII)
 
 
-def make_game(cfg: GameSettings) -> Any:
+def build_game(cfg: GameSettings) -> Any:
     """Build the game of `env.id`.
 
     Raises:
         MissingDependencyError: gymnasium is not installed.
         ConfigError: the environment does not exist, rejects its arguments, or has no text rendering.
     """
-    if files := game_files(cfg.id or ""):
-        return TextWorldGame(files, SEEN_BYTES)
+    if files := find_game_files(cfg.id or ""):
+        return TextWorldGame(files, OBSERVATION_BYTES)
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError as error:
@@ -256,7 +262,7 @@ def make_game(cfg: GameSettings) -> Any:
         ) from error
 
 
-def action_names(cfg: GameSettings, env: Any) -> list[str]:
+def get_action_names(cfg: GameSettings, env: Any) -> list[str]:
     """Return the words that select the discrete actions, in the order of the action numbers.
 
     Raises:
@@ -286,14 +292,14 @@ class GameFactory:
         if cfg.id is None:
             yield "env.id is not set. Set it to a Gymnasium id with discrete actions, for example env.id=FrozenLake-v1."
         if cfg.words is not None:
-            yield from name_problems("env.words", [cfg.words], _find_words)
+            yield from name_problems("env.words", [cfg.words], _find_text_function)
 
     def spec(self, cfg: GameSettings, context: EnvContext) -> EnvSpec:
         """Return the environment's spec: one task, whose initial states are the seeds."""
-        env = make_game(cfg)
-        action_names(cfg, env)
+        env = build_game(cfg)
+        get_action_names(cfg, env)
         env.close()
-        room = len(cfg.prompt.encode()) + (SEEN_BYTES + REPLY_BYTES + 64) * (cfg.history + 1)
+        prompt_bytes = len(cfg.prompt.encode()) + (OBSERVATION_BYTES + REPLY_BYTES + 64) * (cfg.history + 1)
         return EnvSpec(
             name=f"text/{cfg.id}",
             action=ActionSpec(dim=1, kind=ActionKind.text),
@@ -305,7 +311,7 @@ class GameFactory:
                     (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
                     for turns in range(min(cfg.history, 2) + 1)
                 ),
-                prompt_bytes=room,
+                prompt_bytes=prompt_bytes,
             ),
             simulator=SimulatorSpec(may_truncate=True, renders=False),
         )
@@ -315,9 +321,9 @@ class GameFactory:
         return GameEnv(self.spec(cfg, context), cfg, context.num_slots)
 
 
-def number(seen: Any, info: Mapping[str, Any]) -> str:
+def number(observation: Any, info: Mapping[str, Any]) -> str:
     """Return an integer observation as text, for `env.words` and character-level models."""
-    return f"{int(seen)}:"
+    return f"{int(observation)}:"
 
 
 FACTORY = GameFactory()

@@ -25,11 +25,11 @@ _START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0
 _CHILD = "from embodyrl.text.rewards.child import main; main()"
 
 
-def chosen(cfg: TextRewardSettings) -> list[str]:
+def get_function_names(cfg: TextRewardSettings) -> list[str]:
     """Return the names of the configured reward functions; the first function defines success."""
-    first = [n for n in (cfg.name, cfg.path) if n]
-    own = {*first, *(part for n in first for part in _components(n))}
-    return [*first, *(n for n in cfg.weights if n not in own)]
+    main_names = [name for name in (cfg.name, cfg.path) if name]
+    main_components = {*main_names, *(component for name in main_names for component in _get_components(name))}
+    return [*main_names, *(name for name in cfg.weights if name not in main_components)]
 
 
 def problems(cfg: TextRewardSettings) -> list[str]:
@@ -39,11 +39,11 @@ def problems(cfg: TextRewardSettings) -> list[str]:
             f"reward.name and reward.path are not set. Set reward.name to one of {', '.join(REWARDS.names())}, or "
             "reward.path to package.module:function, an http address or the folder of a reward model."
         ]
-    found = [line for name in (cfg.name, cfg.path) if name for line in _unknown(name)]
-    return found or [f"reward.weights: {line}" for name in chosen(cfg) for line in _unknown(name)]
+    errors = [line for name in (cfg.name, cfg.path) if name for line in _find_problems(name)]
+    return errors or [f"reward.weights: {line}" for name in get_function_names(cfg) for line in _find_problems(name)]
 
 
-def _unknown(name: str) -> list[str]:
+def _find_problems(name: str) -> list[str]:
     try:
         find(name)
     except UnknownNameError as error:
@@ -53,17 +53,17 @@ def _unknown(name: str) -> list[str]:
 
 def build_reward_runner(cfg: TextRewardSettings, max_tokens: int) -> RewardRunner:
     """Build the `RewardRunner` of a config; replies have at most `max_tokens` tokens."""
-    names = tuple(chosen(cfg))
+    names = tuple(get_function_names(cfg))
     # The weight of a function applies to each of its components.
-    parts = [(name, part) for name in names for part in _components(name)]
+    parts = [(name, component) for name in names for component in _get_components(name)]
     if cfg.overlong_buffer:
         parts.append((OVERLONG, OVERLONG))
-    components = (*(part for _, part in parts), ERRORS)
-    weights = (*(cfg.weights.get(part, cfg.weights.get(name, 1.0)) for name, part in parts), 0.0)
+    components = (*(component for _, component in parts), ERRORS)
+    weights = (*(cfg.weights.get(component, cfg.weights.get(name, 1.0)) for name, component in parts), 0.0)
     return RewardRunner(cfg=cfg, names=names, components=components, weights=weights, max_tokens=max_tokens)
 
 
-def _components(name: str) -> tuple[str, ...]:
+def _get_components(name: str) -> tuple[str, ...]:
     """Return the component names of a reward function: its attribute `components`, or its name."""
     return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
 
@@ -93,13 +93,15 @@ class RewardRunner:
         while len(self._children) < self.cfg.workers:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)
-        for i, child in enumerate(self._children):
+        for index, child in enumerate(self._children):
             # All are sent before the first reply is awaited: the children work in parallel.
-            child.send([[a.prompt, a.response, a.reference] for a in answers[i::stride]])
+            child.send([[answer.prompt, answer.response, answer.reference] for answer in answers[index::stride]])
         replies = [child.receive() for child in self._children]
-        return [self._verdict(a, replies[i % stride][i // stride]) for i, a in enumerate(answers)]
+        return [
+            self._build_result(answer, replies[index % stride][index // stride]) for index, answer in enumerate(answers)
+        ]
 
-    def _verdict(self, answer: Answer, reply: Any) -> RewardResult:
+    def _build_result(self, answer: Answer, reply: Any) -> RewardResult:
         problem = reply if isinstance(reply, str) else None
         values = [0.0] * len(self.components) if problem else [*reply, *[0.0] * (len(self.components) - len(reply))]
         values[-1] = float(problem is not None)
@@ -111,7 +113,7 @@ class RewardRunner:
                 factor=self.cfg.overlong_penalty,
             )
         return RewardResult(
-            reward=sum(w * v for w, v in zip(self.weights, values, strict=True)),
+            reward=sum(weight * value for weight, value in zip(self.weights, values, strict=True)),
             success=values[0] >= 1.0 - 1e-6,
             components=tuple(values),
             problem=problem,
@@ -129,12 +131,12 @@ class _Child:
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
         self._names, self._timeout_s = names, timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._left: list[list[str]] = []
+        self._pending: list[list[str]] = []
         self._buffer = b""
 
     def send(self, answers: list[list[str]]) -> None:
         """Send a batch of answers; call `receive` afterwards."""
-        self._left = answers
+        self._pending = answers
         for _ in range(_ATTEMPTS if answers else 0):
             try:
                 if self._process is None:
@@ -151,14 +153,14 @@ class _Child:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The child looks for a user's function where this process would find it.
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
         command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
-        if (said := self._line(_START_S, RunClock())) != b"ready":
-            why = said.decode() if said else f"no output (exit code {self.stop()})"
+        if (first_line := self._read_line(_START_S, RunClock())) != b"ready":
+            problem = first_line.decode() if first_line else f"no output (exit code {self.stop()})"
             self.stop()
             raise EmbodyError(
-                f"The process of the reward functions {', '.join(self._names)} does not start: {why}. "
+                f"The process of the reward functions {', '.join(self._names)} does not start: {problem}. "
                 "Check the packages of the functions."
             )
         return self._process
@@ -167,37 +169,37 @@ class _Child:
         """Return the rewards of each answer, or an error text."""
         replies: list[list[float] | str] = []
         freezes = 0
-        while self._left:
-            began, clock = time.monotonic(), RunClock()
-            line = self._line(self._timeout_s + _GRACE_S, clock)
-            if time.monotonic() - began - clock.now() > _FREEZE_S and freezes < _ATTEMPTS:
+        while self._pending:
+            started, clock = time.monotonic(), RunClock()
+            line = self._read_line(self._timeout_s + _GRACE_S, clock)
+            if time.monotonic() - started - clock.now() > _FREEZE_S and freezes < _ATTEMPTS:
                 freezes += 1  # the child's alarm, or a program's limit, counted that time: repeat
                 self.stop()
-                self.send(self._left)
+                self.send(self._pending)
                 continue
             if line:
                 replies.append(json.loads(line))
-                self._left = self._left[1:]
+                self._pending = self._pending[1:]
                 continue
             code = self.stop()
             # The child's own alarm ends it; if that fails, the parent's clock does.
-            late = line is None or code == -signal.SIGALRM
-            why = f"no result within {self._timeout_s:g} s" if late else f"the reward process exited ({code})"
-            replies.append(why)
-            self.send(self._left[1:])
+            timed_out = line is None or code == -signal.SIGALRM
+            problem = f"no result within {self._timeout_s:g} s" if timed_out else f"the reward process exited ({code})"
+            replies.append(problem)
+            self.send(self._pending[1:])
         return replies
 
-    def _line(self, seconds: float, clock: RunClock) -> bytes | None:
+    def _read_line(self, seconds: float, clock: RunClock) -> bytes | None:
         """Return the next output line of the process: empty if the process exited, None after a timeout."""
         assert self._process is not None and self._process.stdout is not None
         while b"\n" not in self._buffer:
-            if (left := seconds - clock.now()) <= 0:
+            if (remaining := seconds - clock.now()) <= 0:
                 return None
-            ready, _, _ = select.select([self._process.stdout], [], [], min(left, 0.5))
-            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else None
-            if part == b"":
-                return part
-            self._buffer += part or b""
+            ready, _, _ = select.select([self._process.stdout], [], [], min(remaining, 0.5))
+            data = os.read(self._process.stdout.fileno(), 1 << 16) if ready else None
+            if data == b"":
+                return data
+            self._buffer += data or b""
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 

@@ -128,10 +128,10 @@ def test_slots_without_an_action_keep_their_state():
 def test_jax_arrays_are_read_without_a_copy():
     from jax import numpy as jnp
 
-    from embodyrl.envs.functional.sims import shared
+    from embodyrl.envs.functional.sims import to_numpy
 
     array = jnp.arange(6.0)
-    assert shared(array).ctypes.data == array.unsafe_buffer_pointer()
+    assert to_numpy(array).ctypes.data == array.unsafe_buffer_pointer()
 
 
 @needs_jax

@@ -118,7 +118,7 @@ def test_missing_server_is_an_error_after_the_deadline() -> None:
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE)
 def test_unusable_action_schema_is_refused(monkeypatch, parts: Parts) -> None:
-    monkeypatch.setattr(session, "_MOST_BYTES", 1 << 22)
+    monkeypatch.setattr(session, "_MAX_BYTES", 1 << 22)
     with hostile_server(parts) as url, pytest.raises(EnvError, match=url):
         FACTORY.spec(env_of("openenv", url=url, connect_timeout_s=0.3), EnvContext())
 

@@ -7,7 +7,7 @@ import pytest
 from settings import env_of
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.environment import answer, find_call
+from embodyrl.envs.text.environment import execute_calls, find_calls
 from embodyrl.envs.text.factory import FACTORY
 from embodyrl.envs.text.protocol import Answer, RewardResult
 from embodyrl.envs.text.reward_runner import build_reward_runner
@@ -165,15 +165,15 @@ XML = "<function=python><parameter=code>\nprint(6 * 7)\n</parameter></function>"
 )
 def test_tool_calls_in_usual_formats_are_executed(reply: str, expected: str | None):
     tools = ["calculator", "python"]
-    calls = find_call(reply, tools)
-    assert (None if calls is None else answer(calls, tools)) == expected
+    calls = find_calls(reply, tools)
+    assert (None if calls is None else execute_calls(calls, tools)) == expected
 
 
 def test_reply_with_two_calls_gets_both_answers(env):
     env.reset([0], [EpisodeStart(reset_id=5, seed=0, max_episode_steps=16)])
     say(env, [f"<tool_call>{CALL}</tool_call><tool_call>{SECOND}</tool_call>"], [6])
     assert split_messages(env.instruction(0))[-1] == Message(role="tool", content="42\n2")
-    assert find_call("?6*7", []) is None
+    assert find_calls("?6*7", []) is None
 
 
 def test_tools_and_max_turns_are_required_together():
