@@ -141,6 +141,9 @@ MOVED_MODULES = {
 FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill", "metaworld", "robots", "tabletop")}
 """Parts by their name in configs of earlier versions."""
 
+FORMER_SETTINGS = {"libero": {"env.texture_colorspace": "auto"}}
+"""Keys that configs of earlier versions do not contain, with the values of those versions, by environment."""
+
 
 def current_path(target: str) -> str:
     """Return an import path of an earlier version with the present name of its module."""

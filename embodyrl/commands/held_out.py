@@ -18,7 +18,7 @@ from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.initial_states import rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.plan.saved import EXPORTED_CONFIG, record_of
+from embodyrl.plan.saved import EXPORTED_CONFIG, read_saved, record_of
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import other_worlds
 from embodyrl.types import EnvSpec
@@ -36,7 +36,11 @@ def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     return [("held out", line) for line in _history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
 
 
-_RENDERING = ("render_profile", *(f"init_params.camera_{part}" for part in ("names", "heights", "widths")))
+_RENDERING = (
+    "render_profile",
+    "texture_colorspace",
+    *(f"init_params.camera_{part}" for part in ("names", "heights", "widths")),
+)
 
 
 def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
@@ -44,7 +48,7 @@ def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     cfg = run_plan.cfg
     if run_plan.algorithm is not None or cfg.ckpt is None or (file := record_of(resolve_run(cfg.ckpt))) is None:
         return []
-    made, here = flat(read_plain_yaml(file)), dict(cfg.leaves())
+    made, here = {setting.key: setting.value for setting in read_saved(file)}, dict(cfg.leaves())
     keys = [f"env.{key}" for key in _RENDERING] if made.get("env.env_type") == here["env.env_type"] else []
     changed = [
         f"{key}={format_value(made[key])}" for key in keys if key in made and key in here and made[key] != here[key]

@@ -18,7 +18,7 @@ from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
 from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
-from embodyrl.registry import FORMER_NAMES
+from embodyrl.registry import FORMER_NAMES, FORMER_SETTINGS
 
 _REMOVED = ("rollout.dump",)
 """Removed keys of version 0.1, which are ignored in configs of old runs."""
@@ -100,6 +100,7 @@ def read_saved(file: Path) -> list[Setting]:
     saved = flat(read_plain_yaml(file))
     if (env_type := saved.get("env.env_type")) in FORMER_NAMES:
         saved["env.env_type"] = FORMER_NAMES[env_type]
+    saved = FORMER_SETTINGS.get(saved.get("env.env_type"), {}) | saved
     return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
 
 

@@ -128,7 +128,7 @@ def _commands(history: History, prefix: str) -> str:
 
 
 def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("env_type", "task_suite_name", "id", "axis", "render_profile")
+    keys = ("env_type", "task_suite_name", "id", "axis", "render_profile", "texture_colorspace")
     named = {key.removesuffix("_name"): _at(config, f"env.{key}") for key in keys}
     return {key: value for key, value in named.items() if value is not None}
 

@@ -143,6 +143,13 @@ class SettleGripper(StrEnum):
     hold = "hold"
 
 
+class TextureColorspace(StrEnum):
+    """How the colours of texture files are interpreted."""
+
+    linear = "linear"
+    auto = "auto"
+
+
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for LIBERO."""
 
@@ -152,6 +159,10 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: simplified meshes and textures for software rendering, same
     physics."""
+    texture_colorspace: TextureColorspace = TextureColorspace.linear
+    """Interpretation of texture colours. linear: as in MuJoCo up to 3.3.2, with which published data and checkpoints
+    were made; auto: as in MuJoCo from 3.3.3, which renders PNG files with an sRGB chunk darker (two floors, alphabet
+    soup, salad dressing)."""
     fast_physics: bool | None = None
     """If true, the physics loop omits redundant computations; results equal the benchmark's up to rounding. null: true
     with render_profile=lean."""
@@ -288,6 +299,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             spec,
             max_models=kept,
             lean=lean,
+            linear=cfg.texture_colorspace is TextureColorspace.linear,
             fast=cfg.is_fast,
             nearest=cfg.expert_grasps is ExpertGrasps.nearest,
             settle_steps=cfg.settle_steps,

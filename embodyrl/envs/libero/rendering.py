@@ -23,6 +23,8 @@ from embodyrl.types import ByteArray, FloatArray
 
 mujoco: Any = _mujoco
 
+LINEAR, SRGB = 1, 2
+"""Values of `mujoco.mjtColorSpace`, which versions before 3.3.3 do not have."""
 _NEVER_DRAWN = 5
 """Group of geoms and sites that robosuite does not render."""
 _MOVED = ("body_pos", "body_quat", "cam_pos", "cam_quat", "site_rgba")
@@ -61,6 +63,20 @@ class _Image(NamedTuple):
     """[H, W] depth, larger values are nearer."""
     opaque: bool
     """False if transparent parts were blended with the background."""
+
+
+def set_linear_colorspace(context: Any) -> None:
+    """Render the textures of robosuite's render context with the colour values of their files.
+
+    From version 3.3.3 on, MuJoCo decodes PNG files with an sRGB chunk, which makes them darker. LIBERO's data were
+    rendered with earlier versions.
+    """
+    model = context.model._model
+    context.gl_ctx.make_current()
+    # Earlier versions do not have this field.
+    for texture in np.flatnonzero(getattr(model, "tex_colorspace", 0) == SRGB):
+        model.tex_colorspace[texture] = LINEAR
+        mujoco.mjr_uploadTexture(model, context.con, texture)
 
 
 class LeanRenderer:

@@ -115,6 +115,7 @@ class LiberoSims(PerSlot):
         *,
         max_models: int,
         lean: bool = False,
+        linear: bool = True,
         fast: bool = False,
         nearest: bool = False,
         settle_steps: int = 10,
@@ -122,7 +123,13 @@ class LiberoSims(PerSlot):
     ) -> None:
         super().__init__(spec)
         self._nearest = nearest
-        self._kinds = {"lean": lean, "fast": fast, "settle_steps": settle_steps, "settle_open": settle_open}
+        self._options = {
+            "lean": lean,
+            "linear": linear,
+            "fast": fast,
+            "settle_steps": settle_steps,
+            "settle_open": settle_open,
+        }
         self.task_limit = max_models
         names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
         self._tasks = [(name, number, task) for name in names for number, task in enumerate(install.suite_tasks(name))]
@@ -192,4 +199,4 @@ class LiberoSims(PerSlot):
     def _build(self, task: int) -> TaskSimulator:
         _, _, entry = self._tasks[task]
         path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
-        return TaskSimulator(path, **self._kinds)
+        return TaskSimulator(path, **self._options)

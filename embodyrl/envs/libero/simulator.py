@@ -18,7 +18,7 @@ from embodyrl.envs.libero.lean import lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
 from embodyrl.envs.libero.noise import corrupt, resized
 from embodyrl.envs.libero.plus import Variant, moved_camera, start_joints
-from embodyrl.envs.libero.rendering import LeanRenderer
+from embodyrl.envs.libero.rendering import LeanRenderer, set_linear_colorspace
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
@@ -76,6 +76,7 @@ class TaskSimulator:
         bddl_file: Path,
         *,
         lean: bool = False,
+        linear: bool = True,
         fast: bool = False,
         settle_steps: int = 10,
         settle_open: bool = True,
@@ -85,6 +86,7 @@ class TaskSimulator:
         Args:
             bddl_file: The benchmark's description of the task.
             lean: Visuals for software rendering (see `lean.py`); states stay bit-identical.
+            linear: Ignore sRGB chunks of texture files (see `set_linear_colorspace`).
             fast: The faster inner loop (see `fast.py`); states agree up to rounding.
             settle_steps: Steps after an initial state is set: objects are stored in the air and fall.
             settle_open: Open the gripper while objects settle; False: send no gripper command.
@@ -102,6 +104,8 @@ class TaskSimulator:
         self.instruction = str(wrapper.language_instruction)
         """Instruction in the task's description."""
         self._lean = LeanRenderer(self._env, rendered[-1]) if lean else None
+        if linear:
+            set_linear_colorspace(self._env.sim._render_context_offscreen)
         self._fast = FastLoop(self._env) if fast else None
         self.scene = Scene(self._env)
         self._env._observables = {}

@@ -103,17 +103,24 @@ def test_only_visual_meshes_are_replaced(model):
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_texture_colour_space_is_kept(marked, model, tmp_path):
+def test_copies_of_textures_keep_the_srgb_chunk(marked, model, tmp_path):
+    """With `texture_colorspace=auto`, lean and full rendering have the same colours."""
     from PIL import Image, PngImagePlugin
+
+    from embodyrl.envs.libero.rendering import LINEAR, SRGB
 
     info = PngImagePlugin.PngInfo()
     if marked:
         info.add(b"sRGB", b"\0")
     Image.new("RGB", (1200, 600), (200, 100, 50)).save(tmp_path / "wood.png", pnginfo=info)
     models = [mujoco.MjModel.from_xml_string(xml) for xml in (model, lean_xml(model))]
-    full, lean = (int(m.tex_colorspace[0]) for m in models)
-    assert full == lean
-    assert (full == int(mujoco.mjtColorSpace.mjCOLORSPACE_SRGB)) == marked
+    assert [int(m.tex_colorspace[0]) for m in models] == [SRGB if marked else LINEAR] * 2
+
+
+def test_constants_are_those_of_mujoco():
+    from embodyrl.envs.libero.rendering import LINEAR, SRGB
+
+    assert (mujoco.mjtColorSpace.mjCOLORSPACE_LINEAR, mujoco.mjtColorSpace.mjCOLORSPACE_SRGB) == (LINEAR, SRGB)
 
 
 def test_cached_copies_are_updated_when_the_source_changes(model, tmp_path):
