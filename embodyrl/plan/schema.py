@@ -32,7 +32,7 @@ from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSett
 from embodyrl.policies import POLICIES
 from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.text.dataset import holds_text
+from embodyrl.text.dataset import contains_text_rows
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import PairSettings, RowSettings
 
@@ -282,7 +282,7 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
 
 def _training_data(values: Mapping[str, Any]) -> type[Settings]:
     """Return the settings class of `data` for SFT, which depends on the content of `data.path`."""
-    if not holds_text(str(values.get("data.path", ""))):
+    if not contains_text_rows(str(values.get("data.path", ""))):
         return DemonstrationSettings
     return PairSettings if values.get("objective.name") in ("dpo", "preference") else RowSettings
 

@@ -10,7 +10,7 @@ from embodyrl.envs.text.reward_runner import problems as reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.text.chat import ChatTemplate, control_tokens, count_unknown
-from embodyrl.text.dataset import TextRows, open_rows, rendered_prompt
+from embodyrl.text.dataset import TextRows, open_rows, render_prompt
 from embodyrl.text.gguf import language_model_folder
 from embodyrl.text.rewards.programs import reference_problems
 from embodyrl.text.rewards.services import COMPARING
@@ -83,7 +83,7 @@ def prompt_facts(cfg: Config, folder: Path) -> list[tuple[str, str]]:
         return []
     template = ChatTemplate.of(cfg.model, folder)
     controls = {} if template is None else control_tokens(folder, template)
-    text = rendered_prompt(checked_rows(cfg, cfg.data, json_answers=True)[0], template, controls)
+    text = render_prompt(checked_rows(cfg, cfg.data, json_answers=True)[0], template, controls)
     ((length, num_unknown),), _ = count_unknown([text], folder, template=template)
     excerpt = (
         text

@@ -86,26 +86,26 @@ class _Letter(NamedTuple):
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
     r"""Return start, end and content of each outermost `\boxed{...}`, with any depth of braces."""
-    closing: dict[int, int] = {}
-    left: list[int] = []
+    closing_braces: dict[int, int] = {}
+    open_braces: list[int] = []
     for match in re.finditer(r"(?s)\\.|[{}]", text):
         if match[0] == "{":
-            left.append(match.start())
-        elif match[0] == "}" and left:
-            closing[left.pop()] = match.start()
-    found: list[tuple[int, int, str]] = []
+            open_braces.append(match.start())
+        elif match[0] == "}" and open_braces:
+            closing_braces[open_braces.pop()] = match.start()
+    matches: list[tuple[int, int, str]] = []
     for match in re.finditer(r"\\f?boxed(?:\s*(\{)|\s+([^\s{}$\\]+))", text):
-        end = closing.get(match.start(1)) if match[1] else match.end() - 1
-        if end is not None and (not found or match.start() >= found[-1][1]):
-            found.append((match.start(), end + 1, text[match.end() : end] if match[1] else match[2]))
-    return found
+        end = closing_braces.get(match.start(1)) if match[1] else match.end() - 1
+        if end is not None and (not matches or match.start() >= matches[-1][1]):
+            matches.append((match.start(), end + 1, text[match.end() : end] if match[1] else match[2]))
+    return matches
 
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}`, without a second box around the whole content; None without a box."""
-    if not (found := boxes(text)):
+    if not (matches := boxes(text)):
         return None
-    content = found[-1][2]
+    content = matches[-1][2]
     for start, end, inner in boxes(content):
         if not (content[:start] + content[end:]).strip(" $"):
             return last_box(f"\\boxed{{{inner}}}")
@@ -121,41 +121,41 @@ def chosen_letter(reply: str) -> str | None:
     reply = reply.rpartition("</think>")[2]
     if tags := re.findall(r"(?s)<answer>\s*(\S.*?)</answer>", reply):
         reply = tags[-1]
-    text = _marked("".join(_unboxed(reply)))
-    named = _found(text, _NAMED, _ALONE)
-    chosen, called = _found(text, _CHOSEN), _found(text, _CORRECT)
+    text = _mark_letters("".join(_replace_boxes(reply)))
+    named = _match_letters(text, _NAMED, _ALONE)
+    chosen, marked_correct = _match_letters(text, _CHOSEN), _match_letters(text, _CORRECT)
     if named:
-        last = _last(text, named)
-        later = [c for c in (*chosen, *called) if c.start >= named[-1].end]
+        last = _select_last(text, named)
+        later = [c for c in (*chosen, *marked_correct) if c.start >= named[-1].end]
         revised = [c for c in later if _REVISED.search(text[named[-1].end : c.end])]
         return revised[-1].letter if revised else last
     if chosen:
-        return _last(text, chosen)
-    if called:
-        return _only(c.letter for c in called)
+        return _select_last(text, chosen)
+    if marked_correct:
+        return _get_single(c.letter for c in marked_correct)
     listed = [(m[1], m[2] or "") for m in _LISTED.finditer(text)]
     if len({letter for letter, _ in listed}) > 1:
-        return _only(letter for letter, said in listed if _RIGHT.search(said))
+        return _get_single(letter for letter, comment in listed if _RIGHT.search(comment))
     first = re.match(rf"[^\w\x02]*(?:(?:option|choice)\s+)?{_MARK}(?!{_ALSO.pattern})", text)
-    mentioned = [m for m in re.finditer(_MARK, text) if not _refused(text, m)]
-    return _only(m[1] for m in mentioned) if first or not re.search(r"(?i)\banswer\b", text) else None
+    mentioned = [m for m in re.finditer(_MARK, text) if not _is_rejected(text, m)]
+    return _get_single(m[1] for m in mentioned) if first or not re.search(r"(?i)\banswer\b", text) else None
 
 
-def _unboxed(reply: str) -> Iterator[str]:
+def _replace_boxes(reply: str) -> Iterator[str]:
     r"""Yield the parts of a reply, with `\boxed{B}` as the line `answer: (B)`; boxes without a letter are empty."""
     end = 0
     for start, stop, content in boxes(reply):
-        inside = _marked(last_box(f"\\boxed{{{content}}}") or "")
-        found = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
-        letters = {m[1] for m in re.finditer(_MARK, inside)} if found and _ALSO.match(inside, found.end()) else set()
-        said = ", ".join(sorted({*letters, found[1]})) if found else ""
+        inside = _mark_letters(last_box(f"\\boxed{{{content}}}") or "")
+        match = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
+        letters = {m[1] for m in re.finditer(_MARK, inside)} if match and _ALSO.match(inside, match.end()) else set()
+        answer = ", ".join(sorted({*letters, match[1]})) if match else ""
         yield reply[end:start]
-        yield f" answer: {said}. " if said else " "
+        yield f" answer: {answer}. " if answer else " "
         end = stop
     yield reply[end:]
 
 
-def _marked(text: str) -> str:
+def _mark_letters(text: str) -> str:
     """Return a text without markup; control characters enclose each letter that may name an option."""
     text = text.translate(_ASCII).translate(dict.fromkeys(map(ord, "*_`~#$\x02\x03")))
     before = None
@@ -166,55 +166,55 @@ def _marked(text: str) -> str:
     return _CANDIDATE.sub(lambda m: f"\x02{m[m.lastindex or 0].upper()}\x03{')' if m[1] else ''}", text)
 
 
-def _found(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
+def _match_letters(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
     """Return the letters that patterns match and that the text does not reject, in order."""
-    found: dict[int, _Letter] = {}
+    letters: dict[int, _Letter] = {}
     for match in (match for pattern in patterns for match in pattern.finditer(text)):
-        place = match.lastindex or 0
-        if not _refused(text, match):
-            found.setdefault(match.end(place), _Letter(match[place], match.start(), match.end()))
-    return [found[end] for end in sorted(found)]
+        group = match.lastindex or 0
+        if not _is_rejected(text, match):
+            letters.setdefault(match.end(group), _Letter(match[group], match.start(), match.end()))
+    return [letters[end] for end in sorted(letters)]
 
 
-def _refused(text: str, match: re.Match[str]) -> bool:
-    place = match.start(match.lastindex or 0)
-    end = last = place + 2 + text.startswith(")", place + 2)
+def _is_rejected(text: str, match: re.Match[str]) -> bool:
+    start = match.start(match.lastindex or 0)
+    end = last = start + 2 + text.startswith(")", start + 2)
     while also := _ALSO.match(text, last):
         last = also.end()
     if re.match(r"\s*(?:are|were)\b", text[last:]):
         end = last  # as in "A and C are wrong"
-    before = (text[max(0, match.start() - 40) : match.start()], text[max(0, place - 41) : place - 1])
+    before = (text[max(0, match.start() - 40) : match.start()], text[max(0, start - 41) : start - 1])
     return bool(_REJECTED.match(text, end)) or any(_REJECTING.search(part) for part in before)
 
 
-def _last(text: str, found: list[_Letter]) -> str | None:
+def _select_last(text: str, letters: list[_Letter]) -> str | None:
     """Return the last letter, or None if it is one of several letters in a row."""
-    last = found[-1]
+    last = letters[-1]
     also = _ALSO.match(text, last.end)
-    says = also and re.match(r"\s*(?:is|was|are|being|has|does|can|would)\b", text[also.end() :])
-    if also and also[1] != last.letter and not says and not _refused(text, also):
+    is_stated = also and re.match(r"\s*(?:is|was|are|being|has|does|can|would)\b", text[also.end() :])
+    if also and also[1] != last.letter and not is_stated and not _is_rejected(text, also):
         return None
-    before = next((other for other in found[-2::-1] if other.letter != last.letter), None)
-    return None if before and not _LINKING.sub("", text[before.end : last.start]) else last.letter
+    previous = next((other for other in letters[-2::-1] if other.letter != last.letter), None)
+    return None if previous and not _LINKING.sub("", text[previous.end : last.start]) else last.letter
 
 
-def _only(letters: Iterator[str]) -> str | None:
-    found = set(letters)
-    return found.pop() if len(found) == 1 else None
+def _get_single(letters: Iterator[str]) -> str | None:
+    distinct = set(letters)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def final_answer(reply: str) -> str:
     """Return the final answer of a reply: the last LaTeX box, '#### n', <answer> tag, answer letter, or number."""
     if (box := last_box(reply)) is not None:
-        return _without_commas(box)
+        return _remove_commas(box)
     for pattern in (r"#### (-?[0-9.,]*[0-9])", r"(?s)<answer>(.*?)</answer>"):
-        if found := re.findall(pattern, reply):
-            return _without_commas(found[-1])
-    if _found(_marked(reply), _NAMED) and (letter := chosen_letter(reply)):
+        if matches := re.findall(pattern, reply):
+            return _remove_commas(matches[-1])
+    if _match_letters(_mark_letters(reply), _NAMED) and (letter := chosen_letter(reply)):
         return letter
-    found = re.findall(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?", reply)
-    return _without_commas(found[-1] if found else reply)
+    matches = re.findall(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?", reply)
+    return _remove_commas(matches[-1] if matches else reply)
 
 
-def _without_commas(answer: str) -> str:
+def _remove_commas(answer: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())  # 1,000 is 1000, but (1,2) is not 12

@@ -20,7 +20,7 @@ Turn = tuple[str, str]
 """Role and text of one message."""
 
 
-class RefusedMessages(Exception):
+class RejectedMessages(Exception):
     """Raised if the chat template rejects a conversation."""
 
 
@@ -45,71 +45,71 @@ class ChatTemplate:
         """
         if getattr(model, "chat", None) is False:
             return None
-        found, arguments = cls.read(folder), getattr(model, "chat_template_kwargs", {})
-        if (named := getattr(model, "chat_template", None)) is not None:
-            found = cls(template_text(named), cls._tokens(folder))
-        if found is None and arguments:
+        template, arguments = cls.read(folder), getattr(model, "chat_template_kwargs", {})
+        if (path := getattr(model, "chat_template", None)) is not None:
+            template = cls(template_text(path), cls._tokens(folder))
+        if template is None and arguments:
             raise ConfigError(
                 f"model.chat_template_kwargs: the tokenizer in {folder} has no chat template. Set model.chat_template."
             )
-        return found and replace(found, arguments=arguments)
+        return template and replace(template, arguments=arguments)
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
         """Read the chat template of the tokenizer or processor in a folder; None if there is no template."""
-        config = _json(folder / "tokenizer_config.json")
-        found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        config = _read_json(folder / "tokenizer_config.json")
+        source = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
-            found = read_small(file).decode("utf-8")
-        if isinstance(found, list):  # several by name
-            found = {entry["name"]: entry["template"] for entry in found}
-        if isinstance(found, dict):
-            found = found.get("default")
-        if not isinstance(found, str):
+            source = read_small(file).decode("utf-8")
+        if isinstance(source, list):  # several by name
+            source = {entry["name"]: entry["template"] for entry in source}
+        if isinstance(source, dict):
+            source = source.get("default")
+        if not isinstance(source, str):
             return None
-        return cls(found, cls._tokens(folder))
+        return cls(source, cls._tokens(folder))
 
     @staticmethod
     def _tokens(folder: Path) -> dict[str, str]:
-        named = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+        entries = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
         return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
     @cached_property
     def _compiled(self) -> Any:
-        return _environment().from_string(self.source)
+        return _build_environment().from_string(self.source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
         """Render a conversation as text; with `reply`, append the generation prompt (start of the model's reply).
 
         Raises:
-            RefusedMessages: the template rejects the conversation; the exception contains the message of the template.
+            RejectedMessages: the template rejects the conversation; the exception contains the message of the template.
         """
         import jinja2
 
         try:
-            asked = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
-            return self._compiled.render(**{**self.tokens, **self.arguments, **asked})
+            variables = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
+            return self._compiled.render(**{**self.tokens, **self.arguments, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RefusedMessages(" ".join(str(error).split())[:200]) from error
+            raise RejectedMessages(" ".join(str(error).split())[:200]) from error
 
 
-def template_text(named: str) -> str:
+def template_text(path: str) -> str:
     """Return the content of the template file that `model.chat_template` names.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    file = resolve_asset(named)
+    file = resolve_asset(path)
     try:
         return read_small(file).decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.chat_template={named} cannot be read ({error}). Set the path of a template file."
+            f"model.chat_template={path} cannot be read ({error}). Set the path of a template file."
         ) from error
 
 
-def _environment() -> Any:
+def _build_environment() -> Any:
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -123,17 +123,19 @@ def _environment() -> Any:
             next(parser.stream)
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
-    def refuse(message: str) -> None:
+    def raise_error(message: str) -> None:
         raise TemplateError(message)
 
     def to_json(value: Any, **options: Any) -> str:
         settings: dict[str, Any] = {"ensure_ascii": False} | options
         return json.dumps(value, **settings)
 
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    found.filters["tojson"] = to_json
-    found.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return found
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_error, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
 
 
 def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
@@ -142,31 +144,31 @@ def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) 
     `parts`: the content of a message is a list of parts (text, images).
     """
 
-    def refusal(named: Iterable[str]) -> str | None:
+    def get_error(named: Iterable[str]) -> str | None:
         turns = [{"role": role, "content": [{"type": "text", "text": "?"}] if parts else "?"} for role in named]
         try:
             template.render(turns)
-        except RefusedMessages as error:
+        except RejectedMessages as error:
             return str(error) or "no reason is given"
         return None
 
-    why = refusal(roles)
-    if why is None:
+    reason = get_error(roles)
+    if reason is None:
         return None
     without = [role for role in roles if role != "system"]
     fix = "change the roles of the rows' messages, or set model.chat=false"
-    if refusal(without) is None:
+    if get_error(without) is None:
         fix = "move the system message into the user's: data.prompt_template instead of data.system_prompt"
-    elif refusal("user" if role == "tool" else role for role in roles) is None:
+    elif get_error("user" if role == "tool" else role for role in roles) is None:
         fix = "set env.tool_role=user"
-    elif refusal("user" if role == "tool" else role for role in without) is None:
+    elif get_error("user" if role == "tool" else role for role in without) is None:
         fix = "set env.tool_role=user, and data.prompt_template instead of data.system_prompt"
-    return f"the chat template rejects the roles {', '.join(roles)} ({why}). Fix: {fix}."
+    return f"the chat template rejects the roles {', '.join(roles)} ({reason}). Fix: {fix}."
 
 
 def special_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of the special tokens of a tokenizer folder, by token text."""
-    entries = _json(folder / "tokenizer.json").get("added_tokens") or ()
+    entries = _read_json(folder / "tokenizer.json").get("added_tokens") or ()
     return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
 
@@ -186,17 +188,19 @@ def control_tokens(
         parts: the content of a message is a list of parts (text, images).
     """
     special = special_tokens(folder) if special is None else special
-    configs = [_json(folder / name) for name in ("config.json", "generation_config.json")]
+    configs = [_read_json(folder / name) for name in ("config.json", "generation_config.json")]
     configs += [inner for config in configs for inner in config.values() if isinstance(inner, dict)]
-    values = [v for config in configs for key, v in config.items() if re.search(r"_token_(ids?|index)$", key)]
-    ids = {one for value in values for one in (value if isinstance(value, list) else [value])}
-    named = {*ChatTemplate._tokens(folder).values()}
-    around, inside = ("", "") if template is None else _written(template, parts=parts)
-    left = {text for text, token in special.items() if not (token in ids or text in named or text in around)}
+    values = [item for config in configs for key, item in config.items() if re.search(r"_token_(ids?|index)$", key)]
+    ids = {token_id for value in values for token_id in (value if isinstance(value, list) else [value])}
+    named_tokens = {*ChatTemplate._tokens(folder).values()}
+    around, inside = ("", "") if template is None else _render_template_text(template, parts=parts)
+    candidates = {
+        text for text, token in special.items() if not (token in ids or text in named_tokens or text in around)
+    }
 
     def is_text(text: str) -> bool:
-        if text not in left or template is None or text in inside or _ENDS.search(text):
-            return text in left and not left.isdisjoint(_partners(text, begins=template is not None))
+        if text not in candidates or template is None or text in inside or _ENDS.search(text):
+            return text in candidates and not candidates.isdisjoint(_paired_tags(text, begins=template is not None))
         return True
 
     return {text: token for text, token in special.items() if not is_text(text)}
@@ -206,29 +210,32 @@ _ENDS = re.compile(r"end|eo[smtu]|stop", re.IGNORECASE)
 """Names of tokens that end a text, a turn or an utterance."""
 
 
-def _partners(text: str, *, begins: bool) -> set[str]:
+def _paired_tags(text: str, *, begins: bool) -> set[str]:
     """Return the other form of a tag: </x> of <x>, [/X] of [X]; with `begins`, also end_x of begin_x and start_x."""
-    found = {text.replace("/", "", 1)} if "/" in text[1:3] else {f"{text[:1]}/{text[1:]}", f"{text[:2]}/{text[2:]}"}
+    tags = {text.replace("/", "", 1)} if "/" in text[1:3] else {f"{text[:1]}/{text[1:]}", f"{text[:2]}/{text[2:]}"}
     if begins:
-        found |= {re.sub("end", word, text) for word in ("begin", "start")} | {re.sub("begin|start", "end", text)}
-    return found - {text}
+        tags |= {re.sub("end", start, text) for start in ("begin", "start")} | {re.sub("begin|start", "end", text)}
+    return tags - {text}
 
 
-def _written(template: ChatTemplate, *, parts: bool) -> tuple[str, str]:
+def _render_template_text(template: ChatTemplate, *, parts: bool) -> tuple[str, str]:
     """Return the text that the template writes around messages to the model, and around and into replies."""
 
     def render(*turns: Mapping[str, Any], reply: bool = False) -> str:
-        shown = [{**t, "content": [{"type": "text", "text": t["content"]}] if parts else t["content"]} for t in turns]
-        with suppress(RefusedMessages):
-            return template.render(shown, reply=reply)
+        messages = [
+            {**turn, "content": [{"type": "text", "text": turn["content"]}] if parts else turn["content"]}
+            for turn in turns
+        ]
+        with suppress(RejectedMessages):
+            return template.render(messages, reply=reply)
         return ""
 
-    system, user, said = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
+    system, user, assistant = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
     call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
-    called = user, {"role": "assistant", "content": "", "tool_calls": [call]}
+    tool_request = user, {"role": "assistant", "content": "", "tool_calls": [call]}
     answer = {"role": "tool", "content": "?", "name": "f", "tool_call_id": call["id"]}
-    tool = render(*called, answer).removeprefix(render(*called))
-    return render(user) + render(system, user) + tool, render(user, said, user, reply=True)
+    tool = render(*tool_request, answer).removeprefix(render(*tool_request))
+    return render(user) + render(system, user) + tool, render(user, assistant, user, reply=True)
 
 
 def opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
@@ -242,12 +249,12 @@ def opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
     try:
         tag = re.search(r"[<\[](\w+)[>\]]\s*\Z", template.render(turns[:1]))
         after = template.render(turns, reply=False).rpartition("0x0")[2]
-    except RefusedMessages:
+    except RejectedMessages:
         return ""
     return "" if tag is None or f"/{tag[1]}" in after else tag[0]
 
 
-def without_controls(text: str, controls: Iterable[str]) -> str:
+def remove_controls(text: str, controls: Iterable[str]) -> str:
     """Remove control tokens from a string until no control token is left."""
     before = None
     while before != text:
@@ -264,20 +271,20 @@ def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> d
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
     try:
         after = template.render(turns, reply=False).rpartition(mark)[2].lstrip()
-    except RefusedMessages:
+    except RejectedMessages:
         return {}  # reported by the check of roles
     return {text: token for text, token in special_tokens(folder).items() if after.startswith(text)}
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
     """Return an error if the end-of-turn token of the template is not an EOS token of the model, else None."""
-    found = turn_ends(template, folder, parts=parts)
-    settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
-    named = settings.get("eos_token_id")
-    ends = named if isinstance(named, list) else [named]
-    if not found or named is None or set(found.values()) & set(ends):
+    template_ends = turn_ends(template, folder, parts=parts)
+    settings = {**_read_json(folder / "config.json"), **_read_json(folder / "generation_config.json")}
+    eos_value = settings.get("eos_token_id")
+    eos_ids = eos_value if isinstance(eos_value, list) else [eos_value]
+    if not template_ends or eos_value is None or set(template_ends.values()) & set(eos_ids):
         return None
-    text, token = next(iter(found.items()))
+    text, token = next(iter(template_ends.items()))
     return (
         f"the chat template ends a turn with {text} ({token}), but eos_token_id of generation_config.json lacks "
         f"this token: replies do not stop at it, and SFT trains another end token; add {token} to eos_token_id"
@@ -301,7 +308,7 @@ def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatT
             "model=causal_lm model.path=FOLDER, or set data.max_prompt_length=null."
         )
     encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts), add_special_tokens=template is None)
-    return [len(e.ids) for e in encoded]
+    return [len(encoding.ids) for encoding in encoded]
 
 
 def count_unknown(
@@ -320,11 +327,12 @@ def count_unknown(
     tokenizer = Tokenizer.from_file(str(file))
     unk = model["unk_id"] if "unk_id" in model else tokenizer.token_to_id(str(model.get("unk_token")))
     encoded = tokenizer.encode_batch(list(texts), add_special_tokens=template is None)
-    places = [
-        [at for token, at in zip(e.ids, e.offsets, strict=True) if token == unk and at[0] < at[1]] for e in encoded
+    unknown_spans = [
+        [span for token, span in zip(encoding.ids, encoding.offsets, strict=True) if token == unk and span[0] < span[1]]
+        for encoding in encoded
     ]
-    parts = (text[start:end] for text, found in zip(texts, places, strict=True) for start, end in found)
-    counts = [(len(e.ids), len(found)) for e, found in zip(encoded, places, strict=True)]
+    parts = (text[start:end] for text, spans in zip(texts, unknown_spans, strict=True) for start, end in spans)
+    counts = [(len(encoding.ids), len(spans)) for encoding, spans in zip(encoded, unknown_spans, strict=True)]
     return counts, [*dict.fromkeys(parts)]
 
 
@@ -332,7 +340,7 @@ def unknown_warnings(texts: Sequence[str], folder: Path, *, template: ChatTempla
     """Yield a warning if the tokenizer of a folder does not contain all characters or words of the texts."""
     counts, unknown = count_unknown(texts, folder, template=template)
     if unknown:
-        share = sum(strange for _, strange in counts) / sum(count for count, _ in counts)
+        share = sum(num_unknown for _, num_unknown in counts) / sum(count for count, _ in counts)
         yield (
             f"the tokenizer does not contain {share:.0%} of the tokens in prompts and answers, such as "
             f"{' '.join(unknown[:8])}, and reads all of them as one unknown token; fix: another model, or other rows"
@@ -350,12 +358,12 @@ def count_turn_tokens(folder: Path | None, *, template: ChatTemplate | None) -> 
     texts: list[str] = []
     for role in ("tool", "user"):
         turns = [{"role": name, "content": "0"} for name in ("user", "assistant", role)]
-        with suppress(RefusedMessages):
+        with suppress(RejectedMessages):
             texts = [template.render(turns[:1]), template.render(turns)]
             break
     lengths = count_tokens(texts, folder, template=template) or [0, 2]
     return lengths[1] - lengths[0] - 2
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}

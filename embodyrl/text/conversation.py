@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from embodyrl.errors import ConfigError
-from embodyrl.text.messages import MARK, PICTURE, Message, join_messages
+from embodyrl.text.messages import IMAGE_PLACEHOLDER, MARK, Message, join_messages
 from embodyrl.text.settings import PairSettings, RowSettings
 
-_WRITTEN = ("text", "input_text")
+_TEXT_TYPES = ("text", "input_text")
 """Types of the parts of a message that contain text."""
 
 
@@ -25,29 +25,33 @@ class TextRow:
     pictures: tuple[Any, ...] = ()
     """Images, one for each <image> in the messages; without <image>, the images precede the first user message.
 
-    An image is a file, the bytes of a file, or pixels [H, W, 3]. After reading, each image is a `Picture`."""
+    An image is a file, the bytes of a file, or pixels [H, W, 3]. After reading, each image is a `LazyImage`."""
     group: str | None = None
     """Name of a group; consecutive rows of a group are not divided between training and validation."""
 
 
-def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
-    """Replace image placeholders in messages with the image sizes, in a format that `split_pictures` parses.
+def place_images(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
+    """Replace image placeholders in messages with the image sizes, in a format that `split_images` parses.
 
     Raises:
         ValueError: the number of placeholders differs from the number of images.
     """
     if not sizes:
         return tuple(messages)
-    named = sum(m.content.count(PICTURE) for m in messages)
-    if not named:
+    num_placeholders = sum(m.content.count(IMAGE_PLACEHOLDER) for m in messages)
+    if not num_placeholders:
         first = next((m for m in messages if m.role == "user"), messages[0])
-        front = replace(first, content=PICTURE * len(sizes) + first.content)
-        messages, named = [front if m is first else m for m in messages], len(sizes)
-    if named != len(sizes):
-        raise ValueError(f"there are {len(sizes)} images, but the messages contain {PICTURE} {named} times")
-    left = iter(sizes)
-    marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(MARK, *next(left)), m.content) for m in messages)
-    return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))
+        with_placeholders = replace(first, content=IMAGE_PLACEHOLDER * len(sizes) + first.content)
+        messages, num_placeholders = [with_placeholders if m is first else m for m in messages], len(sizes)
+    if num_placeholders != len(sizes):
+        raise ValueError(
+            f"there are {len(sizes)} images, but the messages contain {IMAGE_PLACEHOLDER} {num_placeholders} times"
+        )
+    remaining = iter(sizes)
+    contents = (
+        re.sub(IMAGE_PLACEHOLDER, lambda _: "{0}{1}x{2}{0}".format(MARK, *next(remaining)), m.content) for m in messages
+    )
+    return tuple(replace(m, content=content) for m, content in zip(messages, contents, strict=True))
 
 
 def join_pair(better: str, worse: str) -> str:
@@ -67,20 +71,20 @@ def read_messages(value: Any, *, images: bool) -> tuple[Message, ...]:
     messages = list(value)
     if not all(isinstance(m, Mapping) and re.fullmatch(r"\w[\w-]*", str(m.get("role") or "")) for m in messages):
         raise TypeError("a message has no role")
-    found = []
+    parsed = []
     for number, message in enumerate(messages, start=1):
-        content, lost = message.get("content"), _filled(message, "role", "content")
-        if lost:
-            raise ValueError(f"message {number} has the unsupported fields {', '.join(lost)}")
+        content, unsupported = message.get("content"), _list_unknown_fields(message, "role", "content")
+        if unsupported:
+            raise ValueError(f"message {number} has the unsupported fields {', '.join(unsupported)}")
         if content is None:
             raise ValueError(f"the content of message {number} is empty (null)")
-        found.append(Message(role=message["role"], content=_text(content, number, images)))
-    if not found:
+        parsed.append(Message(role=message["role"], content=_text(content, number, images)))
+    if not parsed:
         raise ValueError("there are no messages")
-    return tuple(found)
+    return tuple(parsed)
 
 
-def _filled(value: Mapping[str, Any], *known: str) -> list[str]:
+def _list_unknown_fields(value: Mapping[str, Any], *known: str) -> list[str]:
     """Return the names of unknown fields that contain a value; Parquet fills absent fields with null."""
     return [str(key) for key in value if key not in known and value[key] not in (None, False, "", [], {})]
 
@@ -93,9 +97,11 @@ def _text(content: Any, number: int, images: bool) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image" and not _filled(part, "type") and images:
-            texts.append(PICTURE)
-        elif kind in _WRITTEN and isinstance(part.get("text"), str) and not _filled(part, "type", "text"):
+        if kind == "image" and not _list_unknown_fields(part, "type") and images:
+            texts.append(IMAGE_PLACEHOLDER)
+        elif (
+            kind in _TEXT_TYPES and isinstance(part.get("text"), str) and not _list_unknown_fields(part, "type", "text")
+        ):
             texts.append(part["text"])
         elif kind == "image":
             raise ValueError(f"message {number} contains an image; data.image_key names the column of the images")
@@ -141,12 +147,14 @@ def read_answer(value: Any, prompt: Sequence[Message]) -> str:
     if not is_conversation(value):
         return value if isinstance(value, str) else json.dumps(value)
     try:
-        *before, answer = read_messages(value, images=False)
+        *earlier, answer = read_messages(value, images=False)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    said = [(m.role, m.content.strip()) for m in prompt]
-    own = [(m.role, m.content.strip()) for m in before]
-    if answer.role != "assistant" or (own and own not in (said, [turn for turn in said if turn[0] != "system"])):
+    expected = [(m.role, m.content.strip()) for m in prompt]
+    actual = [(m.role, m.content.strip()) for m in earlier]
+    if answer.role != "assistant" or (
+        actual and actual not in (expected, [turn for turn in expected if turn[0] != "system"])
+    ):
         raise ValueError(
             "the conversation must be the messages of the prompt, followed by one message of the assistant"
         )
@@ -162,7 +170,7 @@ def column_value(raw: Mapping[str, Any], key: str) -> Any:
     return column_value(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def _asked(prompt: str) -> tuple[Message, ...]:
+def _as_user_message(prompt: str) -> tuple[Message, ...]:
     """Return a text as the message of the user.
 
     Raises:
@@ -186,8 +194,12 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
             )
     prompt, answer = column_value(raw, cfg.prompt_key), column_value(raw, cfg.answer_key)
     try:
-        asked = _asked(prompt) if isinstance(prompt, str) else read_messages(prompt, images=cfg.image_key is not None)
-        messages = complete_messages(asked, cfg)
+        prompt_messages = (
+            _as_user_message(prompt)
+            if isinstance(prompt, str)
+            else read_messages(prompt, images=cfg.image_key is not None)
+        )
+        messages = complete_messages(prompt_messages, cfg)
     except TypeError as error:
         raise ConfigError(
             f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
@@ -197,10 +209,10 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
         raise ConfigError(f"{where}, column '{cfg.prompt_key}': {error}. Correct the rows or the key.") from error
     key = cfg.answer_key
     try:
-        reference, rejected = read_answer(answer, asked), None
+        reference, rejected = read_answer(answer, prompt_messages), None
         if isinstance(cfg, PairSettings):
             key = cfg.rejected_key
-            rejected = read_answer(column_value(raw, key), asked)
+            rejected = read_answer(column_value(raw, key), prompt_messages)
     except ValueError as error:
         raise ConfigError(f"{where}, column '{key}': {error}. Correct the row.") from error
     return messages, reference, rejected

@@ -17,23 +17,23 @@ from embodyrl.files import LONGEST_LINE, available_bytes, read_lines, visible_fi
 from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
     ChatTemplate,
-    RefusedMessages,
+    RejectedMessages,
     control_tokens,
     count_tokens,
     count_turn_tokens,
+    remove_controls,
     unknown_warnings,
-    without_controls,
 )
 from embodyrl.text.conversation import (
     TextRow,
     column_value,
     complete_messages,
     is_conversation,
-    place_pictures,
+    place_images,
     read_texts,
 )
-from embodyrl.text.messages import PICTURE, join_messages, split_pictures
-from embodyrl.text.pictures import Picture, pictures_of
+from embodyrl.text.messages import IMAGE_PLACEHOLDER, join_messages, split_images
+from embodyrl.text.pictures import LazyImage, read_images
 from embodyrl.text.settings import PairSettings, RowSettings, is_function
 from embodyrl.types import IntArray
 
@@ -76,7 +76,7 @@ class TextRows:
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
-        return tuple((path, _read(path, split, self.cfg)) for path, split in self.cfg.sources)
+        return tuple((path, _read_rows(path, split, self.cfg)) for path, split in self.cfg.sources)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f: getattr(self, f) for f in self.__dataclass_fields__}
@@ -100,9 +100,9 @@ class TextRows:
         """
         for path, rows in self._raw:
             if index < len(rows):
-                found = None if is_function(path) else resolve_asset(path)
-                folder = None if found is None else found if found.is_dir() else found.parent
-                return _row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
+                asset = None if is_function(path) else resolve_asset(path)
+                folder = None if asset is None else asset if asset.is_dir() else asset.parent
+                return _parse_row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
             index -= len(rows)
         raise IndexError(index)
 
@@ -131,47 +131,51 @@ def open_rows(
     assert cfg.path is not None
     name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
-    all_rows = _checked(rows, json_answers)
+    all_rows = _load_rows(rows, json_answers)
     conversations = [row.messages for row in all_rows]
     keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
-        prompts = [rendered_prompt(row, template, controls) for row in all_rows]
+        prompts = [render_prompt(row, template, controls) for row in all_rows]
         lengths = count_tokens(prompts, tokenizer, template=template)
         keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
     # Rows of a separate validation source are last and are the held-out rows.
-    own, single = len(rows._raw[0][1]), len(rows._raw) == 1
-    held_out = _undivided(all_rows, keep, round(cfg.val_share * len(keep))) if single else int((keep >= own).sum())
+    num_training, single = len(rows._raw[0][1]), len(rows._raw) == 1
+    held_out = (
+        _shrink_to_whole_groups(all_rows, keep, round(cfg.val_share * len(keep)))
+        if single
+        else int((keep >= num_training).sum())
+    )
     if len(keep) - held_out < 1:
         raise ConfigError(
             f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
             "or lower data.val_share."
         )
-    border = len(keep) - held_out
-    asked = {conversations[i] for i in keep[:border]}
-    shown = [[picture.size for picture in all_rows[i].pictures] for i in keep]
-    sizes = [size for row in shown for size in row] or [(0, 0)]
+    first_held_out = len(keep) - held_out
+    training_prompts = {conversations[i] for i in keep[:first_held_out]}
+    image_sizes = [[picture.size for picture in all_rows[i].pictures] for i in keep]
+    sizes = [size for row in image_sizes for size in row] or [(0, 0)]
     return replace(
         rows,
         keep=keep if len(keep) < rows.total else None,
         held_out=held_out,
-        repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
+        repeated=sum(conversations[i] in training_prompts and not all_rows[i].pictures for i in keep[first_held_out:]),
         prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in keep),
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
-        pictures=max(map(len, shown)),
+        pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
         warnings=tuple(_warnings([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
     )
 
 
-def _checked(rows: TextRows, json_answers: bool) -> list[TextRow]:
+def _load_rows(rows: TextRows, json_answers: bool) -> list[TextRow]:
     cfg = rows.cfg
     try:
-        found = [rows.row(i) for i in range(rows.total)]
+        loaded = [rows.row(i) for i in range(rows.total)]
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, ConfigError) or not cfg.kwargs:
             raise
@@ -181,12 +185,12 @@ def _checked(rows: TextRows, json_answers: bool) -> list[TextRow]:
     if not json_answers and cfg.answer_pattern is None:
         for key in (cfg.answer_key, *([cfg.rejected_key] if isinstance(cfg, PairSettings) else [])):
             _require_text(rows, key)
-    return found
+    return loaded
 
 
 def _require_text(rows: TextRows, key: str) -> None:
-    for path, some in rows._raw:
-        for number, raw in enumerate(some, start=1):
+    for path, raw_rows in rows._raw:
+        for number, raw in enumerate(raw_rows, start=1):
             answer = column_value(raw, key) if isinstance(raw, Mapping) else None
             if isinstance(answer, list | Mapping) and not is_conversation(answer):
                 raise ConfigError(
@@ -195,15 +199,15 @@ def _require_text(rows: TextRows, key: str) -> None:
                 )
 
 
-def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
+def _shrink_to_whole_groups(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
     """Return the number of validation rows, reduced so that no group has rows in training and validation."""
-    border = len(keep) - held_out
-    while 0 < border < len(keep):
-        before, after = (rows[i].group for i in keep[border - 1 : border + 1])
+    first_held_out = len(keep) - held_out
+    while 0 < first_held_out < len(keep):
+        before, after = (rows[i].group for i in keep[first_held_out - 1 : first_held_out + 1])
         if after is None or before != after:
             break
-        border += 1
-    return len(keep) - border
+        first_held_out += 1
+    return len(keep) - first_held_out
 
 
 def _warnings(
@@ -213,30 +217,33 @@ def _warnings(
     vocabulary: Path | None,
     template: ChatTemplate | None,
 ) -> Iterator[str]:
-    found = [
+    matches = [
         (place, control)
         for place, row in zip(places.tolist(), rows, strict=True)
         for control in [c for c in controls if any(c in m.content for m in row.messages)][:1]
     ]
-    some = rows[:_COUNTED_ROWS]
+    checked_rows = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
-        texts = [*(rendered_prompt(row, template, controls) for row in some), *(row.reference for row in some)]
+        texts = [
+            *(render_prompt(row, template, controls) for row in checked_rows),
+            *(row.reference for row in checked_rows),
+        ]
         yield from unknown_warnings(texts, vocabulary, template=template)
-    if found:
-        place, control = found[0]
+    if matches:
+        place, control = matches[0]
         first = f"row {place + 1}, {control}"
-        yield f"{len(found)} rows contain control tokens of the model, which are removed (first: {first})"
+        yield f"{len(matches)} rows contain control tokens of the model, which are removed (first: {first})"
 
 
-def holds_text(path: str) -> bool:
+def contains_text_rows(path: str) -> bool:
     """Return True if data.path refers to text rows, False for demonstrations."""
-    found = resolve_asset(path)
-    if found.is_dir():
-        return not (found / "meta").exists() and bool(visible_files(found, *SUFFIXES))
-    return is_function(path) or found.suffix in SUFFIXES
+    asset = resolve_asset(path)
+    if asset.is_dir():
+        return not (asset / "meta").exists() and bool(visible_files(asset, *SUFFIXES))
+    return is_function(path) or asset.suffix in SUFFIXES
 
 
-def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
+def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     if is_function(path):
         try:
             return load(path, "data.path", wants="a function that returns rows", fits=takes(0))(**cfg.kwargs)
@@ -244,15 +251,16 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
             raise ConfigError(
                 f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
             ) from error
-    found = resolve_asset(path) / (cfg.subset or "")
-    files = visible_files(found, *SUFFIXES) if found.is_dir() else [found]
+    source = resolve_asset(path) / (cfg.subset or "")
+    files = visible_files(source, *SUFFIXES) if source.is_dir() else [source]
     if not files or not files[0].is_file():
         raise ConfigError(
-            f"data.path={path}: {found} does not exist, or contains no {' or '.join(SUFFIXES)} files. Correct the path."
+            f"data.path={path}: {source} does not exist, or contains no "
+            f"{' or '.join(SUFFIXES)} files. Correct the path."
         )
     if split is not None:
-        names = {f: (f.name, *f.relative_to(found).parent.parts) for f in files}
-        parts = {f: {re.split(r"[-._]", name)[0] for name in some} for f, some in names.items()}
+        names = {f: (f.name, *f.relative_to(source).parent.parts) for f in files}
+        parts = {f: {re.split(r"[-._]", name)[0] for name in components} for f, components in names.items()}
         files = [f for f in files if split in parts[f]]
         if not files:
             known = ", ".join(sorted(set().union(*parts.values())))
@@ -269,7 +277,7 @@ def _read_file(file: Path) -> list[Any]:
         from pyarrow import ArrowInvalid, parquet
 
         try:
-            return _read_packed(parquet.ParquetFile(file), file)
+            return _read_parquet(parquet.ParquetFile(file), file)
         except (ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
     rows = []
@@ -290,7 +298,7 @@ def _read_file(file: Path) -> list[Any]:
     return rows
 
 
-def _read_packed(source: Any, file: Path) -> list[Any]:
+def _read_parquet(source: Any, file: Path) -> list[Any]:
     """Read the rows of a Parquet file with a memory limit, because small files can decompress to any size.
 
     Raises:
@@ -309,7 +317,9 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
             if batch is None:
                 break
             size += (
-                batch.nbytes + _VALUE_BYTES * batch.num_rows * batch.num_columns + sum(map(_repeated, batch.columns))
+                batch.nbytes
+                + _VALUE_BYTES * batch.num_rows * batch.num_columns
+                + sum(map(_count_expanded_bytes, batch.columns))
             )
             rows += batch.to_pylist() if size <= limit else []
     except MemoryError:
@@ -317,7 +327,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory. Split the file.")
 
 
-def _repeated(column: Any) -> int:
+def _count_expanded_bytes(column: Any) -> int:
     """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
@@ -331,7 +341,7 @@ def _repeated(column: Any) -> int:
     return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
 
 
-def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
+def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
     if isinstance(raw, TextRow):
         if isinstance(cfg, PairSettings) and raw.rejected is None:
             raise ConfigError(f"{where}: the rejected answer is missing. Set TextRow(..., rejected=...).")
@@ -339,7 +349,7 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
             raw = replace(raw, messages=complete_messages(raw.messages, cfg))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}. Correct the rows or the key.") from error
-        return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
+        return _add_images(raw, read_images(raw.pictures, folder, where, cfg.max_image_edge), where)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")
     columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
@@ -355,38 +365,40 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
     messages, reference, rejected = read_texts(raw, cfg, where)
     if cfg.answer_pattern is not None:
         match = re.search(cfg.answer_pattern, reference)
-        found = match and match[1 if match.re.groups else 0]
-        if found is None:
+        matched = match and match[1 if match.re.groups else 0]
+        if matched is None:
             raise ConfigError(
                 f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
                 f"{reference[-60:]!r}. Correct the row or the pattern."
             )
-        reference = found.strip()
-    row = TextRow(messages=messages, reference=reference, rejected=rejected)
+        reference = matched.strip()
+    text_row = TextRow(messages=messages, reference=reference, rejected=rejected)
     if cfg.image_key is None:
-        return row
-    return _shown(row, pictures_of(column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where)
+        return text_row
+    return _add_images(
+        text_row, read_images(column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where
+    )
 
 
-def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
+def _add_images(row: TextRow, pictures: tuple[LazyImage, ...], where: str) -> TextRow:
     """Return the row with `pictures` as images, and with the image sizes in its messages."""
     try:
-        messages = place_pictures(row.messages, [picture.size for picture in pictures])
+        messages = place_images(row.messages, [image.size for image in pictures])
     except ValueError as error:
         raise ConfigError(
-            f"{where}: {error}. Use one {PICTURE} per image, or none to place the images first."
+            f"{where}: {error}. Use one {IMAGE_PLACEHOLDER} per image, or none to place the images first."
         ) from error
     return replace(row, messages=messages, pictures=pictures)
 
 
-def rendered_prompt(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
+def render_prompt(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
     """Return the rendered prompt of a row, without its images."""
-    texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
-    texts = [without_controls(text, controls) for text in texts]
+    texts = ["".join(p for p in split_images(m.content) if isinstance(p, str)) for m in row.messages]
+    texts = [remove_controls(text, controls) for text in texts]
     if template is not None:
-        for in_parts in (True,) if row.pictures else (False, True):
-            contents = [[{"type": "text", "text": text}] if in_parts else text for text in texts]
-            turns = [{"role": m.role, "content": said} for m, said in zip(row.messages, contents, strict=True)]
-            with suppress(RefusedMessages):  # the check of the policy reports invalid roles
+        for as_parts in (True,) if row.pictures else (False, True):
+            contents = [[{"type": "text", "text": text}] if as_parts else text for text in texts]
+            turns = [{"role": m.role, "content": content} for m, content in zip(row.messages, contents, strict=True)]
+            with suppress(RejectedMessages):  # the check of the policy reports invalid roles
                 return template.render(turns)
     return "".join(texts)

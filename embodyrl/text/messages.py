@@ -14,12 +14,12 @@ class Message:
     content: str
 
 
-PICTURE = "<image>"
+IMAGE_PLACEHOLDER = "<image>"
 """Placeholder of an image in the text of a message, as used in data sets."""
 _TURN, _ROLE = "\x1e", "\x1f"
 MARK = "\x1d"
 """Delimiter before and after each image size in the text of a message."""
-_NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
+_SEPARATOR_REMOVAL = dict.fromkeys(map(ord, _TURN + _ROLE))
 
 
 def join_messages(messages: Sequence[Message]) -> str:
@@ -27,7 +27,7 @@ def join_messages(messages: Sequence[Message]) -> str:
 
     Separators of turns are removed from the content: otherwise a model could write user turns or tool answers.
     """
-    return "".join(f"{_TURN}{m.role}{_ROLE}{m.content.translate(_NO_TURNS)}" for m in messages)
+    return "".join(f"{_TURN}{m.role}{_ROLE}{m.content.translate(_SEPARATOR_REMOVAL)}" for m in messages)
 
 
 def split_messages(instruction: str) -> tuple[Message, ...]:
@@ -38,7 +38,7 @@ def split_messages(instruction: str) -> tuple[Message, ...]:
     return tuple(Message(role=role, content=content) for role, _, content in turns)
 
 
-def split_pictures(content: str) -> list[str | tuple[int, int]]:
+def split_images(content: str) -> list[str | tuple[int, int]]:
     """Split a message into texts and image sizes (height, width), alternating; the first and last are texts."""
     parts = re.split(f"{MARK}([0-9]+x[0-9]+){MARK}", content)
     return [part if i % 2 == 0 else (int(part.split("x")[0]), int(part.split("x")[1])) for i, part in enumerate(parts)]
@@ -46,4 +46,4 @@ def split_pictures(content: str) -> list[str | tuple[int, int]]:
 
 def spoken(content: str) -> str:
     """Return the text of a message, with `<image>` in place of each encoded image size."""
-    return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
+    return "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in split_images(content))

@@ -19,27 +19,27 @@ _ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class LazyImage:
     """Image of a text row, decoded on demand."""
 
     source: Path | bytes | ByteArray
     where: str
     """Data source and row of the image, for error messages."""
-    longest: int | None = None
+    max_edge: int | None = None
     """Maximum length of the longer edge in pixels; larger images are resized."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels, after the reduction to `longest`. For a file, only the header is read.
+        """Height and width in pixels, after the reduction to `max_edge`. For a file, only the header is read.
 
         Raises:
             ConfigError: the content is not an image.
         """
         if isinstance(self.source, np.ndarray):
-            return self._fitted(*self.source.shape[:2])
+            return self._fit(*self.source.shape[:2])
         with self._open() as image:
-            turned = image.getexif().get(_ORIENTATION, 1) >= 5
-            return self._fitted(*((image.width, image.height) if turned else (image.height, image.width)))
+            is_rotated = image.getexif().get(_ORIENTATION, 1) >= 5
+            return self._fit(*((image.width, image.height) if is_rotated else (image.height, image.width)))
 
     def pixels(self) -> ByteArray:
         """Return the decoded image [H, W, 3] uint8.
@@ -56,8 +56,8 @@ class Picture:
             shown = ImageOps.exif_transpose(image).convert("RGB")
             return np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
 
-    def _fitted(self, height: int, width: int) -> tuple[int, int]:
-        scale = min(1.0, (self.longest or max(height, width)) / max(height, width))
+    def _fit(self, height: int, width: int) -> tuple[int, int]:
+        scale = min(1.0, (self.max_edge or max(height, width)) / max(height, width))
         return max(1, round(height * scale)), max(1, round(width * scale))
 
     @contextmanager
@@ -76,7 +76,7 @@ class Picture:
             ) from error
 
 
-def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None) -> tuple[Picture, ...]:
+def read_images(value: Any, folder: Path | None, where: str, max_edge: int | None) -> tuple[LazyImage, ...]:
     """Return the images in a column: one image or a list, each as a file in `folder`, bytes, or pixels.
 
     An image may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
@@ -85,17 +85,17 @@ def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None
         value: content of the column.
         folder: folder that must contain the image files; None: paths from a user function are not restricted.
         where: source and row, for error messages.
-        longest: maximum length of the longer edge in pixels.
+        max_edge: maximum length of the longer edge in pixels.
 
     Raises:
         ConfigError: the value has another type, or a file is outside the folder.
     """
     values = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-    return tuple(Picture(_source(v, folder, where), where, longest) for v in values)
+    return tuple(LazyImage(_source(item, folder, where), where, max_edge) for item in values)
 
 
 def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteArray:
-    if isinstance(value, Picture):
+    if isinstance(value, LazyImage):
         return value.source
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")

@@ -19,7 +19,7 @@ from typing import Any
 MEMORY = 512 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
-_REACHES = {
+_ESCAPE_STATEMENTS = {
     "the network": "socket.socket()",
     "local sockets": "socket.socket(socket.AF_UNIX).bind('\\0embodyrl')",
     "other files": "open('../there', 'w').close()",
@@ -41,7 +41,7 @@ _REACHES = {
     "scheduling": "os.sched_setscheduler(parent, os.SCHED_BATCH, os.sched_param(0))",
 }
 """Statements that try to reach a resource outside the sandbox, by resource."""
-_ATTEMPTS = """
+_ESCAPE_PRELUDE = """
 import ctypes, fcntl, os, platform, resource, socket
 libc, machine, parent = ctypes.CDLL(None, use_errno=True), platform.machine(), os.getppid()
 def call(number, *args):
@@ -67,21 +67,21 @@ def evaluate(expression: str) -> float:
         ValueError: the text contains anything else, or its value is undefined.
     """
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression[:40]!r} cannot be calculated: {error}") from error
 
 
-def _value(node: ast.AST) -> float:
+def _evaluate_node(node: ast.AST) -> float:
     """Evaluate a parsed arithmetic expression of numbers, + - * and /.
 
     Raises:
         ValueError: any other expression.
     """
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+        return _OPERATIONS[type(node.op)](_evaluate_node(node.left), _evaluate_node(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
+        return -_evaluate_node(node.operand)
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     raise ValueError(f"'{ast.unparse(node)[:60]}' is not allowed; use numbers and + - * /")
@@ -109,23 +109,23 @@ def python_tool(code: str) -> str:
     Raises:
         ValueError: the program fails or exceeds a limit.
     """
-    ended, said = run_python(code, seconds=SECONDS)
-    if not ended:
-        raise ValueError(said)
-    return said.strip()
+    succeeded, output = run_python(code, seconds=SECONDS)
+    if not succeeded:
+        raise ValueError(output)
+    return output.strip()
 
 
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; return True and the end of its output, or False and the last line of its error.
 
-    See `confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
+    See `describe_confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
     temporary folder, for at most 64 files of at most 1 MiB. The program has no environment variables, input,
     network, child processes or threads.
     """
-    ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
+    ((_, code, output),) = _execute(source, [""], seconds=seconds, each=seconds)
     if code is None:
         return False, f"stopped after {seconds:g} s"
-    return code == 0, said
+    return code == 0, output
 
 
 def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
@@ -133,95 +133,103 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
 
     A test is Python code that uses names of the program and runs in a separate process, or an `input` with the expected
     `output` of the program. Trailing blanks of the output are ignored. Each test that fails because it needs an
-    operation that the sandbox refuses gives a `RefusedTest` warning.
+    operation that the sandbox refuses gives a `RejectedTest` warning.
     """
     each = max(1.0, seconds / len(tests))
-    outcomes = _carry_out(program, tests, seconds=seconds, each=each)
-    for test, (passed, _, why) in zip(tests, outcomes, strict=True):
-        if why and not passed and isinstance(test, str):
-            warnings.warn(f"the test {test[:80]!r} {why}", RefusedTest, stacklevel=2)
+    outcomes = _execute(program, tests, seconds=seconds, each=each)
+    for test, (passed, _, reason) in zip(tests, outcomes, strict=True):
+        if reason and not passed and isinstance(test, str):
+            warnings.warn(f"the test {test[:80]!r} {reason}", RejectedTest, stacklevel=2)
     return [passed for passed, _, _ in outcomes]
 
 
-class RefusedTest(UserWarning):
+class RejectedTest(UserWarning):
     """Warning that a test failed because the program would decide about its own result."""
 
 
-def _carry_out(
+def _execute(
     program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float, each: float
 ) -> list[tuple[bool, int | None, str]]:
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
     modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
     request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
-    request |= {"seconds": each, "readable": [str(path) for path in _readable() if path.exists()]}
-    lifeline, ours = os.pipe()  # its other end closes with this process, however that ends
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as held:
-        json.dump([test if isinstance(test, str) else dict(test) for test in tests], held)
-        held.seek(0)
-        command = [*(_bubblewrap() or (sys.executable, "-I", "-c")), _RUNNER.read_text(encoding="utf-8")]
+    request |= {"seconds": each, "readable": [str(path) for path in _list_readable_paths() if path.exists()]}
+    lifeline, write_end = os.pipe()  # its other end closes with this process, however that ends
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as tests_file:
+        json.dump([test if isinstance(test, str) else dict(test) for test in tests], tests_file)
+        tests_file.seek(0)
+        command = [*(_get_bubblewrap_command() or (sys.executable, "-I", "-c")), _RUNNER.read_text(encoding="utf-8")]
         try:
-            done = subprocess.run(
-                [*command, str(lifeline), str(held.fileno())],
+            process = subprocess.run(
+                [*command, str(lifeline), str(tests_file.fileno())],
                 env={"OPENBLAS_NUM_THREADS": "1"},  # numpy fails where it may start no thread
                 input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
                 capture_output=True,
                 text=True,
-                pass_fds=[lifeline, held.fileno()],
+                pass_fds=[lifeline, tests_file.fileno()],
                 timeout=seconds + _GRACE_S,
                 check=False,
             )
-            return json.loads(done.stdout)
+            return json.loads(process.stdout)
         except subprocess.TimeoutExpired:
             return [(False, None, "")] * len(tests)
         except ValueError:  # it was killed, by a program of the same user or for memory
-            return [(False, 1, "crashed the sandbox: " + done.stderr[-200:].strip())] * len(tests)
+            return [(False, 1, "crashed the sandbox: " + process.stderr[-200:].strip())] * len(tests)
         finally:
-            os.close(ours)
+            os.close(write_end)
             os.close(lifeline)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _readable() -> list[Path]:
+def _list_readable_paths() -> list[Path]:
     """Return the libraries that programs may read."""
     prefixes = [Path(prefix) for prefix in {sys.base_prefix, sys.prefix}]
     return [*(prefix / part for prefix in prefixes for part in ("lib", "lib64")), *map(Path, _SYSTEM.split())]
 
 
-def attempts() -> str:
+def build_escape_program() -> str:
     """Return a program that tries to leave the sandbox, and prints each resource that it can reach."""
-    each = (f"try:\n    {do}\n    print({what!r})\nexcept OSError:\n    pass\n" for what, do in _REACHES.items())
-    return _ATTEMPTS + "".join(each)
+    blocks = (
+        f"try:\n    {statement}\n    print({resource!r})\nexcept OSError:\n    pass\n"
+        for resource, statement in _ESCAPE_STATEMENTS.items()
+    )
+    return _ESCAPE_PRELUDE + "".join(blocks)
 
 
-def confinement() -> tuple[bool, str]:
-    """Return True if programs run in separate namespaces, and a description of the confinement."""
-    who = "as a separate user" if os.getuid() == 0 else "as you"
-    ended, said = run_python(attempts(), seconds=SECONDS)
-    reached = said.splitlines() if ended else [f"an unknown part of the system: the check failed with {said!r}"]
-    beyond = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
-    if _bubblewrap():
-        return True, f"bubblewrap (no network, only libraries readable) and limits, {beyond}, {who}"
-    why = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
-    return False, f"limits of time, memory, output and processes, {beyond}, {who}; bubblewrap {why}"
+def describe_confinement() -> tuple[bool, str]:
+    """Return True if programs run in separate namespaces, and a description of the describe_confinement."""
+    user = "as a separate user" if os.getuid() == 0 else "as you"
+    succeeded, output = run_python(build_escape_program(), seconds=SECONDS)
+    reached = output.splitlines() if succeeded else [f"an unknown part of the system: the check failed with {output!r}"]
+    access = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
+    if _get_bubblewrap_command():
+        return True, f"bubblewrap (no network, only libraries readable) and limits, {access}, {user}"
+    reason = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
+    return False, f"limits of time, memory, output and processes, {access}, {user}; bubblewrap {reason}"
 
 
 @functools.cache
-def _bubblewrap() -> tuple[str, ...]:
+def _get_bubblewrap_command() -> tuple[str, ...]:
     """Return the command that runs Python source in separate namespaces; empty if namespaces are unavailable."""
     # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
     # id.
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
-    places = f"--dev /dev --proc /proc --tmpfs {tempfile.gettempdir()} --unshare-pid --unshare-net --chdir /"
-    command = [shutil.which("bwrap") or "bwrap", *places.split()]
+    mounts = f"--dev /dev --proc /proc --tmpfs {tempfile.gettempdir()} --unshare-pid --unshare-net --chdir /"
+    command = [shutil.which("bwrap") or "bwrap", *mounts.split()]
     python = Path(sys.executable)
-    started = [python.parent, python.resolve().parent, Path(sys.prefix, "pyvenv.cfg"), Path(sys.base_prefix, "bin")]
-    for path in [*_readable(), *started]:
+    interpreter_paths = [
+        python.parent,
+        python.resolve().parent,
+        Path(sys.prefix, "pyvenv.cfg"),
+        Path(sys.base_prefix, "bin"),
+    ]
+    for path in [*_list_readable_paths(), *interpreter_paths]:
         # Folders that are created for a mount would be as private as they are outside.
-        command += [word for above in [*path.parents][-2::-1] for word in ("--dir", str(above))]
+        command += [argument for parent in [*path.parents][-2::-1] for argument in ("--dir", str(parent))]
         command += ["--ro-bind-try", str(path), str(path)]
     command += [*rights, "--new-session", "--as-pid-1", sys.executable, "-I", "-c"]
     try:
-        tried = subprocess.run([*command, ""], capture_output=True, timeout=_GRACE_S, check=False)
+        process = subprocess.run([*command, ""], capture_output=True, timeout=_GRACE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return tuple(command) if tried.returncode == 0 else ()
+    return tuple(command) if process.returncode == 0 else ()

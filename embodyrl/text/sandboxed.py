@@ -113,7 +113,7 @@ def main() -> None:
     orders.close()
     try:
         with open(tests, encoding="utf-8") as file:
-            outcomes = [_attempt(request, test, programs, lifeline) for test in json.load(file)]
+            outcomes = [_run_attempt(request, test, programs, lifeline) for test in json.load(file)]
     finally:
         programs.close()
         os.waitpid(pid, 0)
@@ -121,7 +121,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(outcomes))
 
 
-def _attempt(
+def _run_attempt(
     request: dict[str, Any], test: str | dict[str, str], programs: socket.socket, lifeline: int
 ) -> tuple[bool, int | None, str]:
     """Run the program and one test; return success, exit code (None: timeout), and the output or the reason.
@@ -131,65 +131,71 @@ def _attempt(
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
         return False, None, ""
-    with contextlib.ExitStack() as kept:
-        place = kept.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
         os.chmod(place, 0o711)
-        given, said, wrong = (kept.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
-        files = [file.fileno() for file in (given, said, wrong)]
+        stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
+        files = [file.fileno() for file in (stdin, stdout, stderr)]
         if test and isinstance(test, str):
             passed, refused = _run_test(request, test, place, files, end, programs, lifeline)
             return passed, None, refused
-        given.write(test["input"].encode() if isinstance(test, dict) else b"")
-        given.seek(0)
-        _order(programs, place, files)
-        over, why = _wait(programs.fileno(), lifeline, end, place)
-        code = _stop(programs)
-        code = 1 if why else code
-        text, errors = _tail(said, whole=bool(test)), _tail(wrong)
-        last = why or errors.strip().rpartition("\n")[2][-200:] or f"exit code {code}"
-        passed = code == 0 and over and (not test or _lines(text) == _lines(test["output"]))
-        return passed, code if over or why else None, text[-2000:] if code == 0 else last
+        stdin.write(test["input"].encode() if isinstance(test, dict) else b"")
+        stdin.seek(0)
+        _request_program(programs, place, files)
+        finished, reason = _wait(programs.fileno(), lifeline, end, place)
+        code = _stop_program(programs)
+        code = 1 if reason else code
+        text, errors = _tail(stdout, whole=bool(test)), _tail(stderr)
+        last = reason or errors.strip().rpartition("\n")[2][-200:] or f"exit code {code}"
+        passed = code == 0 and finished and (not test or _lines(text) == _lines(test["output"]))
+        return passed, code if finished or reason else None, text[-2000:] if code == 0 else last
 
 
 def _run_test(
     request: dict[str, Any], test: str, place: str, files: list[int], end: float, programs: socket.socket, lifeline: int
 ) -> tuple[bool, str]:
     """Run a test in a process that is connected to the program; return success, and why the test is refused or ""."""
-    given, said, wrong = files
-    asked, ask = os.pipe()
-    answered, answer = os.pipe()
-    done, report = os.pipe()
+    stdin, stdout, stderr = files
+    request_read, request_write = os.pipe()
+    reply_read, reply_write = os.pipe()
+    result_read, result_write = os.pipe()
 
     def verify() -> None:
-        refused = sys.modules[f"{_PACKAGE}.sandboxed_tests"].run_test(test, 3, 4)
-        os.write(5, f"refused {refused}".encode() if refused else _PASSED)
+        rejection = sys.modules[f"{_PACKAGE}.sandboxed_tests"].run_test(test, 3, 4)
+        os.write(5, f"refused {rejection}".encode() if rejection else _PASSED)
 
-    _order(programs, os.path.join(place, "program"), [given, said, said, asked, answer])
-    own = os.path.join(place, "test")
-    pid = _fork(request, own, _own_user(own), [given, wrong, wrong, answered, ask, report], verify)
-    for descriptor in (asked, ask, answered, answer, report):
+    _request_program(programs, os.path.join(place, "program"), [stdin, stdout, stdout, request_read, reply_write])
+    test_folder = os.path.join(place, "test")
+    pid = _fork(
+        request,
+        test_folder,
+        _assign_user(test_folder),
+        [stdin, stderr, stderr, reply_read, request_write, result_write],
+        verify,
+    )
+    for descriptor in (request_read, request_write, reply_read, reply_write, result_write):
         os.close(descriptor)
     try:
-        over, _ = _wait(done, lifeline, end, place)
-        heard = os.read(done, 4096) if over else b""
+        finished, _ = _wait(result_read, lifeline, end, place)
+        result = os.read(result_read, 4096) if finished else b""
     finally:
-        os.close(done)
+        os.close(result_read)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        _stop(programs)
-    return heard == _PASSED, heard.decode().removeprefix("refused ") if heard.startswith(b"refused") else ""
+        _stop_program(programs)
+    return result == _PASSED, result.decode().removeprefix("refused ") if result.startswith(b"refused") else ""
 
 
-def _order(programs: socket.socket, place: str, files: list[int]) -> None:
+def _request_program(programs: socket.socket, place: str, files: list[int]) -> None:
     """Start the program in a new folder `place`; its file descriptors 0, 1, ... are `files`.
 
     A program with more than three descriptors serves a test by the other two.
     """
-    order = {"place": place, "owner": _own_user(place), "serves": len(files) > 3}
+    order = {"place": place, "owner": _assign_user(place), "serves": len(files) > 3}
     socket.send_fds(programs, [json.dumps(order).encode()], files)
 
 
-def _stop(programs: socket.socket) -> int:
+def _stop_program(programs: socket.socket) -> int:
     """Kill the program if it still runs, and return its exit code."""
     programs.send(b"{}")
     return int(programs.recv(64))
@@ -220,7 +226,7 @@ def _start_programs(request: dict[str, Any], orders: socket.socket) -> NoReturn:
         if ended not in select.select([ended, orders], [], [])[0]:
             orders.recv(64)
         os.close(ended)
-        orders.send(str(_sweep(pid)).encode())
+        orders.send(str(_kill_descendants(pid)).encode())
 
 
 def _fork(request: dict[str, Any], place: str, owner: int | None, files: list[int], action: Callable[[], Any]) -> int:
@@ -236,7 +242,7 @@ def _fork(request: dict[str, Any], place: str, owner: int | None, files: list[in
     return pid
 
 
-def _own_user(place: str) -> int | None:
+def _assign_user(place: str) -> int | None:
     """Make a folder and, as root, an unused user id its owner; return the user id."""
     os.makedirs(place, exist_ok=True)
     if os.getuid() != 0:
@@ -250,12 +256,12 @@ def _own_user(place: str) -> int | None:
     raise SystemExit("The sandbox found no unused user id for a program.")
 
 
-def _wait(done: int, lifeline: int, end: float, place: str) -> tuple[bool, str]:
-    """Wait until `done` is readable or `end`; return True if it is readable, and the exceeded limit or ""."""
-    while (left := end - time.monotonic()) > 0:
+def _wait(descriptor: int, lifeline: int, end: float, place: str) -> tuple[bool, str]:
+    """Wait until `descriptor` is readable or `end`; return True if it is readable, and the exceeded limit or ""."""
+    while (remaining := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
             return False, f"more than {FILES} files"
-        ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
+        ready, _, _ = select.select([descriptor, lifeline], [], [], min(remaining, _POLL_S))
         if lifeline in ready:
             sys.exit("the requesting process is gone")
         if ready:
@@ -273,7 +279,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _sweep(pid: int) -> int:
+def _kill_descendants(pid: int) -> int:
     """Kill the child and all its descendants, and return the exit code of the child.
 
     Orphans become children of this process.
@@ -284,17 +290,17 @@ def _sweep(pid: int) -> int:
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
         try:
-            found, status = os.waitpid(-1, 0)
+            waited_pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
             return code
-        code = os.waitstatus_to_exitcode(status) if found == pid else code
+        code = os.waitstatus_to_exitcode(status) if waited_pid == pid else code
 
 
 def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
     """Restrict this process before it runs the program: descriptors, privileges, time, memory, processes, threads."""
     os.setsid()
-    aside = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
-    for target, source in enumerate(aside):
+    duplicates = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
+    for target, source in enumerate(duplicates):
         os.dup2(source, target)
     os.closerange(len(files), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.chdir(place)
@@ -306,7 +312,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
     # Without this flag the kernel lets only root set filters.
     _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
-    barred = _bar_files(request["readable"])
+    is_restricted = _restrict_files(request["readable"])
     if owner is not None:  # the kernel counts no processes of root
         os.fchown(0, owner, owner)  # for programs that open /dev/stdin
         # In this order: without root, a process cannot change its groups.
@@ -314,7 +320,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
         os.setgid(owner)
         os.setuid(owner)
     for prefix, descriptor in prefixes.items():
-        if os.access(prefix, os.X_OK) or not barred:
+        if os.access(prefix, os.X_OK) or not is_restricted:
             os.close(descriptor)
             continue
         # A Python below /root: its modules are found by a descriptor, behind which Landlock allows only libraries.
@@ -323,10 +329,10 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
     # After the change of user, which resets these settings.
     _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _prctl(_DUMPABLE, 0, 0, 0, 0)
-    _bar_calls()
+    _restrict_calls()
 
 
-def _bar_files(readable: list[str]) -> bool:
+def _restrict_files(readable: list[str]) -> bool:
     """Restrict file access with Landlock (Linux 5.13 or later; linux/landlock.h); return False without Landlock.
 
     Programs may write to the working folder, and read only libraries, their input and this folder. Newer kernels also
@@ -337,15 +343,19 @@ def _bar_files(readable: list[str]) -> bool:
         return False
     write, read, remove, make, truncate = 1 << 1, 3 << 2, 1 << 5, 1 << 8, (1 << 14 if version >= 3 else 0)
     # 0: execute, 2 and 3: read files and folders, 4 to 12: remove and make anything, 13: move, link
-    every = 0x1FFF | truncate | (1 << 13 if version >= 2 else 0)
-    rules = [every, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # bind, connect; sockets, signals
+    all_rights = 0x1FFF | truncate | (1 << 13 if version >= 2 else 0)
+    rules = [
+        all_rights,
+        *([3] if version >= 4 else []),
+        *([3] if version >= 6 else []),
+    ]  # bind, connect; sockets, signals
     ruleset = _libc.syscall(444, struct.pack(f"{len(rules)}Q", *rules), 8 * len(rules), 0)
-    places: list[tuple[str | int, int]] = [
+    rules_by_path: list[tuple[str | int, int]] = [
         (".", write | read | truncate | remove | make),
         (os.devnull, write | 4),
         (0, 4),
     ]
-    for place, allowed in [*places, *((path, read if os.path.isdir(path) else 4) for path in readable)]:
+    for place, allowed in [*rules_by_path, *((path, read if os.path.isdir(path) else 4) for path in readable)]:
         descriptor = os.open(place, os.O_PATH) if isinstance(place, str) else os.dup(place)
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
         os.close(descriptor)
@@ -354,7 +364,7 @@ def _bar_files(readable: list[str]) -> bool:
     return True
 
 
-def _bar_calls() -> None:
+def _restrict_calls() -> None:
     """Install a seccomp filter that blocks system calls (linux/seccomp.h, linux/filter.h).
 
     Blocked calls fail with EPERM; calls of another architecture kill the process.
@@ -362,20 +372,20 @@ def _bar_calls() -> None:
     arch, *denied = _DENIED.get(platform.machine(), (0,))
     if not denied:
         return
-    load, equal, some, at_least, answer, refuse = 0x20, 0x15, 0x45, 0x35, 0x06, 0x00050001
-    lines = [(load, 0, 0, 4), (equal, 1, 0, arch), (answer, 0, 0, 0), (load, 0, 0, 0)]
-    lines += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the same calls under the numbers of x32
+    load, equal, any_bits, at_least, return_value, deny = 0x20, 0x15, 0x45, 0x35, 0x06, 0x00050001
+    lines = [(load, 0, 0, 4), (equal, 1, 0, arch), (return_value, 0, 0, 0), (load, 0, 0, 0)]
+    lines += [(at_least, 0, 1, 0x40000000), (return_value, 0, 0, deny)]  # the same calls under the numbers of x32
     for number in denied:
-        lines += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+        lines += [(equal, 0, 1, number), (return_value, 0, 0, deny)]
     for number, *conditions in _DENIED_WITH[platform.machine()]:
         # If a condition does not hold, jump behind the rule.
         lines += [(load, 0, 0, 0), (equal, 0, 2 * len(conditions) + 1, number)]
-        for k, (argument, holds, value) in enumerate(conditions):
+        for k, (argument, relation, value) in enumerate(conditions):
             behind = 2 * (len(conditions) - k) - 1
-            jumps = (behind, 0) if holds == "not" else (0, behind)
-            lines += [(load, 0, 0, 16 + 8 * argument), (some if holds == "some" else equal, *jumps, value)]
-        lines += [(answer, 0, 0, refuse)]
-    lines += [(answer, 0, 0, 0x7FFF0000)]
+            jumps = (behind, 0) if relation == "not" else (0, behind)
+            lines += [(load, 0, 0, 16 + 8 * argument), (any_bits if relation == "some" else equal, *jumps, value)]
+        lines += [(return_value, 0, 0, deny)]
+    lines += [(return_value, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
     _prctl(_SECCOMP, 2, struct.pack("@HP", len(lines), ctypes.addressof(code)), 0, 0)
 

@@ -21,10 +21,10 @@ from embodyrl.text.sandboxed_objects import (
     KINDS,
     NUMBERS,
     SPECIAL,
-    Own,
-    Refused,
-    is_theirs,
-    number_of,
+    CopiedValue,
+    RejectedOperation,
+    get_number,
+    is_remote,
 )
 from embodyrl.text.sandboxed_values import Values
 
@@ -40,13 +40,13 @@ class Link(Values):
     def __init__(self, incoming, outgoing, *, strict):
         super().__init__(strict=strict)
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
-        self.deeds = {"special": _operate, "data": _data}
-        self.makers, self._made, self._mixed = set(), set(), set()
+        self.operations = {"special": _call_special_method, "data": _copy_data}
+        self.makers, self._created, self._mixed = set(), set(), set()
         """Numbers of names with a capital letter, of objects that the test makes by them, and of results of operators
         with a value of the test."""
-        self.refusals = []
+        self.rejections = []
         """Operations of the test that were refused, in words."""
-        self.printed: Callable[[], str] = str
+        self.read_output: Callable[[], str] = str
         """Function that returns the output since the last message."""
 
     def close(self):
@@ -56,7 +56,7 @@ class Link(Values):
 
     def send(self, message):
         """Write one message, with the content of changed containers."""
-        message["news"] = self.news()
+        message["news"] = self.collect_updates()
         self._out.write(json.dumps(message).encode("ascii") + b"\n")
         self._out.flush()
 
@@ -66,15 +66,15 @@ class Link(Values):
         if not line.endswith(b"\n"):
             raise EOFError("The other process exited, or sent a message that is too long.")
         message = json.loads(line)
-        self.take(*message["news"])
+        self.apply_updates(*message["news"])
         return message
 
-    def ask(self, what, *parts, **named):
+    def request(self, what, *parts, **named):
         """Send a request to the other process, execute its requests until it replies, and return the reply."""
         packed = {name: self.pack(value) for name, value in named.items()}
         self.send({"do": what, "with": [self.pack(part) for part in parts], "named": packed})
         while "do" in (reply := self.read()):
-            self.answer(reply)
+            self.handle(reply)
         if reply.get("printed") and sys.stdout is not sys.__stdout__:  # the test reads the output
             sys.stdout.write(reply["printed"])
         if "raised" not in reply:
@@ -86,111 +86,113 @@ class Link(Values):
         unusual = ends or not isinstance(error, Exception)
         raise RuntimeError(f"the program raised {type(error).__name__}: {error}") if unusual else error
 
-    def answer(self, asked):
+    def handle(self, request):
         """Execute a request of the other process and send the result."""
         try:
-            if self.strict and (asked["with"][0][0] != "there" or asked["do"] not in self.deeds):
+            if self.strict and (request["with"][0][0] != "there" or request["do"] not in self.operations):
                 raise TypeError("Only objects of the test can be used.")
-            parts = [self.unpack(part) for part in asked["with"]]
-            value = self.deeds[asked["do"]](*parts, **{n: self.unpack(v) for n, v in asked["named"].items()})
+            parts = [self.unpack(part) for part in request["with"]]
+            value = self.operations[request["do"]](
+                *parts, **{key: self.unpack(item) for key, item in request["named"].items()}
+            )
             reply = {"value": self.pack(value)}
         except Exception as error:
             reply = {"raised": self.pack(error)}
-        self.send(reply | {"printed": self.printed()})
+        self.send(reply | {"printed": self.read_output()})
 
-    def refuse(self, text):
-        """Raise `Refused`, and store the reason."""
-        self.refusals.append(text)
-        raise Refused(text)
+    def reject(self, reason):
+        """Raise `RejectedOperation`, and store the reason."""
+        self.rejections.append(reason)
+        raise RejectedOperation(reason)
 
-    def checked(self, kind):
+    def check_class(self, kind):
         """Return a built-in type or exception class that a name of the program means."""
         if self.strict and issubclass(kind, BaseException) and issubclass(AssertionError, kind):
-            self.refuse(f"uses a name of the program for {kind.__name__}, which would catch failures of the test")
+            self.reject(f"uses a name of the program for {kind.__name__}, which would catch failures of the test")
         return kind
 
-    def operate(self, one, name, args, named):
+    def apply_special_method(self, target, name, args, named):
         """Apply a special method, without underscores, of an object of the other process."""
         compares = name in COMPARISONS or name in BINARY or name == "contains"
         if not self.strict:
-            return self.ask("special", one, name, *args, **named)
-        if name in ("instancecheck", "subclasscheck") and not is_theirs(args[0]):
+            return self.request("special", target, name, *args, **named)
+        if name in ("instancecheck", "subclasscheck") and not is_remote(args[0]):
             return False
-        if compares and not all(map(is_theirs, args)):
-            return self._mix(one, name, args)
-        if name in NUMBERS and number_of(one) in self._mixed:
-            self.refuse(f"applies {name} to the result of the program's operator for a value of the test")
+        if compares and not all(map(is_remote, args)):
+            return self._apply_mixed_operator(target, name, args)
+        if name in NUMBERS and get_number(target) in self._mixed:
+            self.reject(f"applies {name} to the result of the program's operator for a value of the test")
         if name in ("exit", "aexit"):
-            return self._leave(one, name, args)
-        result = self.ask("special", one, name, *args, **named)
-        if name == "iter" and hasattr(type(one), "__len__") and number_of(one) not in self._made:
+            return self._exit_context(target, name, args)
+        result = self.request("special", target, name, *args, **named)
+        if name == "iter" and hasattr(type(target), "__len__") and get_number(target) not in self._created:
             items = [*result]
-            if len(items) != len(one):
-                self.refuse("iterates over an object of the program whose length is another")
+            if len(items) != len(target):
+                self.reject("iterates over an object of the program whose length is another")
             return iter(items)
-        numbers = {number_of(a) for a in (one, *args) if is_theirs(a)}
-        if (name == "call" and number_of(one) in self.makers) or (name in BINARY and numbers & self._made):
-            self._mark(result, self._made)
+        numbers = {get_number(argument) for argument in (target, *args) if is_remote(argument)}
+        if (name == "call" and get_number(target) in self.makers) or (name in BINARY and numbers & self._created):
+            self._add_number(result, self._created)
         if name in BINARY and numbers & self._mixed:
-            self._mark(result, self._mixed)
+            self._add_number(result, self._mixed)
         return result
 
-    def type_of(self, value):
+    def get_type(self, value):
         """Return the type of an object of the other process."""
         if type(value).kind in KINDS and type(value).kind not in DATA:
             return KINDS[type(value).kind]
-        found = self.ask("attribute", value, "__class__")
-        return type(value) if isinstance(found, type) else found
+        kind = self.request("attribute", value, "__class__")
+        return type(value) if isinstance(kind, type) else kind
 
-    def _mark(self, result, numbers):
-        if is_theirs(result):
-            numbers.add(number_of(result))
+    def _add_number(self, result, numbers):
+        if is_remote(result):
+            numbers.add(get_number(result))
 
-    def _mix(self, one, name, args):
+    def _apply_mixed_operator(self, target, name, args):
         """Apply an operator to an object of the program and a value of the test."""
-        kind, made = type(one).kind, number_of(one) in self._made
-        own = issubclass(type(one), Own)
-        base = next((base for base in BASES if base.__name__ == kind), None) if own else DATA.get(kind)
-        changes = name in BINARY and name.startswith("i") and name != "invert" and not own
-        if base and not changes and not (made and name == "contains"):
+        kind, is_created = type(target).kind, get_number(target) in self._created
+        is_copy = issubclass(type(target), CopiedValue)
+        base = next((base for base in BASES if base.__name__ == kind), None) if is_copy else DATA.get(kind)
+        is_in_place = name in BINARY and name.startswith("i") and name != "invert" and not is_copy
+        if base and not is_in_place and not (is_created and name == "contains"):
             method = getattr(base, f"__{name}__", None)
             if method:
-                return method(one if own else self.ask("data", one), *args)
+                return method(target if is_copy else self.request("data", target), *args)
             if name != "contains":
                 return NotImplemented
         if name in ("eq", "ne"):
             if args[0] is not None:
-                self.refusals.append("compares an object of the program, with its own ==, with a value of the test")
+                self.rejections.append("compares an object of the program, with its own ==, with a value of the test")
             return name == "ne"
-        if name == "contains" and not made and hasattr(type(one), "__iter__"):
-            return any(found is args[0] or found == args[0] for found in one)
-        if not (made or changes) or name in COMPARISONS:
-            self.refuse(f"applies {name} to an object of the program and a value of the test")
-        result = self.ask("special", one, name, *args)
+        if name == "contains" and not is_created and hasattr(type(target), "__iter__"):
+            return any(item is args[0] or item == args[0] for item in target)
+        if not (is_created or is_in_place) or name in COMPARISONS:
+            self.reject(f"applies {name} to an object of the program and a value of the test")
+        result = self.request("special", target, name, *args)
         if name in BINARY and result is not NotImplemented:
-            if not is_theirs(result):
-                self.refuse(f"applies {name} to an object of the program and a value of the test")
-            self._mark(result, self._made)
-            self._mark(result, self._mixed)
+            if not is_remote(result):
+                self.reject(f"applies {name} to an object of the program and a value of the test")
+            self._add_number(result, self._created)
+            self._add_number(result, self._mixed)
         return result
 
-    def _leave(self, one, name, args):
+    def _exit_context(self, target, name, args):
         """Leave a `with` block; the program may not suppress an exception, which could be a failure of the test."""
         if name == "aexit" and args[0] is not None:
-            self.refuse("leaves an asynchronous context manager of the program by an exception")
-        left = self.ask("special", one, name, *args[:2], None)
-        if name == "exit" and args[0] is not None and left:
-            self.refuse("leaves a context manager of the program that suppresses an exception")
-        return left
+            self.reject("leaves an asynchronous context manager of the program by an exception")
+        is_suppressed = self.request("special", target, name, *args[:2], None)
+        if name == "exit" and args[0] is not None and is_suppressed:
+            self.reject("leaves a context manager of the program that suppresses an exception")
+        return is_suppressed
 
 
-def _operate(value, name, *args, **named):
+def _call_special_method(value, name, *args, **named):
     if name not in SPECIAL:
         raise TypeError(f"{name} is not a special method.")
     return getattr(type(value), f"__{name}__")(value, *args, **named)
 
 
-def _data(value: Any):
+def _copy_data(value: Any):
     """Return the content of an object whose class is derived from a container type."""
     if isinstance(value, dict):
         return dict(value.items())
@@ -204,19 +206,19 @@ def read_attribute(value, name):
     Only public attributes of the test's own classes and of file-like objects are readable, because functions and
     generators refer to the source of the test.
     """
-    _require_open(value, name)
+    _require_public(value, name)
     return getattr(value, name)
 
 
 def write_attribute(value, name, new):
     """Set an attribute of an object that a test passes to the program; see `read_attribute`."""
-    _require_open(value, name)
+    _require_public(value, name)
     if isinstance(value, type):
         raise AttributeError(name)
     setattr(value, name, new)
 
 
-def _require_open(value, name):
+def _require_public(value, name):
     kind = value if isinstance(value, type) else type(value)
     if name.startswith("_") or (kind.__module__ != TEST and kind not in (SimpleNamespace, io.StringIO, io.BytesIO)):
         raise AttributeError(f"{kind.__name__}.{name} is not available to the program.")
@@ -226,18 +228,18 @@ def serve_program(program, incoming, outgoing):
     """Load a program, then handle the requests of a test until the test process exits."""
     link = Link(incoming, outgoing, strict=False)
     module = sys.modules["__main__"] = ModuleType("__main__")
-    raw = io.BytesIO()
-    sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
+    buffer = io.BytesIO()
+    sys.stdout = io.TextIOWrapper(buffer, encoding="utf-8", write_through=True)
 
-    def printed():
-        text = raw.getvalue().decode(errors="replace")
-        raw.seek(0)
-        raw.truncate()
+    def read_output():
+        text = buffer.getvalue().decode(errors="replace")
+        buffer.seek(0)
+        buffer.truncate()
         return text
 
     loops = []
 
-    def wait(coroutine):
+    def run_coroutine(coroutine):
         async def result():
             return await coroutine
 
@@ -249,11 +251,16 @@ def serve_program(program, incoming, outgoing):
     except BaseException as error:
         link.send({"failed": f"{type(error).__name__}: {error}"[:500]})
         raise
-    printed()
-    names = {name: one.__name__ if isinstance(one, ModuleType) else "" for name, one in module.__dict__.items()}
+    read_output()
+    names = {name: value.__name__ if isinstance(value, ModuleType) else "" for name, value in module.__dict__.items()}
     link.send({"names": names})
-    link.deeds |= {"name": lambda name: module.__dict__[name], "attribute": getattr, "set": setattr, "delete": delattr}
-    link.deeds |= {"copy": copy.copy, "deepcopy": copy.deepcopy, "await": wait}
-    link.printed = printed
+    link.operations |= {
+        "name": lambda name: module.__dict__[name],
+        "attribute": getattr,
+        "set": setattr,
+        "delete": delattr,
+    }
+    link.operations |= {"copy": copy.copy, "deepcopy": copy.deepcopy, "await": run_coroutine}
+    link.read_output = read_output
     while True:
-        link.answer(link.read())
+        link.handle(link.read())

@@ -20,18 +20,18 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 BINARY = {prefix + name for name in _ARITHMETIC.split() for prefix in ("", "r", "i")}
 NUMBERS = ("abs", "int", "float", "complex", "round", "trunc", "floor", "ceil", "index", "bool")
-_OTHERS = (
+_OTHER_METHODS = (
     "call iter next len getitem setitem delitem contains reversed missing str repr format bytes fspath enter exit "
     "aiter anext aenter aexit neg pos invert instancecheck subclasscheck dir hash"
 )
-SPECIAL = (*_OTHERS.split(), *COMPARISONS, *sorted(BINARY), *NUMBERS)
+SPECIAL = (*_OTHER_METHODS.split(), *COMPARISONS, *sorted(BINARY), *NUMBERS)
 """Special methods that are forwarded if the class of the object defines them, without underscores."""
 _READABLE = {
     f"__{name}__" for name in ("name", "qualname", "dict", "members", "mro", "bases", "annotations", "wrapped")
 }
 
 
-class Refused(BaseException):
+class RejectedOperation(BaseException):
     """An operation of a test in which the program would decide about a value of the test."""
 
 
@@ -41,25 +41,25 @@ class Remote:
     __slots__ = ("_link", "_number")
     _link: Any
     _number: int
-    __doc__ = property(lambda self: self._link.ask("attribute", self, "__doc__"))  # type: ignore[assignment]
+    __doc__ = property(lambda self: self._link.request("attribute", self, "__doc__"))  # type: ignore[assignment]
     kind = ""
 
     def __getattr__(self, name):
         if name.startswith("__") and name not in _READABLE:
             raise AttributeError(name)
-        return self._link.ask("attribute", self, name)
+        return self._link.request("attribute", self, name)
 
     def __setattr__(self, name, value):
-        self._link.ask("set", self, name, value)
+        self._link.request("set", self, name, value)
 
     def __delattr__(self, name):
-        self._link.ask("delete", self, name)
+        self._link.request("delete", self, name)
 
     def __copy__(self):
-        return self._link.ask("copy", self)
+        return self._link.request("copy", self)
 
     def __deepcopy__(self, _):
-        return self._link.ask("deepcopy", self)
+        return self._link.request("deepcopy", self)
 
     @property
     def __class__(self):  # type: ignore[override]
@@ -72,11 +72,11 @@ class _Awaitable(Remote):
     __slots__ = ()
 
     def __await__(self):
-        return self._link.ask("await", self)
+        return self._link.request("await", self)
         yield
 
     def send(self, _):
-        raise StopIteration(self._link.ask("await", self))
+        raise StopIteration(self._link.request("await", self))
 
     def throw(self, error, *_):
         raise error
@@ -85,7 +85,7 @@ class _Awaitable(Remote):
         pass
 
 
-class Own:
+class CopiedValue:
     """Base of copies of immutable values, such as named tuples, whose class is defined in the other process."""
 
     kind: str
@@ -93,7 +93,7 @@ class Own:
     __getattr__ = Remote.__getattr__
 
 
-class Foreign(BaseException):
+class RemoteException(BaseException):
     """Base of the local classes for exception classes of the other process."""
 
     _link: Any
@@ -101,7 +101,7 @@ class Foreign(BaseException):
     _text: str
 
     def __new__(cls, *args, **named):
-        return cls._link.ask("special", cls, "call", *args, **named)
+        return cls._link.request("special", cls, "call", *args, **named)
 
     def __init__(self, *args, **named):
         pass
@@ -112,25 +112,27 @@ class Foreign(BaseException):
     def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._link.ask("attribute", self, name)
+        return self._link.request("attribute", self, name)
 
 
-def is_theirs(value):
+def is_remote(value):
     """Return True for an object or exception class of the other process."""
     kind = type(value)  # `isinstance` would call the other process
-    return issubclass(kind, (Remote, Own, Foreign)) or (issubclass(kind, type) and issubclass(value, Foreign))
+    return issubclass(kind, (Remote, CopiedValue, RemoteException)) or (
+        issubclass(kind, type) and issubclass(value, RemoteException)
+    )
 
 
-def number_of(value):
+def get_number(value):
     """Return the number of an object or exception class of the other process."""
     return value._number
 
 
-def _forwarded(name):
+def _make_forwarder(name):
     """Return a special method that forwards to the other process."""
 
     def method(self, *args, **named):
-        return self._link.operate(self, name, args, named)
+        return self._link.apply_special_method(self, name, args, named)
 
     return method
 
@@ -139,8 +141,8 @@ def _forwarded(name):
 def proxy_class(special, kind, fields):
     """Return a class of proxies with these special methods, for objects of a type `kind` and a dataclass's fields."""
     base = next((base for base in BASES if base.__name__ == kind), None)
-    bases = (Own, base) if base else (_Awaitable if kind == "coroutine" else Remote,)
-    methods = {f"__{name}__": _forwarded(name) for name in special.split() if name in SPECIAL}
+    bases = (CopiedValue, base) if base else (_Awaitable if kind == "coroutine" else Remote,)
+    methods = {f"__{name}__": _make_forwarder(name) for name in special.split() if name in SPECIAL}
     if "__eq__" in methods and base:
         methods["__hash__"] = base.__hash__
     if fields:

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from embodyrl.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
-from embodyrl.text.sandboxed_objects import Own, Remote, number_of
+from embodyrl.text.sandboxed_objects import CopiedValue, Remote, get_number
 
 _TESTED = "tested "
 """Prefix of names in the syntax tree of a test that are looked up in the program, even if a built-in has the name."""
@@ -37,48 +37,52 @@ _OUT_OF_REACH = ("patch", "getsource", "signature", "getfullargspec", "iscorouti
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.withitem)
 
 
-def problems(source):
+def find_problems(source):
     """Return the reasons why a test cannot verify a program."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
         return [f"is not valid Python: {error}"]
-    found = []
+    reasons = []
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     if all(isinstance(node, definitions) for node in tree.body):
-        found.append("only defines functions or classes, and calls nothing")
-    test = _Analysis(tree)
+        reasons.append("only defines functions or classes, and calls nothing")
+    analysis = _Analysis(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and test.may_be_result(node.args):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and analysis.may_be_result(node.args):
             name = node.func.id
-            if name.startswith("assert") and name not in test.defined and name not in _FUNCTIONS:
-                found.append(f"calls {name}, which the program could define to accept anything; import {name}")
+            if name.startswith("assert") and name not in analysis.defined and name not in _FUNCTIONS:
+                reasons.append(f"calls {name}, which the program could define to accept anything; import {name}")
         elif isinstance(node, ast.ClassDef):
-            found += [
+            reasons += [
                 f"derives class {node.name} from {base.id}, a class of the program in another process"
                 for base in node.bases
                 if isinstance(base, ast.Name)
                 and not base.id.endswith(("Error", "Exception"))
-                and test.is_of_program(base.id)
+                and analysis.is_program_name(base.id)
             ]
-        elif isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name) and test.is_of_program(node.cls.id):
-            found.append(f"matches a pattern of {node.cls.id}, a class of the program in another process")
+        elif (
+            isinstance(node, ast.MatchClass)
+            and isinstance(node.cls, ast.Name)
+            and analysis.is_program_name(node.cls.id)
+        ):
+            reasons.append(f"matches a pattern of {node.cls.id}, a class of the program in another process")
         elif isinstance(node, ast.Name) and node.id in ("monkeypatch", "capsys", "capfd"):
-            found.append(f"uses {node.id}, a fixture of pytest")
+            reasons.append(f"uses {node.id}, a fixture of pytest")
         elif isinstance(node, ast.Call) and (name := ast.unparse(node.func)).split(".")[-1] in _OUT_OF_REACH:
-            found.append(f"uses {name}, which cannot reach the program in another process")
+            reasons.append(f"uses {name}, which cannot reach the program in another process")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "unittest.main":
-            found.append("uses unittest.main, which exits; raise an exception for a failure")
-    return found
+            reasons.append("uses unittest.main, which exits; raise an exception for a failure")
+    return reasons
 
 
 def program_names(source):
     """Return the names that a test uses and does not define; none if the test is invalid."""
     try:
-        test = _Analysis(ast.parse(source))
+        analysis = _Analysis(ast.parse(source))
     except (SyntaxError, ValueError):
         return set()
-    return {name for name in _loaded(test.tree) if name not in test.defined | test.parameters}
+    return {name for name in _get_loaded_names(analysis.tree) if name not in analysis.defined | analysis.parameters}
 
 
 class _Analysis:
@@ -89,7 +93,9 @@ class _Analysis:
         functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
         self.defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
         self.defined |= {(n.asname or n.name).partition(".")[0] for n in nodes if isinstance(n, ast.alias)}
-        self.parameters = {arg.arg for f in functions for arg in ast.walk(f.args) if isinstance(arg, ast.arg)}
+        self.parameters = {
+            arg.arg for function in functions for arg in ast.walk(function.args) if isinstance(arg, ast.arg)
+        }
         stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         self.defined |= {*known} | stored | {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
         self.results: set[str] = set()
@@ -100,17 +106,25 @@ class _Analysis:
                 if isinstance(node, ast.FunctionDef) and self.has_result(node.body):
                     self.results.add(node.name)
                 elif isinstance(node, _ASSIGNMENTS):
-                    found = [stored for source, stored in _stores(node) if self.has_result([source])]
-                    self.results = self.results.union(*found)
+                    names = [stored for source, stored in _get_assignments(node) if self.has_result([source])]
+                    self.results = self.results.union(*names)
                 elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self.has_result(node.args):
-                    self.results |= {_root(node.func)} & stored  # as in `found.append(f(x))`
+                    self.results |= {_get_root_name(node.func)} & stored  # as in `found.append(f(x))`
         self.passed = {
-            name for node in nodes if self._calls_program(node) for arg in _arguments(node) for name in _loaded(arg)
+            name
+            for node in nodes
+            if self._calls_program(node)
+            for arg in _arguments(node)
+            for name in _get_loaded_names(arg)
         }
         assignments = [node for node in nodes if isinstance(node, _ASSIGNMENTS)]
-        self._edges = [(self._outside(source), stored) for node in assignments for source, stored in _stores(node)]
+        self._edges = [
+            (self._names_outside_calls(source), stored)
+            for node in assignments
+            for source, stored in _get_assignments(node)
+        ]
 
-    def is_of_program(self, name):
+    def is_program_name(self, name):
         """Return True if a name is neither defined by the test nor built in."""
         return name not in {"", *self.defined, *self.parameters} and not hasattr(builtins, name)
 
@@ -118,13 +132,15 @@ class _Analysis:
         """Return True for a call of a function or method of the program, also by a parameter or a result."""
         if not isinstance(node, ast.Call):
             return False
-        names = {_root(node.func), *(arg.id for arg in _arguments(node) if isinstance(arg, ast.Name))}
-        if _root(node.func) in self.results | self.parameters - {"self"}:
+        names = {_get_root_name(node.func), *(arg.id for arg in _arguments(node) if isinstance(arg, ast.Name))}
+        if _get_root_name(node.func) in self.results | self.parameters - {"self"}:
             return True
         if any(isinstance(arg, ast.Lambda) and self.has_result([arg.body]) for arg in _arguments(node)):
             return True
         # `map(f, x)` calls the program, too.
-        return any(name.startswith(_TESTED) or (self.is_of_program(name) and name not in _FUNCTIONS) for name in names)
+        return any(
+            name.startswith(_TESTED) or (self.is_program_name(name) and name not in _FUNCTIONS) for name in names
+        )
 
     def has_result(self, nodes):
         """Return True if one of the nodes contains a result of the program, directly or by a variable."""
@@ -135,19 +151,19 @@ class _Analysis:
         )
 
     def _is_result(self, name):
-        return name in self.results or (self.is_of_program(name) and name not in _FUNCTIONS)
+        return name in self.results or (self.is_program_name(name) and name not in _FUNCTIONS)
 
     def may_be_result(self, nodes):
         """Return True if one of the nodes may contain a result, or an argument that the program may have changed."""
         names = self.parameters | self.passed
-        return self.has_result(nodes) or any(name in names for node in nodes for name in _loaded(node))
+        return self.has_result(nodes) or any(name in names for node in nodes for name in _get_loaded_names(node))
 
-    def conflicts(self):
+    def find_conflicts(self):
         """Return the variables that the test passes to the program and compares with results of the program.
 
         The program must not decide both sides of a comparison, so that such variables are passed as copies.
         """
-        found = set()
+        names = set()
         units = [
             node
             for node in ast.walk(self.tree)
@@ -159,23 +175,27 @@ class _Analysis:
             derived |= _closure(name, [(stored, loaded) for loaded, stored in self._edges])
             for unit in units:
                 parts = [unit.func, *_arguments(unit)] if isinstance(unit, ast.Call) else [unit.left, *unit.comparators]
-                if any(derived & self._outside(p) and self.has_result(q for q in parts if q is not p) for p in parts):
-                    found.add(name)
-        return found
+                if any(
+                    derived & self._names_outside_calls(part)
+                    and self.has_result(other for other in parts if other is not part)
+                    for part in parts
+                ):
+                    names.add(name)
+        return names
 
-    def _outside(self, node):
+    def _names_outside_calls(self, node):
         """Return the names that a node loads outside of arguments of calls of the program."""
         if self._calls_program(node):
-            return _loaded(node.func)
+            return _get_loaded_names(node.func)
         if isinstance(node, ast.Name):
             return {node.id} if isinstance(node.ctx, ast.Load) else set()
-        return {name for part in ast.iter_child_nodes(node) for name in self._outside(part)}
+        return {name for part in ast.iter_child_nodes(node) for name in self._names_outside_calls(part)}
 
 
 _NEUTRAL = ("all", "any", "bool", "print", "range", "type")
 
 
-def _root(node):
+def _get_root_name(node):
     """Return the name at the begin of an expression such as `name[0].attribute(1)`, or ""."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
@@ -184,56 +204,56 @@ def _root(node):
 
 def _closure(name, edges):
     """Return the names that can be reached from a name by edges between sets of names."""
-    found, size = {name}, 0
-    while len(found) != size:
-        size = len(found)
-        found |= {end for begins, ends in edges if found & begins for end in ends}
-    return found
+    reached, size = {name}, 0
+    while len(reached) != size:
+        size = len(reached)
+        reached |= {target for sources, targets in edges if reached & sources for target in targets}
+    return reached
 
 
-def _loaded(node):
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+def _get_loaded_names(node):
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load)}
 
 
-def _stores(node):
+def _get_assignments(node):
     """Return pairs of an expression and the names that store its value, of an assignment, loop or `with` statement."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None) or node.optional_vars or ast.Pass()]
     names = ("iter", "context_expr", "value")
     source = next((getattr(node, name) for name in names if getattr(node, name, None)), ast.Pass())
-    found = []
+    pairs_of_names = []
     for target in targets:
         pairs = [(source, target)]
         if isinstance(source, ast.Tuple) and isinstance(target, ast.Tuple) and len(source.elts) == len(target.elts):
             pairs = [*zip(source.elts, target.elts, strict=True)]
-        found += [(value, _stored(part)) for value, part in pairs]
-    return found
+        pairs_of_names += [(value, _get_stored_names(part)) for value, part in pairs]
+    return pairs_of_names
 
 
-def _stored(target):
+def _get_stored_names(target):
     parts = [*ast.walk(target)]
-    found = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return found | {_root(n) for n in parts if isinstance(n, ast.Subscript | ast.Attribute)}
+    names = {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return names | {_get_root_name(part) for part in parts if isinstance(part, ast.Subscript | ast.Attribute)}
 
 
 def _arguments(call):
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-class _Prepare(ast.NodeTransformer):
+class _TestTransformer(ast.NodeTransformer):
     """AST transformer that marks names of the program, copies conflicting arguments, and replaces `type`."""
 
     def __init__(self, test, kinds):
-        self._test, self._kinds, self._copied = test, kinds, test.conflicts()
+        self._test, self._kinds, self._copied = test, kinds, test.find_conflicts()
         self.trusted = {}
 
     def visit_Compare(self, node):
         # `assert sum(1, 2) == 3` tests a function of the program; `assert sum(f(2)) == 3` and `sum(x)` after `f(x)` do
         # not.
-        test, left = self._test, node.left
+        analysis, left = self._test, node.left
         if isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and isinstance(node.ops[0], ast.Eq):
             name = left.func.id
-            ours = name in test.defined | test.parameters or test.may_be_result(_arguments(left))
-            if hasattr(builtins, name) and not ours:
+            is_test_name = name in analysis.defined | analysis.parameters or analysis.may_be_result(_arguments(left))
+            if hasattr(builtins, name) and not is_test_name:
                 left.func.id = _TESTED + name
         return self.generic_visit(node)
 
@@ -259,8 +279,8 @@ class _Prepare(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node):
-        test = self._test
-        if node.id in ("inf", "pi", "nan", "tau") and test.is_of_program(node.id) and node.id in self._kinds:
+        analysis = self._test
+        if node.id in ("inf", "pi", "nan", "tau") and analysis.is_program_name(node.id) and node.id in self._kinds:
             self.trusted[node.id] = getattr(importlib.import_module("math"), node.id)
         return node
 
@@ -273,29 +293,29 @@ class _Prepare(ast.NodeTransformer):
     def _copy(self, node):
         if isinstance(node, ast.Starred):
             return ast.Starred(self._copy(node.value), ast.Load())
-        return ast.Call(ast.Name("_copied", ast.Load()), [node], []) if _loaded(node) & self._copied else node
+        return ast.Call(ast.Name("_copied", ast.Load()), [node], []) if _get_loaded_names(node) & self._copied else node
 
 
-def _trusted_modules(tree, kinds):
+def _find_trusted_modules(tree, kinds):
     """Return the original modules whose attributes a test uses by a name of the program, by name."""
-    found, attributes = {}, {}
+    modules, attributes = {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
             attributes.setdefault(node.value.id, set()).add(node.attr)
-    for name, used in attributes.items():
+    for name, attribute_names in attributes.items():
         real = str(kinds[name] or {"np": "numpy"}.get(name, name))
         if real in _MODULES or (kinds[name] and real.partition(".")[0] in (*sys.stdlib_module_names, "numpy")):
             module = importlib.import_module(real)
             # A variable of the program may have the name of a module.
-            if kinds[name] or all(hasattr(module, one) for one in used):
-                found[name] = module
-    return found
+            if kinds[name] or all(hasattr(module, attribute) for attribute in attribute_names):
+                modules[name] = module
+    return modules
 
 
 class _Names(dict):
     """Globals of a test: a name that the test does not define is looked up in the program.
 
-    Built-ins, and the modules and functions that `_Prepare` trusts, are never those of the program.
+    Built-ins, and the modules and functions that `_TestTransformer` trusts, are never those of the program.
     """
 
     def __init__(self, link, kinds, trusted, own):
@@ -303,45 +323,45 @@ class _Names(dict):
         self._link, self._kinds, self._trusted = link, kinds, trusted
 
     def __missing__(self, name):
-        tested, name = name.startswith(_TESTED), name.removeprefix(_TESTED)
-        if tested and (name in self or name not in self._kinds):
+        is_tested, name = name.startswith(_TESTED), name.removeprefix(_TESTED)
+        if is_tested and (name in self or name not in self._kinds):
             return self[name] if name in self or not hasattr(builtins, name) else getattr(builtins, name)
         if name in self._trusted:
             return self._trusted[name]
-        if name not in self._kinds or name.startswith("__") or (hasattr(builtins, name) and not tested):
+        if name not in self._kinds or name.startswith("__") or (hasattr(builtins, name) and not is_tested):
             raise KeyError(name)
-        found = self._link.ask("name", name)
-        if issubclass(type(found), Remote) and name.lstrip("_")[:1].isupper():
-            self._link.makers.add(number_of(found))
-        return found
+        value = self._link.request("name", name)
+        if issubclass(type(value), Remote) and name.lstrip("_")[:1].isupper():
+            self._link.makers.add(get_number(value))
+        return value
 
 
 class _Copies:
     """Copies of arguments that a test also compares with results of the program."""
 
     def __init__(self):
-        self._made = []
+        self._created = []
 
     def __call__(self, value):
         """Return a copy of a container and its containers."""
-        made = _copy(value)
-        self._made.append((made, repr(made)))
-        return made
+        duplicate = _copy(value)
+        self._created.append((duplicate, repr(duplicate)))
+        return duplicate
 
-    def changed(self):
+    def has_changes(self):
         """Return True if the program changed a copy."""
-        return any(repr(made) != before for made, before in self._made)
+        return any(repr(duplicate) != before for duplicate, before in self._created)
 
 
 def _copy(value):
     kind = type(value)
     if kind in (list, tuple, set, frozenset):
         return kind(map(_copy, value))
-    made = copy.copy(value) if kind.__module__ in ("builtins", "collections", "array", "numpy") else value
-    if isinstance(made, dict):
-        for key, item in made.items():
-            made[key] = _copy(item)
-    return made
+    duplicate = copy.copy(value) if kind.__module__ in ("builtins", "collections", "array", "numpy") else value
+    if isinstance(duplicate, dict):
+        for key, item in duplicate.items():
+            duplicate[key] = _copy(item)
+    return duplicate
 
 
 def run_test(source, incoming, outgoing):
@@ -351,26 +371,26 @@ def run_test(source, incoming, outgoing):
         Exception: the test fails.
     """
     link, copies = Link(incoming, outgoing, strict=True), _Copies()
-    link.deeds |= {"attribute": read_attribute, "set": write_attribute}
+    link.operations |= {"attribute": read_attribute, "set": write_attribute}
 
-    def kind(value):
-        return link.type_of(value) if issubclass(type(value), (Remote, Own)) else type(value)
+    def get_kind(value):
+        return link.get_type(value) if issubclass(type(value), (Remote, CopiedValue)) else type(value)
 
-    began = link.read()
-    if "failed" in began:
-        raise RuntimeError(str(began["failed"]))
-    kinds = began["names"]
+    message = link.read()
+    if "failed" in message:
+        raise RuntimeError(str(message["failed"]))
+    kinds = message["names"]
     tree = ast.parse(source, "<test>")
-    modules = _trusted_modules(tree, kinds)
-    prepare = _Prepare(_Analysis(tree, modules), kinds)
-    tree = ast.fix_missing_locations(prepare.visit(tree))
-    names = _Names(link, kinds, modules | prepare.trusted, {"_type": kind, "_copied": copies})
+    modules = _find_trusted_modules(tree, kinds)
+    transformer = _TestTransformer(_Analysis(tree, modules), kinds)
+    tree = ast.fix_missing_locations(transformer.visit(tree))
+    names = _Names(link, kinds, modules | transformer.trusted, {"_type": get_kind, "_copied": copies})
     try:
         exec(compile(tree, "<test>", "exec"), names)
     except BaseException:
-        if link.refusals:
-            return link.refusals[-1]
-        if copies.changed():
+        if link.rejections:
+            return link.rejections[-1]
+        if copies.has_changes():
             return "compares a result of the program with an argument that the program changed"
         raise
     finally:

@@ -18,7 +18,7 @@ import sys
 import uuid
 from typing import Any
 
-from embodyrl.text.sandboxed_objects import BASES, KINDS, SPECIAL, Foreign, is_theirs, number_of, proxy_class
+from embodyrl.text.sandboxed_objects import BASES, KINDS, SPECIAL, RemoteException, get_number, is_remote, proxy_class
 
 _TEXTS = {
     kind.__name__: kind
@@ -44,9 +44,9 @@ def _is_shared(kind):
 
 def _array(items, dtype, shape):
     numpy = importlib.import_module("numpy")
-    made = numpy.empty(len(items), dtype)
-    made[:] = items
-    return made.reshape(shape)
+    array_ = numpy.empty(len(items), dtype)
+    array_[:] = items
+    return array_.reshape(shape)
 
 
 class Values:
@@ -54,75 +54,75 @@ class Values:
 
     def __init__(self, *, strict):
         self.strict, self._next = strict, int(strict)
-        self._kept, self._numbers = {}, {}
-        self._shared, self._queue, self._last, self._gone = {}, [], {}, []
+        self._objects, self._numbers = {}, {}
+        self._shared, self._queue, self._last_sent, self._gone = {}, [], {}, []
 
-    def keep(self, value, number=None):
+    def register(self, value, number=None):
         """Return the number of an object; a new object gets `number`, or a number that the other process never uses."""
-        found = self._numbers.get(id(value))
-        if found is None:
+        known = self._numbers.get(id(value))
+        if known is None:
             if number is None:
                 number, self._next = self._next, self._next + 2
-            found = self._numbers[id(value)] = number
-            self._kept[number] = value  # which keeps its id from being used again
-        return found
+            known = self._numbers[id(value)] = number
+            self._objects[number] = value  # which keeps its id from being used again
+        return known
 
     def _forget(self, number):
         self._shared.pop(number, None)
-        self._last.pop(number, None)
-        self._numbers.pop(id(self._kept.pop(number, None)), None)
+        self._last_sent.pop(number, None)
+        self._numbers.pop(id(self._objects.pop(number, None)), None)
 
-    def news(self):
+    def collect_updates(self):
         """Return the content of new and changed containers, and the numbers that are no longer used."""
-        news, gone, self._queue = {}, [], [*self._shared]
+        updates, removed, self._queue = {}, [], [*self._shared]
         for number in self._queue:  # which `pack` extends
-            content = self._content(self._kept[number])
-            text = json.dumps(content)  # in which 1, 1.0 and true differ
-            if self._last.get(number) != text:
-                self._last[number], news[number] = text, content
-            elif sys.getrefcount(self._kept[number]) <= 2:
+            content = self._describe_container(self._objects[number])
+            encoded = json.dumps(content)  # in which 1, 1.0 and true differ
+            if self._last_sent.get(number) != encoded:
+                self._last_sent[number], updates[number] = encoded, content
+            elif sys.getrefcount(self._objects[number]) <= 2:
                 self._forget(number)
-                gone.append(number)
-        return news, gone
+                removed.append(number)
+        return updates, removed
 
-    def take(self, news, gone):
-        """Apply the news of the other process."""
-        for number in gone:
+    def apply_updates(self, updates, removed):
+        """Apply the updates of the other process."""
+        for number in removed:
             self._forget(number)
-        new = {int(number): content for number, content in news.items()}
-        for number, content in new.items():
-            if number not in self._kept:
+        contents = {int(number): content for number, content in updates.items()}
+        for number, content in contents.items():
+            if number not in self._objects:
                 self._shared[number] = None
-                self.keep(self._empty(*content), number)
-        for number, content in new.items():
-            self._fill(self._kept[number], content)
-        for number in new:
-            self._last[number] = json.dumps(self._content(self._kept[number]))
+                self.register(self._create_empty(*content), number)
+        for number, content in contents.items():
+            self._fill(self._objects[number], content)
+        for number in contents:
+            self._last_sent[number] = json.dumps(self._describe_container(self._objects[number]))
 
-    def _content(self, value):
+    def _describe_container(self, value):
         """Return type, items and further arguments of a container."""
         kind = type(value)
         name = kind.__name__
         if kind in _PAIRS:
-            return [name, self._pairs(value), self.pack(getattr(value, "default_factory", None))]
+            return [name, self._pack_pairs(value), self.pack(getattr(value, "default_factory", None))]
         if name == "ndarray":
-            return [name, self._packed(value.ravel().tolist()), str(value.dtype), list(value.shape)]
+            return [name, self._pack_all(value.ravel().tolist()), str(value.dtype), list(value.shape)]
         more = {collections.deque: "maxlen", array.array: "typecode"}.get(kind, "")
-        return [name, self._packed(value), getattr(value, more, None)]
+        return [name, self._pack_all(value), getattr(value, more, None)]
 
-    def _packed(self, items):
+    def _pack_all(self, items):
         return [self.pack(item) for item in items]
 
-    def _unpacked(self, items) -> list[Any]:
+    def _unpack_all(self, items) -> list[Any]:
         return [self.unpack(item) for item in items]
 
-    def _pairs(self, value):
-        return [[self.pack(k), self.pack(v)] for k, v in value.items()]
+    def _pack_pairs(self, value):
+        return [[self.pack(key), self.pack(item)] for key, item in value.items()]
 
-    def _unpaired(self, pairs):
-        return {self.unpack(k): self.unpack(v) for k, v in pairs}
+    def _unpack_pairs(self, pairs):
+        return {self.unpack(key): self.unpack(item) for key, item in pairs}
 
-    def _empty(self, name, _, *more):
+    def _create_empty(self, name, _, *more):
         """Return a container without content."""
         if name == "ndarray":
             return importlib.import_module("numpy").empty(more[1], more[0])
@@ -131,19 +131,19 @@ class Values:
             return kind(self.unpack(more[0]))
         return kind(more[0]) if kind is array.array else kind([], more[0]) if kind is collections.deque else kind()
 
-    def _fill(self, own, content):
+    def _fill(self, container, content):
         """Replace the content of a container in place."""
         name, items, *more = content
-        kind: Any = type(own)
+        kind: Any = type(container)
         if kind.__name__ != name or not _is_shared(kind):
             raise TypeError(f"A {kind.__name__} cannot become a {name}.")
-        items: Any = self._unpaired(items) if kind in _PAIRS else self._unpacked(items)
+        items: Any = self._unpack_pairs(items) if kind in _PAIRS else self._unpack_all(items)
         if name == "ndarray":
-            own[...] = _array(items, *more)
+            container[...] = _array(items, *more)
         elif kind in (list, bytearray, array.array):
-            own[:] = array.array(more[0], items) if kind is array.array else items
+            container[:] = array.array(more[0], items) if kind is array.array else items
         else:
-            own.clear()
+            container.clear()
             update = (
                 kind.extend
                 if kind is collections.deque
@@ -151,7 +151,7 @@ class Values:
                 if kind is collections.Counter
                 else kind.update
             )
-            update(own, items)
+            update(container, items)
 
     def pack(self, value):
         """Return a value as JSON data: plain data by value, containers and other objects by number."""
@@ -159,10 +159,10 @@ class Values:
         name = kind.__name__
         if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 1 << 64):
             return value
-        if is_theirs(value):
-            return ["there", number_of(value)]
+        if is_remote(value):
+            return ["there", get_number(value)]
         if _is_shared(kind):
-            if (number := self.keep(value)) not in self._shared:
+            if (number := self.register(value)) not in self._shared:
                 self._shared[number] = None
                 self._queue.append(number)
             return ["ref", number]
@@ -171,14 +171,14 @@ class Values:
         if name in _PARTS and kind is _PARTS[name][0]:
             return [name, *(self.pack(getattr(value, part)) for part in _PARTS[name][1])]
         if name in _VIEWS and kind.__module__ == "builtins":
-            return [name, self._pairs(dict(value.mapping))]
+            return [name, self._pack_pairs(dict(value.mapping))]
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             return ["numpy", [self.pack(value.tolist())], str(value.dtype), []]
         if value is ... or value is NotImplemented:
             return ["constant", str(value)]
         if issubclass(kind, BaseException):
-            about = self._pack_class(kind), str(value)[:1000], self._packed(value.args)
-            return ["error", self.keep(value.with_traceback(None)), *about]
+            description = self._pack_class(kind), str(value)[:1000], self._pack_all(value.args)
+            return ["error", self.register(value.with_traceback(None)), *description]
         if issubclass(kind, type) and (issubclass(value, BaseException) or _is_builtin(value)):
             return self._pack_class(value)
         for base, plain in BASES.items():
@@ -189,7 +189,7 @@ class Values:
 
     def _pack_plain(self, base, value):
         if base in (tuple, frozenset):
-            return [base.__name__, self._packed(value)]
+            return [base.__name__, self._pack_all(value)]
         if base is bytes:
             return ["bytes", value.hex()]
         if base is int and abs(value) >= 1 << 64:
@@ -198,22 +198,26 @@ class Values:
 
     def _describe(self, value, kind, base):
         """Return the number of an object, its special methods, type and fields."""
-        found = [one for one in SPECIAL if getattr(kind, f"__{one}__", None) is not getattr(base, f"__{one}__", None)]
+        methods = [
+            method
+            for method in SPECIAL
+            if getattr(kind, f"__{method}__", None) is not getattr(base, f"__{method}__", None)
+        ]
         if base is not object or kind.__hash__ is None:
-            found = [one for one in found if one != "hash"]
-        elif "eq" in found:
-            found.append("hash")
-        names = [name for name, known in KINDS.items() if issubclass(kind, known)]
+            methods = [method for method in methods if method != "hash"]
+        elif "eq" in methods:
+            methods.append("hash")
+        names = [name for name, base_kind in KINDS.items() if issubclass(kind, base_kind)]
         name = base.__name__ if base is not object else "coroutine" if hasattr(kind, "__await__") else [*names, ""][0]
-        return self.keep(value), " ".join(found), name, " ".join(getattr(kind, "__dataclass_fields__", ()))
+        return self.register(value), " ".join(methods), name, " ".join(getattr(kind, "__dataclass_fields__", ()))
 
     def _pack_class(self, kind):
-        if issubclass(kind, Foreign):
-            return ["there", number_of(kind)]
+        if issubclass(kind, RemoteException):
+            return ["there", get_number(kind)]
         if _is_builtin(kind):
             return ["builtin", kind.__name__]
         bases = [self._pack_class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
-        return ["exception", self.keep(kind), kind.__name__, bases, kind.__module__]
+        return ["exception", self.register(kind), kind.__name__, bases, kind.__module__]
 
     def unpack(self, packed) -> Any:
         """Return the value that the other process packed with `pack`."""
@@ -221,34 +225,34 @@ class Values:
             return packed
         name, *parts = packed
         if name in ("there", "ref"):
-            return self._kept[parts[0]]
-        if name in ("here", "own", "error", "exception") and parts[0] in self._kept:
-            return self._kept[parts[0]]
+            return self._objects[parts[0]]
+        if name in ("here", "own", "error", "exception") and parts[0] in self._objects:
+            return self._objects[parts[0]]
         if name in ("here", "own"):
             kind = proxy_class(*parts[1:4])
-            made = kind(self.unpack(parts[4])) if name == "own" else object.__new__(kind)
-            object.__setattr__(made, "_link", self)
-            object.__setattr__(made, "_number", parts[0])
-            return self._kept[self.keep(made, parts[0])]
+            instance = kind(self.unpack(parts[4])) if name == "own" else object.__new__(kind)
+            object.__setattr__(instance, "_link", self)
+            object.__setattr__(instance, "_number", parts[0])
+            return self._objects[self.register(instance, parts[0])]
         if name == "error":
-            return self._error(*parts)
+            return self._build_error(*parts)
         if name in ("exception", "builtin"):
-            return self.checked(self._unpack_class(packed))
+            return self.check_class(self._unpack_class(packed))
         if name in ("tuple", "frozenset"):
-            return (tuple if name == "tuple" else frozenset)(self._unpacked(parts[0]))
+            return (tuple if name == "tuple" else frozenset)(self._unpack_all(parts[0]))
         if name in _VIEWS:
-            return getattr(self._unpaired(parts[0]), _VIEWS[name])()
+            return getattr(self._unpack_pairs(parts[0]), _VIEWS[name])()
         if name in _TEXTS:
             return _TEXTS[name](parts[0])
         if name in _DATES:
             return _DATES[name].fromisoformat(parts[0])
         if name == "numpy":
-            return _array(self._unpacked(parts[0]), *parts[1:])[()]
+            return _array(self._unpack_all(parts[0]), *parts[1:])[()]
         if name in ("int", "bytes"):
             return int(parts[0], 16) if name == "int" else bytes.fromhex(parts[0])
-        return _CONSTANTS[parts[0]] if name == "constant" else _PARTS[name][0](*self._unpacked(parts))
+        return _CONSTANTS[parts[0]] if name == "constant" else _PARTS[name][0](*self._unpack_all(parts))
 
-    def checked(self, kind):
+    def check_class(self, kind):
         """Return a class that a name of the other process means."""
         return kind
 
@@ -256,36 +260,36 @@ class Values:
         """Return the local class for an exception class or a built-in type."""
         name, *parts = packed
         if name == "builtin":
-            found = getattr(builtins, parts[0])
-            if not isinstance(found, type):
-                raise TypeError(f"{found!r} is not a type.")
-            return found
-        if name == "there" or parts[0] in self._kept:
-            return self._kept[parts[0]]
+            local = getattr(builtins, parts[0])
+            if not isinstance(local, type):
+                raise TypeError(f"{local!r} is not a type.")
+            return local
+        if name == "there" or parts[0] in self._objects:
+            return self._objects[parts[0]]
         number, title, bases, module = parts
         if module.partition(".")[0] in sys.stdlib_module_names:
-            found = getattr(sys.modules.get(module), title, None)
-            if isinstance(found, type) and issubclass(found, BaseException):
-                return self._kept[self.keep(found, number)]
+            local = getattr(sys.modules.get(module), title, None)
+            if isinstance(local, type) and issubclass(local, BaseException):
+                return self._objects[self.register(local, number)]
         bases = tuple(self._unpack_class(base) for base in bases)
-        bases = bases if any(issubclass(base, Foreign) for base in bases) else (Foreign, *bases)
-        made = type(str(title), bases, {"_link": self, "_number": number})
-        return self._kept[self.keep(made, number)]
+        bases = bases if any(issubclass(base, RemoteException) for base in bases) else (RemoteException, *bases)
+        created = type(str(title), bases, {"_link": self, "_number": number})
+        return self._objects[self.register(created, number)]
 
-    def _error(self, number, kind, text, args):
+    def _build_error(self, number, kind, text, args):
         """Build an exception of the other process."""
-        kind, args = self._unpack_class(kind), self._unpacked(args)
-        if issubclass(kind, Foreign):
-            plain: Any = next(base for base in kind.__mro__ if not issubclass(base, Foreign))
-            made = plain.__new__(kind)
-            vars(made).update(_number=number, _text=text)
-            made.args = args
+        kind, args = self._unpack_class(kind), self._unpack_all(args)
+        if issubclass(kind, RemoteException):
+            builtin_base: Any = next(base for base in kind.__mro__ if not issubclass(base, RemoteException))
+            error = builtin_base.__new__(kind)
+            vars(error).update(_number=number, _text=text)
+            error.args = args
         else:
             try:
-                made = kind(*args)
+                error = kind(*args)
             except TypeError:
-                made = kind.__new__(kind, *args)
-        return self._kept[self.keep(made, number)]
+                error = kind.__new__(kind, *args)
+        return self._objects[self.register(error, number)]
 
 
 def _is_builtin(kind):

@@ -8,7 +8,7 @@ from embodyrl.text.conversation import TextRow
 from embodyrl.text.messages import Message
 
 ROWS, HELD_OUT_ROWS = 2000, 500
-_ASKS = 'Think step by step, and write the answer after "####".'
+_INSTRUCTION = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
 """Exclusive upper bound of the numbers, and the modulus and remainder that identify validation numbers.
 
@@ -80,36 +80,38 @@ _STORIES = (
 
 def stories(*, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return training rows; the reference is the solution, followed by `#### ` and the answer, as in GSM8K."""
-    return _rows(rows, seed, held_out=False)
+    return _build_rows(rows, seed, held_out=False)
 
 
 def held_out_stories(*, rows: int = HELD_OUT_ROWS, seed: int = 0) -> list[TextRow]:
     """Return validation rows; the numbers in their questions do not occur in training questions."""
-    return _rows(rows, seed, held_out=True)
+    return _build_rows(rows, seed, held_out=True)
 
 
-def _rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
+def _build_rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
     rng = random.Random(f"{seed}/{held_out}")
     numbers = [n for n in range(2, _LARGEST) if (n % _STEP == _RESERVED) == held_out]
-    found: dict[str, TextRow] = {}
+    rows_by_question: dict[str, TextRow] = {}
     for _ in range(_TRIES * rows):
-        if len(found) == rows:
+        if len(rows_by_question) == rows:
             break
         story, (name, other) = rng.choice(_STORIES), rng.sample(_NAMES, 2)
         a, b, c = (rng.choice(numbers) for _ in range(3))
         steps, result = _solve(story.steps, {"a": a, "b": b, "c": c, "2": 2})
         if result > 0:
-            asked = story.text.format(a=a, b=b, c=c, name=name, other=other, things=rng.choice(_THINGS))
+            question = story.text.format(a=a, b=b, c=c, name=name, other=other, things=rng.choice(_THINGS))
             reference = "\n".join((*steps, f"#### {result}"))
-            found[asked] = TextRow(messages=(Message(role="user", content=f"{asked}\n{_ASKS}"),), reference=reference)
-    return list(found.values())
+            rows_by_question[question] = TextRow(
+                messages=(Message(role="user", content=f"{question}\n{_INSTRUCTION}"),), reference=reference
+            )
+    return list(rows_by_question.values())
 
 
 def _solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int]:
     """Return the lines of a solution, such as `3 + 4 = 7`, and the answer."""
-    known, lines, result = dict(numbers), list[str](), 0
+    variables, lines, result = dict(numbers), list[str](), 0
     for name, step in zip("xyzw", steps.split("; "), strict=False):
         left, sign, right = step.split()
-        result = known[name] = _SIGNS[sign](known[left], known[right])
-        lines.append(f"{known[left]} {sign} {known[right]} = {result}")
+        result = variables[name] = _SIGNS[sign](variables[left], variables[right])
+        lines.append(f"{variables[left]} {sign} {variables[right]} = {result}")
     return lines, result

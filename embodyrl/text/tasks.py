@@ -33,17 +33,17 @@ def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow
         number = rng.randint(1, longest)
         return f"{number}=", "x" * number
 
-    return _rows(draw, rows, seed)
+    return _build_rows(draw, rows, seed)
 
 
 def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `cab=` with the answer cab."""
-    return _rows(_word(letters, size, lambda word: word), rows, seed)
+    return _build_rows(_word_task(letters, size, lambda word: word), rows, seed)
 
 
 def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `1234=` with the answer 4321."""
-    return _rows(_word(letters, size, lambda word: word[::-1]), rows, seed)
+    return _build_rows(_word_task(letters, size, lambda word: word[::-1]), rows, seed)
 
 
 def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
@@ -54,7 +54,7 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
         a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
         return f"{a}{operation}{b}=", str(apply[operation](a, b))
 
-    return _rows(draw, rows, seed)
+    return _build_rows(draw, rows, seed)
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
@@ -83,7 +83,7 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
         task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
         return f"{task}=", task
 
-    return _rows(draw, rows, seed)
+    return _build_rows(draw, rows, seed)
 
 
 def colour(
@@ -95,18 +95,18 @@ def colour(
     """
 
     def draw(rng: random.Random) -> TextRow:
-        pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2
+        generator, side = np.random.default_rng(rng.getrandbits(32)), size // 2
         answer, x, y = rng.choice(list(COLOURS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
-        shown = rng.choice(list(COLOURS)) if shuffled else answer
-        picture = np.full((size, size, 3), 128)
-        picture[y : y + side, x : x + side] = COLOURS[shown]
-        picture = (picture + pixels.integers(-noise, noise + 1, picture.shape)).clip(0, 255).astype(np.uint8)
-        return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(picture,))
+        drawn = rng.choice(list(COLOURS)) if shuffled else answer
+        image = np.full((size, size, 3), 128)
+        image[y : y + side, x : x + side] = COLOURS[drawn]
+        image = (image + generator.integers(-noise, noise + 1, image.shape)).clip(0, 255).astype(np.uint8)
+        return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(image,))
 
     return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
 
 
-def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
+def _word_task(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
     def draw(rng: random.Random) -> tuple[str, str]:
         word = "".join(rng.choice(letters) for _ in range(size))
         return f"{word}=", answer(word)
@@ -114,16 +114,19 @@ def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
     return draw
 
 
-def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
+def _build_rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
     """Return `rows` rows, or fewer if the task has fewer questions.
 
     Repeated questions are skipped, so that a held-out question does not occur in training.
     """
     rng = random.Random(seed)
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for _ in range(rows + _SPARE):
-        asked, answer = draw(rng)
-        found[asked] = answer
-        if len(found) == rows:
+        question, answer = draw(rng)
+        answers[question] = answer
+        if len(answers) == rows:
             break
-    return [TextRow(messages=(Message(role="user", content=asked),), reference=said) for asked, said in found.items()]
+    return [
+        TextRow(messages=(Message(role="user", content=question),), reference=said)
+        for question, said in answers.items()
+    ]

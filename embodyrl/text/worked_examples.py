@@ -16,20 +16,24 @@ _PRODUCTS = ((12, 34), (56, 71), (90, 18), (43, 25))
 def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[TextRow]:
     """Return rows with sums; each row begins with `shown` (at most 4) examples in the format of the reward `format`."""
     examples: list[Message] = []
-    for a, b in _shown(_SUMS, shown):
+    for a, b in _select_examples(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
-        examples += [_user(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
+        examples += [_user_message(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
-    return _rows(examples, pairs, _SUMS, "+", seed)
+    return _build_rows(examples, pairs, _SUMS, "+", seed)
 
 
 def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
     """Return rows with products of numbers in 10..99, each after `shown` (at most 4) example calculator calls."""
     examples: list[Message] = []
-    for a, b in _shown(_PRODUCTS, shown):
-        examples += [_user(f"What is {a} * {b}?"), *_call(a, b), Message(role="assistant", content=_conclusion(a, b))]
+    for a, b in _select_examples(_PRODUCTS, shown):
+        examples += [
+            _user_message(f"What is {a} * {b}?"),
+            *_calculator_call(a, b),
+            Message(role="assistant", content=_conclusion(a, b)),
+        ]
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    return _rows(examples, pairs, _PRODUCTS, "*", seed)
+    return _build_rows(examples, pairs, _PRODUCTS, "*", seed)
 
 
 def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
@@ -41,13 +45,13 @@ def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
     rows: list[TextRow] = []
     for row in calculator_products(shown=0, seed=seed):
         a, b = map(int, re.findall(r"[0-9]+", row.messages[-1].content))
-        call = _call(a, b)
+        call = _calculator_call(a, b)
         rows.append(TextRow(messages=row.messages, reference=call[0].content, group=row.group))
         rows.append(TextRow(messages=(*row.messages, *call), reference=_conclusion(a, b), group=row.group))
     return rows
 
 
-def _shown(examples: Sequence[tuple[int, int]], shown: int) -> Sequence[tuple[int, int]]:
+def _select_examples(examples: Sequence[tuple[int, int]], shown: int) -> Sequence[tuple[int, int]]:
     """Return the first `shown` examples.
 
     Raises:
@@ -60,7 +64,7 @@ def _shown(examples: Sequence[tuple[int, int]], shown: int) -> Sequence[tuple[in
     return examples[:shown]
 
 
-def _call(a: int, b: int) -> tuple[Message, Message]:
+def _calculator_call(a: int, b: int) -> tuple[Message, Message]:
     """Return the messages of a calculator call and its result."""
     return Message(role="assistant", content=f"?{a}*{b}"), Message(role="tool", content=str(a * b))
 
@@ -69,11 +73,11 @@ def _conclusion(a: int, b: int) -> str:
     return f"{a} * {b} = {a * b}"
 
 
-def _user(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return Message(role="user", content=text)
 
 
-def _rows(
+def _build_rows(
     examples: Sequence[Message],
     pairs: list[tuple[int, int]],
     excluded: Sequence[tuple[int, int]],
@@ -86,7 +90,7 @@ def _rows(
     random.Random(seed).shuffle(pairs)
     return [
         TextRow(
-            messages=(*examples, _user(f"What is {a} {sign} {b}?")),
+            messages=(*examples, _user_message(f"What is {a} {sign} {b}?")),
             reference=str(a + b if sign == "+" else a * b),
             group=f"{min(a, b)} {max(a, b)}",
         )

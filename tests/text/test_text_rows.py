@@ -20,8 +20,8 @@ from embodyrl.text import dataset as text
 from embodyrl.text import tasks
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import open_rows
-from embodyrl.text.messages import Message, join_messages, split_messages, split_pictures
-from embodyrl.text.pictures import pictures_of
+from embodyrl.text.messages import Message, join_messages, split_images, split_messages
+from embodyrl.text.pictures import read_images
 from embodyrl.text.rewards.functions import countdown
 from embodyrl.text.settings import PairSettings, RowSettings
 
@@ -204,8 +204,8 @@ def test_images_are_read_from_files_bytes_and_arrays(tmp_path: Path):
     rows += [{"prompt": "2+2", "answer": "4", "shown": []}]
     found = open_rows(RowSettings(path=jsonl(tmp_path / "r.jsonl", rows), image_key="shown"), tokenizer=None)
     assert (found.pictures, found.image_size) == (2, (9, 9))
-    assert split_pictures(found[0].messages[0].content) == ["", (6, 9), "what?"]
-    assert split_pictures(found[1].messages[0].content) == ["", (6, 9), "and ", (9, 6), ""]
+    assert split_images(found[0].messages[0].content) == ["", (6, 9), "what?"]
+    assert split_images(found[1].messages[0].content) == ["", (6, 9), "and ", (9, 6), ""]
     np.testing.assert_array_equal(found[1].pictures[1].pixels(), pixels.transpose(1, 0, 2))
     assert pickle.loads(pickle.dumps(found))[2].pictures == ()
     smaller = open_rows(found.cfg.updated({"max_image_edge": 3}), tokenizer=None)
@@ -223,7 +223,7 @@ def test_exif_orientation_is_applied_to_images(tmp_path: Path, turned: int):
     image = Image.new("RGB", (9, 6))
     image.getexif()[0x0112] = turned
     image.save(tmp_path / "a.jpg", exif=image.getexif())
-    (picture,) = pictures_of("a.jpg", tmp_path, "row 1", None)
+    (picture,) = read_images("a.jpg", tmp_path, "row 1", None)
     assert picture.size == picture.pixels().shape[:2] == ((6, 9) if turned < 5 else (9, 6))
 
 

@@ -14,8 +14,8 @@ from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
-from embodyrl.text.chat import ChatTemplate, control_tokens, opened_tag, template_text, without_controls
-from embodyrl.text.messages import Message, split_messages, split_pictures
+from embodyrl.text.chat import ChatTemplate, control_tokens, opened_tag, remove_controls, template_text
+from embodyrl.text.messages import Message, split_images, split_messages
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
 _CACHED_PROMPTS = 4096
@@ -96,7 +96,7 @@ class Reader:
 
     def _encode(self, instruction: str, bits: bytes, shape: tuple[int, ...]) -> Prompt:
         messages = [
-            replace(m, content=without_controls(m.content, self._controls)) for m in split_messages(instruction)
+            replace(m, content=remove_controls(m.content, self._controls)) for m in split_messages(instruction)
         ]
         if self._sees:
             return self._see(messages, np.frombuffer(bits, np.uint8).reshape(shape))
@@ -118,7 +118,7 @@ class Reader:
         token, left = self._processor.image_token, iter(rooms)
         # Image placeholders are allowed only in text of the data set.
         turns = [
-            [part.replace(token, "") if isinstance(part, str) else part for part in split_pictures(m.content)]
+            [part.replace(token, "") if isinstance(part, str) else part for part in split_images(m.content)]
             for m in messages
         ]
         images = [

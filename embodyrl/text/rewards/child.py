@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Mapping
 
 from embodyrl.text.rewards.services import find
-from embodyrl.text.sandbox import RefusedTest
+from embodyrl.text.sandbox import RejectedTest
 
 
 def main() -> None:
     """Compute rewards until the input ends; SIGALRM ends the process at the time limit of an answer."""
     names, timeout_s = json.loads(sys.argv[1])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    warnings.simplefilter("error", RefusedTest)  # reported as a reward error
+    warnings.simplefilter("error", RejectedTest)  # reported as a reward error
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what reward functions print must not mix with the replies
     try:
@@ -36,7 +36,11 @@ def main() -> None:
             try:
                 for function in functions:
                     value = function(prompt, response, reference)
-                    parts = [value[n] for n in function.components] if isinstance(value, Mapping) else [value]  # type: ignore[attr-defined]
+                    parts = (
+                        [value[component] for component in function.components]
+                        if isinstance(value, Mapping)
+                        else [value]
+                    )  # type: ignore[attr-defined]
                     reply += [float(part) for part in parts]
                 if not all(map(math.isfinite, reply)):
                     raise ValueError(f"the rewards {reply} must be finite numbers")

@@ -23,8 +23,8 @@ def overlap(prompt: str, response: str, reference: str) -> float:
 
     The end of the text counts as one more position.
     """
-    said, wanted = [*response.strip(), None], [*reference.strip(), None]
-    return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
+    actual, expected = [*response.strip(), None], [*reference.strip(), None]
+    return sum(a == b for a, b in zip(actual, expected, strict=False)) / max(len(actual), len(expected))
 
 
 _MARKER = "####"
@@ -32,8 +32,8 @@ _MARKER = "####"
 
 def gsm8k(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the number after the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
-    found = re.findall(r"#### (-?[0-9.,]+)", response)
-    return float(bool(found) and equal(last_number(found[-1]), last_number(reference)))
+    matches = re.findall(r"#### (-?[0-9.,]+)", response)
+    return float(bool(matches) and equal(last_number(matches[-1]), last_number(reference)))
 
 
 def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
@@ -60,16 +60,16 @@ class _Math:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:
-        wanted = only_number(reference)
-        found = boxes(response)
-        if not found or response.rfind(_MARKER) > found[-1][0]:
-            _, marker, marked = response.rpartition(_MARKER)
-            return float(equal(wanted, first_number(marked) if marker else _named_number(response)))
+        expected = only_number(reference)
+        boxed = boxes(response)
+        if not boxed or response.rfind(_MARKER) > boxed[-1][0]:
+            _, marker, after_marker = response.rpartition(_MARKER)
+            return float(equal(expected, first_number(after_marker) if marker else _named_number(response)))
         answer = last_box(response) or ""
-        if wanted is None:
+        if expected is None:
             return float(equal_expressions(answer, reference, prompt))
         number = only_number(answer)
-        return float(equal(wanted, number) and number is not None and not restates(number, wanted, prompt))
+        return float(equal(expected, number) and number is not None and not restates(number, expected, prompt))
 
 
 math = _Math()
@@ -77,9 +77,9 @@ math = _Math()
 
 def _named_number(response: str) -> Number | None:
     """Return the number that is named as the answer, or the last number of a response."""
-    named = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
-    found = only_number(named[-1].replace("*", "")) if named else None
-    return found if found and found.finished else last_number(response)
+    matches = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
+    number = only_number(matches[-1].replace("*", "")) if matches else None
+    return number if number and number.finished else last_number(response)
 
 
 def choice(prompt: str, response: str, reference: str) -> float:
@@ -88,15 +88,15 @@ def choice(prompt: str, response: str, reference: str) -> float:
     Raises:
         ValueError: the reference is not a letter, optionally with the text of the option.
     """
-    if not (wanted := re.match(r"\s*\(?([A-Za-z])(?:[.):]|\s*$)", re.sub(r"\\text\w*\{(.*)\}|\$", r"\1", reference))):
+    if not (expected := re.match(r"\s*\(?([A-Za-z])(?:[.):]|\s*$)", re.sub(r"\\text\w*\{(.*)\}|\$", r"\1", reference))):
         raise ValueError(f"the reference {reference[:40]!r} is not the letter of an option")
-    return float(chosen_letter(response) == wanted[1].upper())
+    return float(chosen_letter(response) == expected[1].upper())
 
 
 def tagged(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the response is <think>...</think> followed by <answer>...</answer>, each exactly once."""
-    whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
-    return float(whole is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
+    match = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
+    return float(match is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
 
 
 def countdown(prompt: str, response: str, reference: str) -> float:
@@ -106,7 +106,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     """
     numbers, _, target = reference.partition(":")
     expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [last_box(response) or response])[-1]
-    for sign, plain in {
+    for sign, replacement in {
         "\\times": "*",
         "\\cdot": "*",
         "\u00d7": "*",
@@ -114,7 +114,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
         "\\div": "/",
         "\u2212": "-",
     }.items():
-        expression = expression.replace(sign, plain)
+        expression = expression.replace(sign, replacement)
     expression = re.sub(rf"\s*=\s*{re.escape(target)}$", "", expression.strip(" \n$.`*"))
     if re.search(r"[^0-9+\-*/() ]", expression):
         return 0.0  # 3_7, 3.7 and True are not numbers of the list
@@ -135,5 +135,5 @@ def code(prompt: str, response: str, reference: str) -> float:
     or its share of the total time if that is longer; the total is most of `reward.timeout_s`.
     """
     tests: list[str | dict[str, str]] = json.loads(reference)
-    left, _ = signal.getitimer(signal.ITIMER_REAL)
-    return sum(run_tests(find_program(response, tests), tests, seconds=0.8 * left or SECONDS)) / len(tests)
+    seconds_left, _ = signal.getitimer(signal.ITIMER_REAL)
+    return sum(run_tests(find_program(response, tests), tests, seconds=0.8 * seconds_left or SECONDS)) / len(tests)

@@ -40,7 +40,7 @@ _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf|tt)|mbox|bm|bo
 _UNIT_POWER = re.compile(
     r"(?<=[A-Za-z])\s*\^\s*(?:\{-?[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?:s|\b)"
 )
-_BESIDE = re.compile(
+_CONTEXT = re.compile(
     r"""(?:[\s.,;:$%\u00b0\u20ac\u00a3\u00a5\u20b9*_~`()]|\\[,;!:\ $%]|\\quad|\\(?:left|right)(?![A-Za-z])
     |/[a-z]++|[A-Za-z]{2,}+|[msghLlJNWVAKCF])*+""",
     re.VERBOSE,
@@ -77,7 +77,7 @@ class Number(NamedTuple):
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
     """Yield the regex match and the value of each number in a string; None for numbers that are too long to convert."""
     for match in _NUMBER.finditer(_ascii(text)):
-        yield match, _number(match)
+        yield match, _parse_number(match)
 
 
 def _ascii(text: str) -> str:
@@ -86,7 +86,7 @@ def _ascii(text: str) -> str:
     return text.translate(_ASCII)
 
 
-def _number(match: re.Match[str]) -> Number | None:
+def _parse_number(match: re.Match[str]) -> Number | None:
     if len(match[0]) > _LONGEST:
         return None
     sign = -1 if match["sign"] == "-" else 1
@@ -104,12 +104,20 @@ def _number(match: re.Match[str]) -> Number | None:
         if base == 0 or base > 10**6:
             return None
         return Number(sign * Fraction(base) ** power, scale, "^", (base, power), base == 10)
-    above, below = (int(match[part] or match[f"{part}_short"] or match[f"{part}_plain"]) for part in ("above", "below"))
-    if below == 0:
+    numerator, denominator = (
+        int(match[part] or match[f"{part}_short"] or match[f"{part}_plain"]) for part in ("above", "below")
+    )
+    if denominator == 0:
         return None
-    above, below = (-above, -below) if below < 0 else (above, below)
-    value = sign * (int(match["whole"] or match["whole_plain"] or 0) + Fraction(above, below))
-    return Number(value, scale, "/", (above, below), below > 1 and Fraction(above, below).denominator == below)
+    numerator, denominator = (-numerator, -denominator) if denominator < 0 else (numerator, denominator)
+    value = sign * (int(match["whole"] or match["whole_plain"] or 0) + Fraction(numerator, denominator))
+    return Number(
+        value,
+        scale,
+        "/",
+        (numerator, denominator),
+        denominator > 1 and Fraction(numerator, denominator).denominator == denominator,
+    )
 
 
 def last_number(text: str) -> Number | None:
@@ -126,25 +134,27 @@ def only_number(text: str) -> Number | None:
     """Return the number of a text that contains only a number and optionally `x =` and a unit; else None."""
     if _UNEQUAL.search(text):
         return None
-    *before, text = _SIDES.split(text)
-    if before and (left := only_number(before[-1])) and not equal(left, only_number(text)):
+    *earlier, text = _SIDES.split(text)
+    if earlier and (left := only_number(earlier[-1])) and not equal(left, only_number(text)):
         return None
     text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _ascii(text))))
     text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}", r"\\frac{\1}{\2}", text.replace("\\displaystyle", ""))
-    text = re.sub(r"^[\s{(]*(?i:(?P<word>negative|minus)|(?P<sign>[-+]))(?:\s|\\[,;:! ])+(?=[\\$.0-9])", _signed, text)
+    text = re.sub(
+        r"^[\s{(]*(?i:(?P<word>negative|minus)|(?P<sign>[-+]))(?:\s|\\[,;:! ])+(?=[\\$.0-9])", _get_sign, text
+    )
     text = re.sub(r"^\s*\{([^{}]*)\}\s*$", r"\1", text)
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ])+(?=\\[dtc]?frac)", " ", text).replace("**", "^" if "10**" in text else "**")
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
-    found = list(numbers(text))
-    if len(found) != 1:
+    matches = list(numbers(text))
+    if len(matches) != 1:
         return None
-    match, number = found[0]
-    beside = (text[: match.start()], text[match.end() :])
-    whole = "0".join(beside)
-    return number if all(map(_BESIDE.fullmatch, beside)) and not _OTHER_VALUE.search(whole) else None
+    match, number = matches[0]
+    context = (text[: match.start()], text[match.end() :])
+    joined = "0".join(context)
+    return number if all(map(_CONTEXT.fullmatch, context)) and not _OTHER_VALUE.search(joined) else None
 
 
-def _signed(match: re.Match[str]) -> str:
+def _get_sign(match: re.Match[str]) -> str:
     return match["sign"] or "-"
 
 
@@ -159,17 +169,19 @@ def equal(one: Number | None, other: Number | None) -> bool:
     pairs = [(one.value * one.scale, other.value * other.scale)]
     if (one.scale == 1) != (other.scale == 1):
         pairs.append((one.value, other.value))
-    return any(a == b or (_repeats(a) != _repeats(b) and abs(a - b) <= max(abs(a), abs(b)) / 10**6) for a, b in pairs)
+    return any(
+        a == b or (_is_repeating(a) != _is_repeating(b) and abs(a - b) <= max(abs(a), abs(b)) / 10**6) for a, b in pairs
+    )
 
 
-def _repeats(value: Fraction) -> bool:
+def _is_repeating(value: Fraction) -> bool:
     """Return True if the decimal form of a number is infinite."""
-    below = value.denominator
-    twos = (below & -below).bit_length() - 1
-    below >>= twos
-    while below % 5 == 0:
-        below //= 5
-    return below != 1
+    denominator = value.denominator
+    twos = (denominator & -denominator).bit_length() - 1
+    denominator >>= twos
+    while denominator % 5 == 0:
+        denominator //= 5
+    return denominator != 1
 
 
 def restates(answer: Number, reference: Number, prompt: str) -> bool:

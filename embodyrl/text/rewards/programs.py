@@ -7,12 +7,12 @@ import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-from embodyrl.text.sandboxed_tests import problems, program_names
+from embodyrl.text.sandboxed_tests import find_problems, program_names
 
 Test = str | Mapping[str, str]
 _FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<lead>.*?)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<tag>\w*)[^`]*")
-_STARTS = re.compile(r"(?:import|from|def|class|async)\b|@")
-_READS = re.compile(r"\binput\(|\bstdin\b|open\(0")
+_STARTS_CODE = re.compile(r"(?:import|from|def|class|async)\b|@")
+_READS_INPUT = re.compile(r"\binput\(|\bstdin\b|open\(0")
 
 
 def find_program(response: str, tests: Sequence[Test]) -> str:
@@ -21,85 +21,87 @@ def find_program(response: str, tests: Sequence[Test]) -> str:
     For tests of output, the last block that reads the input is preferred. Earlier blocks that define names which the
     block uses are included. Blocks without a language count only if no block is marked as Python.
     """
-    marked = _blocks(response)
-    blocks = [text for tag, text in marked if tag.lower().startswith("py")] or [t for tag, t in marked if not tag]
+    fenced = _find_blocks(response)
+    blocks = [text for tag, text in fenced if tag.lower().startswith("py")] or [
+        block_text for tag, block_text in fenced if not tag
+    ]
     if not blocks:
-        return _without_prose(response)
-    wanted = {name for test in tests if isinstance(test, str) for name in program_names(test)}
-    chosen = max(range(len(blocks)), key=lambda i: (*_fits(blocks[i], wanted), i))
-    program, missing = blocks[chosen], _names(blocks[chosen], ast.Load)
-    for block in blocks[chosen - 1 :: -1] if chosen else ():
-        if missing & _defined(block) - _defined(program):
+        return _remove_prose(response)
+    test_names = {name for test in tests if isinstance(test, str) for name in program_names(test)}
+    index = max(range(len(blocks)), key=lambda i: (*_rank_block(blocks[i], test_names), i))
+    program, missing = blocks[index], _get_names(blocks[index], ast.Load)
+    for block in blocks[index - 1 :: -1] if index else ():
+        if missing & _get_defined_names(block) - _get_defined_names(program):
             program = f"{block}\n{program}"
-            missing |= _names(block, ast.Load)
+            missing |= _get_names(block, ast.Load)
     return program
 
 
-def _without_prose(response: str) -> str:
+def _remove_prose(response: str) -> str:
     """Return a reply without blocks, and without text before and after the longest program in it."""
     lines = response.split("\n")
-    first = next((i for i, line in enumerate(lines) if _STARTS.match(line)), 0)
+    first = next((i for i, line in enumerate(lines) if _STARTS_CODE.match(line)), 0)
     texts = ("\n".join(lines[first:end]) for end in range(len(lines), first, -1))
-    return response if _parses(response) else next((text for text in texts if _parses(text)), response)
+    return response if _is_valid(response) else next((text for text in texts if _is_valid(text)), response)
 
 
-def _fits(block: str, wanted: Collection[str]) -> tuple[bool, bool]:
+def _rank_block(block: str, test_names: Collection[str]) -> tuple[bool, bool]:
     """Return how well a block fits the tests, as a sort key."""
-    if wanted:
-        return bool(_defined(block) & {*wanted}), _parses(block)
-    return _READS.search(block) is not None, _parses(block)
+    if test_names:
+        return bool(_get_defined_names(block) & {*test_names}), _is_valid(block)
+    return _READS_INPUT.search(block) is not None, _is_valid(block)
 
 
-def _blocks(response: str) -> list[tuple[str, str]]:
+def _find_blocks(response: str) -> list[tuple[str, str]]:
     """Return (language, text) of the fenced blocks of a reply.
 
     A block ends at the first fence that leaves valid Python, because docstrings may contain fences, or else at the
     first fence. The last block may lack its end.
     """
-    lines, found, i = response.replace("\r\n", "\n").split("\n"), [], 0
+    lines, blocks, i = response.replace("\r\n", "\n").split("\n"), [], 0
     while i < len(lines):
-        opened = _FENCE.fullmatch(lines[i])
+        opening = _FENCE.fullmatch(lines[i])
         i += 1
-        if opened is None or (opened["lead"] and not opened["tag"].lower().startswith("py")):
+        if opening is None or (opening["lead"] and not opening["tag"].lower().startswith("py")):
             continue
-        indent, fence = len(opened["indent"]), opened["fence"]
+        indent, fence = len(opening["indent"]), opening["fence"]
         ends = [k for k in range(i, len(lines)) if lines[k].lstrip().startswith(fence)] or [len(lines)]
         texts = ("\n".join(re.sub(rf"^[ \t]{{0,{indent}}}", "", line) for line in lines[i:k]) for k in ends)
-        valid = ((k, textwrap.dedent(text)) for k, text in zip(ends, texts, strict=True) if _parses(text))
+        valid = ((k, textwrap.dedent(text)) for k, text in zip(ends, texts, strict=True) if _is_valid(text))
         first = textwrap.dedent("\n".join(lines[i : ends[0]]))
-        end, text = next(valid, (ends[0], first)) if opened["tag"].lower().startswith("py") else (ends[0], first)
-        found.append((opened["tag"], text + "\n"))
+        end, text = next(valid, (ends[0], first)) if opening["tag"].lower().startswith("py") else (ends[0], first)
+        blocks.append((opening["tag"], text + "\n"))
         # The end of a block may be missing before the next block.
-        ended = _FENCE.fullmatch(lines[end]) if end < len(lines) else None
-        i = end if ended is not None and ended["tag"] else end + 1
-    return found
+        closing = _FENCE.fullmatch(lines[end]) if end < len(lines) else None
+        i = end if closing is not None and closing["tag"] else end + 1
+    return blocks
 
 
-def _parses(text: str) -> bool:
-    return _tree(text) is not None
+def _is_valid(text: str) -> bool:
+    return _parse(text) is not None
 
 
-def _tree(text: str) -> ast.Module | None:
+def _parse(text: str) -> ast.Module | None:
     try:
         return ast.parse(textwrap.dedent(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _defined(text: str) -> set[str]:
+def _get_defined_names(text: str) -> set[str]:
     """Return the names that a program defines; none if the program is invalid."""
-    nodes = [*ast.walk(_tree(text) or ast.Module([], []))]
-    named = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    nodes = [*ast.walk(_parse(text) or ast.Module([], []))]
+    definitions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     imported = {
         (a.asname or a.name).split(".")[0] for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names
     }
-    return named | imported | _names(text, ast.Store)
+    return definitions | imported | _get_names(text, ast.Store)
 
 
-def _names(text: str, kind: type[ast.expr_context]) -> set[str]:
-    nodes = ast.walk(_tree(text) or ast.Module([], []))
-    found = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
-    return {name for name in found if not hasattr(builtins, name)} if kind is ast.Load else found
+def _get_names(text: str, kind: type[ast.expr_context]) -> set[str]:
+    nodes = ast.walk(_parse(text) or ast.Module([], []))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
+    return {name for name in names if not hasattr(builtins, name)} if kind is ast.Load else names
 
 
 def reference_problems(reference: str) -> list[str]:
@@ -110,10 +112,10 @@ def reference_problems(reference: str) -> list[str]:
         tests = None
     if not isinstance(tests, list) or not tests:
         return ["the answer must be a JSON list of at least one test"]
-    found = []
+    errors = []
     for number, test in enumerate(tests, 1):
         if isinstance(test, str):
-            found += [f"test {number} {why}" for why in problems(test)]
+            errors += [f"test {number} {reason}" for reason in find_problems(test)]
         elif not isinstance(test, dict) or not all(isinstance(test.get(key), str) for key in ("input", "output")):
-            found.append(f'test {number} is neither a text nor {{"input": text, "output": text}}')
-    return found
+            errors.append(f'test {number} is neither a text nor {{"input": text, "output": text}}')
+    return errors

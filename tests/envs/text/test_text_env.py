@@ -14,7 +14,7 @@ from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import TextRows, open_rows
 from embodyrl.text.messages import Message, split_messages
-from embodyrl.text.pictures import Picture
+from embodyrl.text.pictures import LazyImage
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import RowSettings
 from embodyrl.types import EpisodeStart, ObservationOut
@@ -231,7 +231,7 @@ def test_images_are_cleared_between_rows():
     small, large = (np.full((*size, 3), value, np.uint8) for size, value in (((2, 3), 50), ((4, 6), 200)))
     asked = Message(role="user", content="What is it?")
     shown = [(large, large), (small,)]
-    rows = [TextRow(messages=(asked,), reference="", pictures=tuple(Picture(p, "") for p in ps)) for ps in shown]
+    rows = [TextRow(messages=(asked,), reference="", pictures=tuple(LazyImage(p, "") for p in ps)) for ps in shown]
     env = asks(*rows, slots=1, judge=Listening())
     out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
     for row in (0, 1):

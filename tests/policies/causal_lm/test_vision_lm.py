@@ -16,7 +16,7 @@ from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.specs import picture_names
 from embodyrl.text import tasks
-from embodyrl.text.conversation import place_pictures
+from embodyrl.text.conversation import place_images
 from embodyrl.text.messages import Message, join_messages
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation, TextSpec
 
@@ -50,7 +50,7 @@ def observe() -> Observation:
     for rooms, (text, *sizes) in zip(images, ROWS, strict=True):
         for room, (height, width) in zip(rooms, sizes, strict=False):
             room[:height, :width] = rng.integers(0, 256, (height, width, 3))
-        said.append(join_messages(place_pictures([Message(role="user", content=str(text))], sizes)))
+        said.append(join_messages(place_images([Message(role="user", content=str(text))], sizes)))
     images[3] = images[0]
     return Observation(images=images, state=np.zeros((len(ROWS), 0), np.float32), instructions=tuple(said))
 

@@ -19,7 +19,7 @@ from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.text import sandbox
 from embodyrl.text.rewards.functions import code
 from embodyrl.text.rewards.settings import TextRewardSettings
-from embodyrl.text.sandbox import confinement, run_python, run_tests
+from embodyrl.text.sandbox import describe_confinement, run_python, run_tests
 
 pytestmark = pytest.mark.integration  # each program runs in a process of its own
 
@@ -148,20 +148,21 @@ def test_program_is_not_root_and_can_import_packages():
 def test_program_cannot_kill_its_verifier():
     """Without permission the attempt fails; with permission (same user, no bubblewrap) only the answer is lost."""
     ended, _ = run_python("import os; os.kill(os.getppid(), 9); print(1)", seconds=20)
-    assert not ended or confinement()[0]
+    assert not ended or describe_confinement()[0]
     assert run_python("print(1)", seconds=20) == (True, "1\n")
 
 
 @pytest.mark.skipif(LANDLOCK < 1, reason="the kernel has no Landlock")
 def test_sandbox_blocks_every_escape_attempt_of_doctor():
-    assert "reaching" not in confinement()[1]
+    assert "reaching" not in describe_confinement()[1]
 
 
 @pytest.mark.integration
 def test_escape_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
     """Otherwise they would show nothing; kernels and containers may refuse some of them to everybody."""
     (tmp_path / "work").mkdir()
-    source = sandbox.attempts().replace("/dev/shm/embodyrl", f"{tmp_path}/shm").replace("os.getppid()", "os.getpid()")
+    source = sandbox.build_escape_program().replace("/dev/shm/embodyrl", f"{tmp_path}/shm")
+    source = source.replace("os.getppid()", "os.getpid()")
     done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path / "work", capture_output=True, text=True)
     assert not done.stderr
     kept = {"kernel keys", "io_uring", "userfaultfd", "tracing"}

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from embodyrl.text.sandboxed_calls import serve_program
-from embodyrl.text.sandboxed_tests import problems, run_test
+from embodyrl.text.sandboxed_tests import find_problems, run_test
 
 pytestmark = pytest.mark.integration  # each program runs in a process of its own
 
@@ -141,7 +141,7 @@ HONEST = {
 @pytest.mark.parametrize(("program", "test"), [(program, test) for program, tests in HONEST.items() for test in tests])
 def test_objects_behave_as_in_plain_python(program: str, test: str):
     exec(f"{program}\n{test}", {"__name__": "plain"})
-    assert problems(test) == []
+    assert find_problems(test) == []
     assert outcome(program, test) is True
 
 
