@@ -16,7 +16,7 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, deal
+from embodyrl.learners.training import UpdateGenerator, split_micro_batches
 from embodyrl.specs import convert_gripper
 from embodyrl.types import Episode, ImitationScores, IntArray, Observation
 
@@ -41,7 +41,7 @@ class Regression(Learner):
     def __init__(self, context: LearnerContext) -> None:
         self.context, self.imitated = context, 0
 
-    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         trainer, arena, policy = self.context.trainer, self.context.arena, self.context.trainer.policy
         records = arena.read(request.tickets)
         obs, actions = read_observation(arena, records), arena[Record.action][records].copy()
@@ -56,8 +56,10 @@ class Regression(Learner):
         def weighted(scores: ImitationScores, rows: IntArray) -> tuple[Tensor, None]:
             return (scores.loss * scores.loss.new_tensor(weight[rows])).sum() / len(records), None
 
-        parts = deal(np.ones(len(records), np.int64), trainer.ranks.rank_info, trainer.cfg.micro_batch_size, None)
-        trainer.ranks.train()
+        parts = split_micro_batches(
+            np.ones(len(records), np.int64), trainer.ranks.rank_info, trainer.cfg.micro_batch_size, None
+        )
+        trainer.ranks.shard_weights()
         taken = yield from trainer.run_optimizer_step(parts, request.step, imitate, weighted)
         trainer.ranks.reshard()
         self.imitated += len(records)

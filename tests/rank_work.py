@@ -95,7 +95,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     sizes = (f"actor.fsdp.size={rank_info.world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
     words = (*sizes, *job.words)
     if job.at_once is not None:
-        policy_gradient.AT_ONCE = job.at_once
+        policy_gradient.MAX_COLLECTED_TOKENS = job.at_once
     cfg = toy_config(folder, "launcher=local", *words)
     run_plan = build_run_plan(cfg, training=True)
     arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))

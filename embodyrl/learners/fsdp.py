@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from embodyrl.channels.messages import RankInfo
 from embodyrl.channels.rendezvous import LOOPBACK, forward_to_proxy
 from embodyrl.errors import EmbodyError
-from embodyrl.learners.precision import layers
+from embodyrl.learners.precision import find_layers
 from embodyrl.learners.ranks import Ranks, S
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.types import ImitationScores, PolicyScores
@@ -47,8 +47,8 @@ class _Root(nn.Module):
             return ()
         scores = compute()
         # Copies, because FSDP registers hooks on these tensors, which views do not support.
-        given = {f.name: value for f in fields(scores) if (value := getattr(scores, f.name)) is not None}
-        return type(scores), {name: value.clone() for name, value in given.items()}
+        tensors = {f.name: value for f in fields(scores) if (value := getattr(scores, f.name)) is not None}
+        return type(scores), {name: value.clone() for name, value in tensors.items()}
 
 
 class ShardedRanks(Ranks):
@@ -63,7 +63,7 @@ class ShardedRanks(Ranks):
         cfg: FsdpSettings,
         *,
         gradient_sync: str = "step",
-        half: bool,
+        bfloat16: bool,
         acts: bool,
     ) -> None:
         """Shard a module that has equal weights on all ranks; collective.
@@ -73,17 +73,17 @@ class ShardedRanks(Ranks):
             rank_info: rank of this process.
             cfg: sharding settings.
             gradient_sync: synchronization of gradients between ranks: step or micro_batch.
-            half: gather the layers in bfloat16; master weights and reductions stay float32.
+            bfloat16: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also runs inference for rollouts.
         """
         super().__init__(rank_info)
         self._module = module
         self._cfg = cfg
-        self._each = gradient_sync == "micro_batch"
+        self._syncs_micro_batches = gradient_sync == "micro_batch"
         self._acts = acts
         device = next(module.parameters()).device.type
         # Before the mesh, which needs the process group.
-        _join(rank_info, device)
+        _join_process_group(rank_info, device)
         shards = rank_info.world if cfg.shard_size == -1 else cfg.shard_size
         if shards == rank_info.world:
             mesh = init_device_mesh(device, (rank_info.world,))
@@ -97,56 +97,56 @@ class ShardedRanks(Ranks):
             "offload_policy": offload,
         }
         mixed = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # Inner units first, the root last: parameters without a unit belong to the enclosing one.
-        for unit in layers(module):
+        for unit in find_layers(module):
             fully_shard(unit, mp_policy=mixed, **common)
         root: Any = _Root(module)
         self._root = root
         fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
         self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
         root(None)  # FSDP treats the first module that runs as the root
-        self.act()  # gathered once: FSDP accumulates gradients also for blocks without a forward pass
-        self.train()  # the optimizer needs the shards
+        self.gather_weights()  # gathered once: FSDP accumulates gradients also for blocks without a forward pass
+        self.shard_weights()  # the optimizer needs the shards
 
-    def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass through the FSDP root (see `Ranks.score`)."""
-        adds_up = last or self._each
-        self._root.set_requires_gradient_sync(adds_up)
+    def forward(self, compute: Callable[[], S], *, last: bool) -> S:
+        """Run a forward pass through the FSDP root (see `Ranks.forward`)."""
+        synchronizes = last or self._syncs_micro_batches
+        self._root.set_requires_gradient_sync(synchronizes)
         # FSDP reduces gradients in the last backward pass only; until then every rank accumulates full gradients.
-        self._root.set_is_last_backward(adds_up)
+        self._root.set_is_last_backward(synchronizes)
         kind, tensors = self._root(compute)
         return kind(**tensors)
 
-    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Gather the metrics of all ranks as JSON (see `Ranks.exchange`)."""
+    def gather_metrics(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Gather the metrics of all ranks as JSON (see `Ranks.gather_metrics`)."""
         # As JSON: torch's exchange of objects unpickles received data.
         device = next(self._module.parameters()).device
-        mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
+        encoded = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
         # Gathered texts need equal lengths, so exchange the lengths first.
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.rank_info.world)]
-        dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
+        dist.all_gather(lengths, torch.tensor([len(encoded)], device=device))
         longest = max(int(length) for length in lengths)
         padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
-        dist.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        dist.all_gather(padded, torch.nn.functional.pad(encoded, (0, longest - len(encoded))))
         texts = (row[: int(length)].cpu().numpy().tobytes() for row, length in zip(padded, lengths, strict=True))
         return [part for text in texts for part in json.loads(text)]
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks (see `Ranks.total`)."""
-        dist.all_reduce(own)
-        return own
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks (see `Ranks.sum_over_ranks`)."""
+        dist.all_reduce(tensor)
+        return tensor
 
-    def train(self) -> None:
-        """Prepare the shards for an update (see `Ranks.train`)."""
+    def shard_weights(self) -> None:
+        """Prepare the shards for an update (see `Ranks.shard_weights`)."""
         # Without the reset, ranks with different numbers of inferences would prefetch in different orders.
         # The reset also frees full weights.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 
-    def act(self) -> None:
-        """Gather the full weights on every rank (see `Ranks.act`)."""
+    def gather_weights(self) -> None:
+        """Gather the full weights on every rank (see `Ranks.gather_weights`)."""
         self._root.set_reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()
@@ -154,61 +154,61 @@ class ShardedRanks(Ranks):
     def reshard(self) -> None:
         """Restore the default placement: full weights if the process acts, otherwise shards (see `Ranks.reshard`)."""
         if self._acts:
-            self.act()
+            self.gather_weights()
         else:
-            self.train()
+            self.shard_weights()
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
         """Gather the full weights on rank 0 inside the block; with `write`, scatter the changed weights afterwards."""
-        self.train()
-        first = self.rank_info.rank == 0
-        # Tied weights occur under each of their names and are gathered once (`whole` is by identity).
+        self.shard_weights()
+        is_first = self.rank_info.rank == 0
+        # Tied weights occur under each of their names and are gathered once (`full` is by identity).
         shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
-        whole: dict[int, nn.Parameter] = {}
+        full: dict[int, nn.Parameter] = {}
         for name, shard in shards.items():
-            if id(shard) not in whole:
-                tensor = _whole(shard, keep=first)  # collective
-                if write and not first:
+            if id(shard) not in full:
+                tensor = _gather_tensor(shard, keep=is_first)  # collective
+                if write and not is_first:
                     # The other ranks have names and shapes only, so that all ranks run the same code.
                     tensor = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
-                whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
-            _replace(self._module, name, whole[id(shard)])
+                full[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
+            _replace_parameter(self._module, name, full[id(shard)])
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
                 yield
         finally:
             for name, shard in shards.items():
-                _replace(self._module, name, shard)
+                _replace_parameter(self._module, name, shard)
         if write:
             with torch.no_grad():
                 for shard in {id(s): s for s in shards.values()}.values():
                     assert isinstance(shard, DTensor)
-                    read = whole.pop(id(shard)).data
-                    read = read if first else torch.empty(shard.shape, dtype=shard.dtype)
-                    shard.copy_(_scatter(read, shard, source=0))
+                    changed = full.pop(id(shard)).data
+                    changed = changed if is_first else torch.empty(shard.shape, dtype=shard.dtype)
+                    shard.copy_(_scatter(changed, shard, source=0))
         self.reshard()
 
-    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """Replace shards in a tree of lists and dicts with full CPU tensors (see `Ranks.gathered`)."""
+    def gather(self, state: Any, *, everywhere: bool = False) -> Any:
+        """Replace shards in a tree of lists and dicts with full CPU tensors (see `Ranks.gather`)."""
         if isinstance(state, DTensor):
-            return _whole(state, keep=everywhere or self.rank_info.rank == 0)
+            return _gather_tensor(state, keep=everywhere or self.rank_info.rank == 0)
         if isinstance(state, dict):
-            return {key: self.gathered(value) for key, value in state.items()}
+            return {key: self.gather(value) for key, value in state.items()}
         if isinstance(state, list):
-            return [self.gathered(value) for value in state]
+            return [self.gather(value) for value in state]
         return state
 
-    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's shard of a full optimizer state (see `Ranks.shard`)."""
+    def shard_optimizer_state(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return this rank's shard of a full optimizer state (see `Ranks.shard_optimizer_state`)."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def part(value: Tensor, parameter: DTensor) -> Tensor:
             return _scatter(value, parameter) if value.shape == parameter.shape else value
 
-        mine = {i: {k: part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
-        return state | {"state": mine}
+        own_state = {i: {k: part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
+        return state | {"state": own_state}
 
     def close(self) -> None:
         """Leave the process group (see `Ranks.close`)."""
@@ -216,12 +216,12 @@ class ShardedRanks(Ranks):
             dist.destroy_process_group()
 
 
-def _join(rank_info: RankInfo, device: str) -> None:
+def _join_process_group(rank_info: RankInfo, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)  # the only visible GPU
     limit = timedelta(seconds=rank_info.timeout_s)
     for library in ("GLOO", "NCCL"):  # by default they listen on the interface of the host's name, or on all
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(rank_info.host or LOOPBACK))
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", find_interface(rank_info.host or LOOPBACK))
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:
         host, port = forward_to_proxy(host, port, rank_info.secret).getsockname()
@@ -231,7 +231,7 @@ def _join(rank_info: RankInfo, device: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.world, timeout=limit)
 
 
-def interface_to(host: str) -> str:
+def find_interface(host: str) -> str:
     """Return the name of the network interface that this host uses for connections to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends no packet
@@ -249,7 +249,7 @@ def interface_to(host: str) -> str:
     )
 
 
-def _whole(shard: Tensor, *, keep: bool) -> Tensor:
+def _gather_tensor(shard: Tensor, *, keep: bool) -> Tensor:
     """Return the gathered tensor on the CPU, or an empty tensor if `keep` is False; collective."""
     with torch.no_grad():
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
@@ -260,12 +260,12 @@ def _whole(shard: Tensor, *, keep: bool) -> Tensor:
         return full.to("cpu", copy=True) if padded else full.cpu()
 
 
-def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
+def _scatter(full: Tensor, template: DTensor, source: int | None = None) -> Tensor:
     """Return this rank's shard of a tensor, sent by rank `source`. Without `source`, every rank has the tensor."""
-    shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
-    return shard.to(like.to_local().device)
+    shard = distribute_tensor(full, template.device_mesh, template.placements, src_data_rank=source)
+    return shard.to(template.to_local().device)
 
 
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, leaf = name.rpartition(".")
     module.get_submodule(path).register_parameter(leaf, parameter)

@@ -15,7 +15,7 @@ from embodyrl.data.augment import augment, draw_samples
 from embodyrl.data.settings import Objective
 from embodyrl.errors import ConfigError
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, deal
+from embodyrl.learners.training import UpdateGenerator, split_micro_batches
 from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.conditioning import POSITIVE, Conditioned, Conditioning
@@ -68,135 +68,137 @@ class ImitationLearner(Learner):
                 "an OpenVLA-OFT model with discrete actions."
             )
 
-    def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: ImitateRequest) -> UpdateGenerator[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or evaluate the summed loss.
 
         Returns loss, grad_norm, lr and skipped_nonfinite; or, without training, the sums `loss`, `accuracy` and, if
         measured, `error`.
         """
-        records = self._samples(self._arena.read(request.tickets))
-        self._trainer.ranks.train()
+        records = self._group_records(self._arena.read(request.tickets))
+        self._trainer.ranks.shard_weights()
         # Enable dropout; RL does not, because acting and scoring must be the same function.
         self._policy.module.train(request.learn)
         if not request.learn:
-            return self._measure(records)
+            return self._evaluate(records)
         # Seeded by sample and not by rank: the images are the same on any number of ranks.
-        draws = self._draws(request.augment, len(records))
-        taken = yield from self._trainer.run_optimizer_step(
-            self._deal(records),
+        augmentation = self._sample_augmentation(request.augment, len(records))
+        step_result = yield from self._trainer.run_optimizer_step(
+            self._split_micro_batches(records),
             request.step,
-            lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),
+            lambda rows: self._imitate(records[rows], None if augmentation is None else augmentation[:, rows]),
             lambda scores, rows: (scores.loss.sum() / len(records), None),
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
         self._trainer.take_statistics(self._arena, records)
-        result = taken[0] if taken else {}
-        return result | {"lr": optimization.lr, "skipped_nonfinite": float(taken is None)}
+        result = step_result[0] if step_result else {}
+        return result | {"lr": optimization.lr, "skipped_nonfinite": float(step_result is None)}
 
     @torch.no_grad()
-    def _measure(self, records: IntArray) -> dict[str, float]:
+    def _evaluate(self, records: IntArray) -> dict[str, float]:
         ranks, parts = self._trainer.ranks, []
-        for rows, counts in self._deal(records):
-            scores = ranks.score(lambda rows=rows: self._imitate(records[rows], None), last=True)
+        for rows, counts in self._split_micro_batches(records):
+            scores = ranks.forward(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
                 error = {} if scores.error is None else {"error": float(scores.error.sum())}
                 parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum()), **error})
         # Exchange sums, not means: ranks may have measured different numbers of samples.
-        parts = ranks.exchange(parts)
+        parts = ranks.gather_metrics(parts)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
-    def _deal(self, records: IntArray) -> list[tuple[IntArray, bool]]:
-        """Split the positions in `records` into the micro-batches of this process (see `deal`)."""
+    def _split_micro_batches(self, records: IntArray) -> list[tuple[IntArray, bool]]:
+        """Split the positions in `records` into the micro-batches of this process (see `split_micro_batches`)."""
         cfg = self._trainer.cfg
-        return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
+        return split_micro_batches(
+            self._count_tokens(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs
+        )
 
-    def _costs(self, records: IntArray) -> IntArray:
+    def _count_tokens(self, records: IntArray) -> IntArray:
         """Return the number of tokens of each sample's forward pass, including the padding of pairs of answers."""
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
             return np.ones(len(records), np.int64)
-        asked = self._policy.prompt_lengths(read_observation(self._arena, records))
+        prompt_lengths = self._policy.prompt_lengths(read_observation(self._arena, records))
         if not self._objective.of_pairs:
-            return asked + (self._targets(records)[:, :, 0] >= 0).sum(1)
-        tokens = self._policy.encode_replies(self._pairs(records))
+            return prompt_lengths + (self._get_targets(records)[:, :, 0] >= 0).sum(1)
+        tokens = self._policy.encode_replies(self._read_pairs(records))
         # Both answers of a pair are in one batch, padded to the length of the longer answer.
-        return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
+        return 2 * (prompt_lengths + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
-    def _samples(self, records: IntArray) -> IntArray:
+    def _group_records(self, records: IntArray) -> IntArray:
         """Return the record of each sample [n]; for pairs of episodes, return (better, worse) records [n, 2]."""
-        of_episodes = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
-        return records.reshape(-1, 2) if of_episodes else records
+        are_episode_pairs = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
+        return records.reshape(-1, 2) if are_episode_pairs else records
 
-    def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
+    def _imitate(self, records: IntArray, augmentation: Tensor | None) -> ImitationScores:
         if records.ndim == 2 and isinstance(self._policy, TokenPolicy):
             # The better chunks, followed by the worse chunks, each with its observation.
             flat = records.T.ravel()
             tokens = self._policy.encode_actions(self._arena[Record.action][flat])
-            return self._prefer(read_observation(self._arena, flat), tokens)
+            return self._compute_dpo_loss(read_observation(self._arena, flat), tokens)
         obs = read_observation(self._arena, records)
-        if draws is not None:
+        if augmentation is not None:
             device = next(self._policy.module.parameters()).device
-            obs = replace(obs, images=augment(obs.images, draws, device))
+            obs = replace(obs, images=augment(obs.images, augmentation, device))
         match self._objective.name:
             case Objective.dpo:
                 assert isinstance(self._policy, TextPolicy)
-                tokens = self._policy.encode_replies(self._pairs(records))
-                return self._prefer(_twice(obs, obs.instructions), tokens)
+                tokens = self._policy.encode_replies(self._read_pairs(records))
+                return self._compute_dpo_loss(_repeat_observations(obs, obs.instructions), tokens)
             case Objective.preference:
-                return self._rank(obs, records)
+                return self._compute_preference_loss(obs, records)
             case Objective.success:
-                return self._recognise(obs, records)
+                return self._compute_success_loss(obs, records)
         if isinstance(self._policy, ImitatesPadded):
-            return self._policy.imitate_padded(obs, self._targets(records), ~self._arena[Record.valid][records])
-        return self._policy.imitate(obs, self._targets(records))
+            return self._policy.imitate_padded(obs, self._get_targets(records), ~self._arena[Record.valid][records])
+        return self._policy.imitate(obs, self._get_targets(records))
 
-    def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
+    def _compute_dpo_loss(self, obs: Observation, tokens: IntArray) -> ImitationScores:
         """Compute the DPO loss; `tokens` contain the chosen answers [B], followed by the rejected answers [B]."""
         assert self._reference is not None, "no reference policy was built"
         # In one batch, so that both halves of a pair are computed in the same way.
         with torch.no_grad():
             reference = self._reference.score(obs, tokens).logprob.sum(1)
-        return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
+        return self._compare_scores(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
-    def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
+    def _compute_preference_loss(self, obs: Observation, records: IntArray) -> ImitationScores:
         """Return the preference loss on the values of conversations that end with the better and the worse answer."""
         # The input of a reward model: the user's message and the reply, without the system prompt.
-        asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
-        answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
-        said = tuple(join_messages(turns) for turns in zip(asked, answers, strict=True))
-        return self._compared(self._value(_twice(obs, said)))
+        prompts = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
+        answers = [Message(role="assistant", content=text) for text in self._read_pairs(records)]
+        conversations = tuple(join_messages(turns) for turns in zip(prompts, answers, strict=True))
+        return self._compare_scores(self._compute_values(_repeat_observations(obs, conversations)))
 
-    def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
+    def _compute_success_loss(self, obs: Observation, records: IntArray) -> ImitationScores:
         """Return the cross-entropy loss of the success classifier, whose logit is the value of the observation."""
-        value = self._value(obs)
+        value = self._compute_values(obs)
         label = on_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
         return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
 
-    def _pairs(self, records: IntArray) -> list[str]:
+    def _read_pairs(self, records: IntArray) -> list[str]:
         """Return the better answers [B], followed by the worse answers [B]."""
         pairs = [split_messages(decode_instruction(row)) for row in self._arena[Record.reply][records]]
-        return [pair[place].content for place in (0, 1) for pair in pairs]
+        return [pair[index].content for index in (0, 1) for pair in pairs]
 
-    def _compared(self, scores: Tensor) -> ImitationScores:
+    def _compare_scores(self, scores: Tensor) -> ImitationScores:
         """Return the preference loss for scores [2B] of the better answers, followed by the worse answers."""
         better, worse = scores.chunk(2)
         loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
         return ImitationScores(loss=loss, accuracy=(better > worse).float())
 
-    def _value(self, obs: Observation) -> Tensor:
+    def _compute_values(self, obs: Observation) -> Tensor:
         """Return the value [B] of each observation, with gradients."""
         # The value head reads only the input before the actions, so the tokens have no effect.
-        nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
-        return self._policy.score(obs, nothing).value[:, 0]
+        dummy_tokens = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
+        return self._policy.score(obs, dummy_tokens).value[:, 0]
 
-    def _targets(self, records: IntArray) -> FloatArray:
+    def _get_targets(self, records: IntArray) -> FloatArray:
         """Return the target actions [B, K, A]; for text, the tokens of the replies [B, longest, 1]."""
         if not isinstance(self._policy, TextPolicy):
             return self._arena[Record.action][records]
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
-    def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
+    def _sample_augmentation(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
         """Return the random numbers for augmentation (see `draw_samples`), independent of the number of ranks."""
         cameras = self._arena[Record.images].shape[1]
         if not seeds or not cameras:
@@ -209,10 +211,14 @@ def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
     return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
 
 
-def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
+def _repeat_observations(obs: Observation, instructions: Sequence[str]) -> Observation:
     """Return the observations twice, as a batch of 2B; `instructions` has length 2B, or length B and is repeated."""
-    both = tuple(instructions) * (2 * len(obs) // len(instructions))
-    return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
+    repeated_instructions = tuple(instructions) * (2 * len(obs) // len(instructions))
+    return Observation(
+        images=np.tile(obs.images, (2, 1, 1, 1, 1)),
+        state=np.tile(obs.state, (2, 1)),
+        instructions=repeated_instructions,
+    )
 
 
 def preference_loss(better: Tensor, worse: Tensor, *, smoothing: float = 0.0) -> Tensor:

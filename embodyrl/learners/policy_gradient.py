@@ -14,15 +14,15 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, deal, mean_metrics, order_by_prompt
+from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt, split_micro_batches
 from embodyrl.policies.protocol import TextPolicy, weights_changed
 from embodyrl.policies.tensors import on_device, peak_memory
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
-AT_ONCE = 2**18
+MAX_COLLECTED_TOKENS = 2**18
 """Number of sampled tokens, over all ranks, after which collected metrics are computed. The limit bounds memory."""
-_Taken = tuple[dict[str, float], list[Measured]]
+_StepResult = tuple[dict[str, float], list[Measured]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class _Proximal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _MicroBatch:
     """A micro-batch of B samples."""
 
-    seen: IntArray | Observation
+    observation: IntArray | Observation
     """Observations, or record indices [B] from which the observations are read on demand."""
     tokens: IntArray
     """[B, L] sampled tokens."""
@@ -58,7 +58,7 @@ class PolicyGradientLearner(Learner):
         assert context.algorithm is not None
         self._algorithm = context.algorithm
         self._cfg = context.actor
-        self._rules = context.algorithm.settings
+        self._settings = context.algorithm.settings
         self._seed = context.seed
         self._reference = context.reference
 
@@ -74,80 +74,80 @@ class PolicyGradientLearner(Learner):
                 )
             self._arena[Record.ref_logprob][records] = scores.logprob.float().cpu().numpy()
 
-    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Train on the batch, yielding after each micro-batch.
 
         Returns metrics averaged over optimizer steps (maxima for names that end in _max).
         """
         records = self._arena.read(request.tickets)
-        batch = self._batch(records, np.asarray(request.episode, dtype=np.int64))
+        batch = self._build_batch(records, np.asarray(request.episode, dtype=np.int64))
         if self._algorithm.recomputes_logprob:
             # Score the batch first with gathered weights, as in the rollout, so that only the weights differ.
-            self._ranks.act()
+            self._ranks.gather_weights()
         proximal = yield from self._proximal(batch)
-        self._ranks.train()
+        self._ranks.shard_weights()
         result = yield from self._train(batch, proximal, request.step)
         # Gradients are as large as the weights, and unused until the next update.
         self._trainer.optimization.zero_grad()
         # After the update: its ratios are relative to the statistics that the rollout used.
         self._trainer.take_statistics(self._arena, records)
-        interval = self._rules.reference_interval
+        interval = self._settings.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
-            own = getattr(self._policy, "alone", self._policy).module.state_dict()
+            weights = getattr(self._policy, "alone", self._policy).module.state_dict()
             with torch.no_grad():
                 for name, weight in self._reference.module.state_dict().items():
-                    weight.copy_(own[name])
+                    weight.copy_(weights[name])
             weights_changed(self._reference.module)
         self._ranks.reshard()
         return result | {"memory_gib": peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
         """Save the reference policy into `folder` if it is updated during training."""
-        if self._reference is not None and self._rules.reference_interval:
+        if self._reference is not None and self._settings.reference_interval:
             (folder / _REFERENCE).mkdir()
             self._reference.save(folder / _REFERENCE)
 
     def load(self, folder: Path) -> None:
         """Load the files written by `save`, if any."""
-        if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
+        if self._reference is not None and self._settings.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
 
-    def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
+    def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> UpdateGenerator[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup
-        limit, kl_limit = self._rules.early_stop_imp_ratio or math.inf, self._rules.early_stop_kl or math.inf
-        watched = math.isfinite(min(limit, kl_limit))
+        limit, kl_limit = self._settings.early_stop_imp_ratio or math.inf, self._settings.early_stop_kl or math.inf
+        can_stop_early = math.isfinite(min(limit, kl_limit))
         steps: list[dict[str, float]] = []
-        waiting: list[_Taken] = []
-        held, skipped, stopped = 0, 0, 0.0
-        sizes = even_parts(len(batch.records), self._cfg.global_batch_size, self._cfg.minibatches)
-        planned: Iterator[list[tuple[_Part, bool]]] = iter(())
-        for number in range(total := self._rules.update_epoch * len(sizes)):
+        pending: list[_StepResult] = []
+        num_tokens, skipped, stopped = 0, 0, 0.0
+        sizes = split_evenly(len(batch.records), self._cfg.global_batch_size, self._cfg.minibatches)
+        step_parts: Iterator[list[tuple[_MicroBatch, bool]]] = iter(())
+        for number in range(total := self._settings.update_epoch * len(sizes)):
             if number % len(sizes) == 0:
                 # The same order on all ranks and after a resume: it depends only on seed, step and epoch.
                 order = _shuffle(len(batch.records), self._seed, step, number // len(sizes))
-                planned = self._plan(batch, proximal, np.split(order, np.cumsum(sizes[:-1])))
-            parts = next(planned)
+                step_parts = self._plan_micro_batches(batch, proximal, np.split(order, np.cumsum(sizes[:-1])))
+            parts = next(step_parts)
             if not parts:
                 continue
-            taken = yield from self._trainer.run_optimizer_step(
+            step_result = yield from self._trainer.run_optimizer_step(
                 parts, step + number / total, self._score, self._loss, values_only=warming_up
             )
-            skipped += taken is None
-            if taken is None:
+            skipped += step_result is None
+            if step_result is None:
                 continue
-            waiting.append(taken)
+            pending.append(step_result)
             # A fixed count, not this rank's: all ranks must exchange metrics after the same steps.
-            held += sizes[number % len(sizes)] * self._arena[Record.tokens].shape[1]
-            if watched or held >= AT_ONCE:
-                steps += self._measured(waiting)
-                waiting, held = [], 0
+            num_tokens += sizes[number % len(sizes)] * self._arena[Record.tokens].shape[1]
+            if can_stop_early or num_tokens >= MAX_COLLECTED_TOKENS:
+                steps += self._compute_metrics(pending)
+                pending, num_tokens = [], 0
                 # Stop after the step that exceeded the limit: its metrics are known only now.
                 if steps[-1]["ratio"] > limit or steps[-1]["kl"] > kl_limit:
                     stopped = 1.0
                     break
-        steps += self._measured(waiting)
+        steps += self._compute_metrics(pending)
         result = mean_metrics(steps) | proximal.metrics
-        if watched:
+        if can_stop_early:
             result["early_stopped"] = stopped
         result["lr"] = self._trainer.optimization.lr
         result["optimizer_steps"] = float(len(steps))
@@ -157,12 +157,15 @@ class PolicyGradientLearner(Learner):
             result["logprob_gap"] = steps[0]["logprob_gap"]
         return result
 
-    def _measured(self, taken: list[_Taken]) -> list[dict[str, float]]:
+    def _compute_metrics(self, step_results: list[_StepResult]) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step, merged over micro-batches and ranks."""
-        parts = iter(metrics_of([one for _, said in taken for one in said]))
-        return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
+        parts = iter(metrics_of([inputs for _, metric_inputs in step_results for inputs in metric_inputs]))
+        return [
+            merge_metrics(self._ranks.gather_metrics([next(parts) for _ in metric_inputs])) | numbers
+            for numbers, metric_inputs in step_results
+        ]
 
-    def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
+    def _proximal(self, batch: PreparedBatch) -> UpdateGenerator[_Proximal]:
         """Return the old log-probabilities: recomputed if the algorithm requires it, otherwise those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob].take(batch.records, 0))
         if not self._algorithm.recomputes_logprob:
@@ -174,11 +177,11 @@ class PolicyGradientLearner(Learner):
                 scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
             logprob[part] = scores.logprob.float().cpu()
             yield
-        logprob = self._ranks.total(logprob)  # only one rank has each sample's value
+        logprob = self._ranks.sum_over_ranks(logprob)  # only one rank has each sample's value
         correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))
         return _Proximal(logprob=logprob, correction=correction, metrics=metrics)
 
-    def _batch(self, records: IntArray, episode: IntArray) -> PreparedBatch:
+    def _build_batch(self, records: IntArray, episode: IntArray) -> PreparedBatch:
         arena = self._arena
         return PreparedBatch(
             records=records,
@@ -189,25 +192,25 @@ class PolicyGradientLearner(Learner):
             has_signal=True,
         )
 
-    def _plan(
+    def _plan_micro_batches(
         self, batch: PreparedBatch, proximal: _Proximal, planned: list[IntArray]
-    ) -> Iterator[list[tuple[_Part, bool]]]:
+    ) -> Iterator[list[tuple[_MicroBatch, bool]]]:
         """Yield the micro-batches of each optimizer step of an epoch; an empty list for a step without a gradient.
 
         Samples without a gradient are skipped in the forward pass, but count in the weights of all samples. Inputs of
         small networks are gathered once per epoch, because gathering each micro-batch would dominate the run time.
         """
-        inert, same = self._algorithm.inert(batch), self._algorithm.has_equal_weights(batch)
+        zero_gradient, has_equal_weights = self._algorithm.inert(batch), self._algorithm.has_equal_weights(batch)
         weights: list[LossWeights] = []
-        chosen: list[IntArray] = []
+        samples_by_part: list[IntArray] = []
         counts: list[list[bool]] = []
         by_size: dict[int, LossWeights] = {}
         for samples in planned:
             # Of all samples of the optimizer step, including inert ones: they count in the denominators.
-            own = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
-            if same:
-                by_size[len(samples)] = own
-            if not len(useful := np.flatnonzero(~inert[samples])):
+            step_weights = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
+            if has_equal_weights:
+                by_size[len(samples)] = step_weights
+            if not len(useful := np.flatnonzero(~zero_gradient[samples])):
                 counts.append([])
                 continue
             cost = self._arena[Record.cost].take(batch.records.take(samples.take(useful)))
@@ -216,52 +219,61 @@ class PolicyGradientLearner(Learner):
                 records = batch.records[samples[useful]]
                 order = order_by_prompt(self._arena[Record.instruction][records], cost)
                 useful, cost = useful[order], cost[order]
-            dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
-            counts.append([counted for _, counted in dealt])
-            for rows, _ in dealt:
-                chosen.append(samples.take(useful.take(rows)))
-                weights.append(own.rows(useful[rows]))
-        parts = iter(self._gather(batch, proximal, chosen, weights))
+            micro_batches = split_micro_batches(
+                cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs
+            )
+            counts.append([counted for _, counted in micro_batches])
+            for rows, _ in micro_batches:
+                samples_by_part.append(samples.take(useful.take(rows)))
+                weights.append(step_weights.rows(useful[rows]))
+        parts = iter(self._build_micro_batches(batch, proximal, samples_by_part, weights))
         for counted in counts:
-            yield [(next(parts), one) for one in counted]
+            yield [(next(parts), counts_once) for counts_once in counted]
 
-    def _gather(
-        self, batch: PreparedBatch, proximal: _Proximal, chosen: list[IntArray], weights: list[LossWeights]
-    ) -> Iterator[_Part]:
-        """Yield one micro-batch for each array of sample indices in `chosen`, with the loss weights in `weights`."""
-        if not chosen:
+    def _build_micro_batches(
+        self, batch: PreparedBatch, proximal: _Proximal, samples_by_part: list[IntArray], weights: list[LossWeights]
+    ) -> Iterator[_MicroBatch]:
+        """Yield one micro-batch for each array of sample indices in `samples_by_part`, with its loss `weights`."""
+        if not samples_by_part:
             return
-        samples, sizes = np.concatenate(chosen), [len(rows) for rows in chosen]
+        samples, sizes = np.concatenate(samples_by_part), [len(rows) for rows in samples_by_part]
         records = batch.records.take(samples)
-        whole = None if self._arena[Record.images].size else read_observation(self._arena, records)
+        observations = None if self._arena[Record.images].size else read_observation(self._arena, records)
         tokens, start = self._arena[Record.tokens].take(records, 0), 0
-        for size, inputs in zip(sizes, self._inputs(batch, samples, weights, proximal).split(sizes), strict=True):
+        for size, inputs in zip(sizes, self._build_inputs(batch, samples, weights, proximal).split(sizes), strict=True):
             own = slice(start, start := start + size)
-            seen = records[own]
-            if whole is not None:
-                seen = Observation(
-                    images=whole.images[own], state=whole.state[own], instructions=whole.instructions[own]
+            observation = records[own]
+            if observations is not None:
+                observation = Observation(
+                    images=observations.images[own],
+                    state=observations.state[own],
+                    instructions=observations.instructions[own],
                 )
-            yield _Part(seen=seen, tokens=tokens[own], inputs=inputs)
+            yield _MicroBatch(observation=observation, tokens=tokens[own], inputs=inputs)
 
-    def _score(self, part: _Part) -> PolicyScores:
-        seen = part.seen if isinstance(part.seen, Observation) else read_observation(self._arena, part.seen)
-        return self._policy.score(seen, part.tokens)
+    def _score(self, part: _MicroBatch) -> PolicyScores:
+        observation = (
+            part.observation
+            if isinstance(part.observation, Observation)
+            else read_observation(self._arena, part.observation)
+        )
+        return self._policy.score(observation, part.tokens)
 
-    def _loss(self, scores: PolicyScores, part: _Part) -> tuple[torch.Tensor, Measured]:
+    def _loss(self, scores: PolicyScores, part: _MicroBatch) -> tuple[torch.Tensor, Measured]:
         inputs, device = part.inputs, scores.logprob.device
         if device.type != "cpu":
             inputs = replace(inputs, **{name: on_device(value, device) for name, value in inputs.tensors().items()})
         return self._algorithm.loss(scores, inputs)
 
-    def _inputs(
+    def _build_inputs(
         self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal
     ) -> LossInputs:
         arena, records = self._arena, batch.records.take(samples)
-        masks = self._rules.off_policy_masking_delta is not None
+        needs_behaviour = self._settings.off_policy_masking_delta is not None
         tensor, rows = torch.from_numpy, torch.from_numpy(samples)
         policy, value, positive = (
-            tensor(np.concatenate([getattr(own, name) for own in weights])) for name in ("policy", "value", "positive")
+            tensor(np.concatenate([getattr(loss_weights, name) for loss_weights in weights]))
+            for name in ("policy", "value", "positive")
         )
         return LossInputs(
             old_logprob=proximal.logprob.index_select(0, rows),
@@ -273,7 +285,7 @@ class PolicyGradientLearner(Learner):
             weight=policy,
             value_weight=value,
             positive_weight=positive,
-            behaviour_logprob=tensor(arena[Record.logprob].take(records, 0)) if masks else None,
+            behaviour_logprob=tensor(arena[Record.logprob].take(records, 0)) if needs_behaviour else None,
             correction=None if proximal.correction is None else proximal.correction.index_select(0, rows),
         )
 
@@ -282,7 +294,7 @@ def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
     return np.random.default_rng(np.random.SeedSequence([seed, step, epoch, 0x5A])).permutation(count)
 
 
-def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
+def split_evenly(total: int, largest: int, number: int | None = None) -> list[int]:
     """Split `total` into `number` nearly equal parts, or by default into the fewest parts of at most `largest`.
 
     >>> even_parts(10, 4), even_parts(10, 4, 2)

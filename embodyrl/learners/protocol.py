@@ -9,7 +9,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.learners.settings import ActorSettings
-from embodyrl.learners.training import InParts, Trainer
+from embodyrl.learners.training import Trainer, UpdateGenerator
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import EnvSpec
 
@@ -41,7 +41,7 @@ class Learner(Protocol):
     `LearnerContext`. Methods that a subclass does not override do nothing.
     """
 
-    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Train on the records of one training step, yielding after each micro-batch; return metrics.
 
         The records contain observations, actions and advantages; the arena reuses them after this method returns.

@@ -16,32 +16,32 @@ class Ranks:
     """A training rank: collective operations, and placement of full or sharded weights.
 
     This class is a single process with full weights; `ShardedRanks` is a process of a group. All ranks must call
-    collective methods together. Call `train` before an update, `act` before inference, and `reshard` if the kind of the
-    next request is not known.
+    collective methods together. Call `shard_weights` before an update, `gather_weights` before inference, and `reshard`
+    if the kind of the next request is not known.
     """
 
     shards = False
-    """True if the module contains shards of the weights, except between `act` and `train`."""
+    """True if the module contains shards of the weights, except between `gather_weights` and `shard_weights`."""
 
     def __init__(self, rank_info: RankInfo) -> None:
         self.rank_info = rank_info
 
-    def score(self, compute: Callable[[], S], *, last: bool) -> S:
+    def forward(self, compute: Callable[[], S], *, last: bool) -> S:
         """Run the forward pass `compute` (collective); `last`: the optimizer step follows this micro-batch."""
         return compute()
 
-    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+    def gather_metrics(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
         """Gather lists of metrics (collective); every rank gets the concatenation of the lists of all ranks."""
         return parts
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a host tensor over all ranks (collective)."""
-        return own
+        return tensor
 
-    def train(self) -> None:
+    def shard_weights(self) -> None:
         """Shard the weights for an update (collective)."""
 
-    def act(self) -> None:
+    def gather_weights(self) -> None:
         """Gather the full weights on every rank for inference (collective)."""
 
     def reshard(self) -> None:
@@ -51,14 +51,14 @@ class Ranks:
         """Provide full, unsharded parameters inside the block (collective); with `write`, changes are kept."""
         return nullcontext()
 
-    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+    def gather(self, state: Any, *, everywhere: bool = False) -> Any:
         """Return a tree of lists and dicts with full CPU tensors in place of shards (collective).
 
         Only the first rank returns the tensors, unless `everywhere` is set.
         """
         return state
 
-    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def shard_optimizer_state(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's shard of a full optimizer state."""
         return state
 

@@ -31,7 +31,7 @@ UNCHANGED = "this optimizer step left the weights unchanged"
 T = TypeVar("T")
 P = TypeVar("P")
 M = TypeVar("M")
-InParts = Generator[None, None, T]
+UpdateGenerator = Generator[None, None, T]
 """Generator that yields between micro-batches, so that inference can be interleaved, and returns T."""
 
 
@@ -61,7 +61,7 @@ class Optimization:
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
         )
-        self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
         self._value_clip = optim.value_clip_grad if value_rate else None
@@ -91,11 +91,11 @@ class Optimization:
         # Non-finite: do not update weights, moments or schedule.
         if math.isfinite(norm):
             factor = self._schedule.factor(position)
-            for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
+            for group, full in zip(self.optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = full * factor
             self.optimizer.step()
             weights_changed(self._module)
-            self._schedule.count()
+            self._schedule.step()
         return norm
 
     def _clip_gradients(self) -> float:
@@ -103,7 +103,7 @@ class Optimization:
         groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
-            groups, limits = [[one for group in groups for one in group]], [self._clip]
+            groups, limits = [[gradient for group in groups for gradient in group]], [self._clip]
         # With separate limits, the norms are of disjoint weights: the root of their sum of squares is the total norm.
         norms: list[float] = []
         for group, limit in zip(groups, limits, strict=False):
@@ -117,10 +117,10 @@ class Optimization:
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """Return the norm of the full gradient; collective if sharded."""
-        if gradients and not self._ranks.shards and sum(one.numel() for one in gradients) < _SMALL:
+        if gradients and not self._ranks.shards and sum(one.numel() for one in gradients) < _MAX_CONCATENATED_ELEMENTS:
             # One vector needs fewer calls. A float32 sum over half a million numbers has an error of 3e-5.
             return float(torch.linalg.vector_norm(torch.cat([one.flatten() for one in gradients]), dtype=torch.float64))
-        return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
+        return float(self._ranks.gather(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
         """Write the policy and the training state into `folder`. All ranks call this method; the first rank writes.
@@ -132,12 +132,12 @@ class Optimization:
         """
         problems: list[CheckpointError] = []
 
-        def write(files: Callable[[], None]) -> None:
+        def write(write_files: Callable[[], None]) -> None:
             if self._ranks.rank_info.rank or problems:
                 return
             try:
                 with writing(folder):
-                    files()
+                    write_files()
             except CheckpointError as error:
                 problems.append(error)
 
@@ -145,8 +145,8 @@ class Optimization:
             # All ranks run this code, because gathering the weights is collective; only the first one writes.
             write(lambda: _save_policy(policy, env, folder / POLICY_FOLDER))
         state = {
-            "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
-            "schedule": {"taken": self._schedule.taken, "warm_until": self._schedule.warm_until},
+            "optimizer": self._ranks.gather(self.optimizer.state_dict()),
+            "schedule": {"taken": self._schedule.num_steps, "warm_until": self._schedule.warmup_end},
             "rng": rng_state(),
         }
         write(lambda: save_state(folder, TRAINING_STATE, state))
@@ -162,7 +162,7 @@ class Optimization:
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
         try:
-            load_optimizer(self.optimizer, self._ranks.shard(state["optimizer"], self.optimizer))
+            load_optimizer(self.optimizer, self._ranks.shard_optimizer_state(state["optimizer"], self.optimizer))
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} contains other trained parameters than this run ({error}). A resumed run needs the same "
@@ -170,8 +170,8 @@ class Optimization:
             ) from error
         schedule = state["schedule"]
         # Older checkpoints contain the number of optimizer steps only.
-        self._schedule.taken = int(schedule.get("taken", schedule.get("last_epoch", 0)))
-        self._schedule.warm_until = float(schedule.get("warm_until", 0.0))
+        self._schedule.num_steps = int(schedule.get("taken", schedule.get("last_epoch", 0)))
+        self._schedule.warmup_end = float(schedule.get("warm_until", 0.0))
         set_rng_state(state["rng"])
 
 
@@ -222,17 +222,17 @@ class Trainer:
         loss: Callable[[S, P], tuple[Tensor, M]],
         *,
         values_only: bool = False,
-        kept: str = UNCHANGED,
-    ) -> InParts[tuple[dict[str, float], list[M]] | None]:
+        weights_status: str = UNCHANGED,
+    ) -> UpdateGenerator[tuple[dict[str, float], list[M]] | None]:
         """Accumulate gradients over micro-batches, and take one optimizer step. Yield after each micro-batch.
 
         Args:
-            parts: micro-batches with their flags, as returned by `deal`.
+            parts: micro-batches with their flags, as returned by `split_micro_batches`.
             position: see `Schedule.factor`.
             forward: function that returns the scores of a micro-batch.
             loss: function that returns the micro-batch's share of the loss (shares are summed) and its metrics.
             values_only: update only the value head.
-            kept: see `refuse`.
+            weights_status: state of the weights after a rejected step, for the error (see `reject_step`).
 
         Returns:
             `loss` and `grad_norm`, and the metrics of each micro-batch; None if the step was skipped.
@@ -242,25 +242,27 @@ class Trainer:
         """
         self.optimization.zero_grad()
         losses: list[Tensor] = []
-        said: list[M] = []
+        outputs: list[M] = []
         for number, (part, counts) in enumerate(parts, start=1):
-            scores = self.ranks.score(partial(forward, part), last=number == len(parts))
-            share, own = loss(scores, part)
+            scores = self.ranks.forward(partial(forward, part), last=number == len(parts))
+            micro_batch_loss, output = loss(scores, part)
             # FSDP averages gradients over the ranks, but the sample weights sum to 1 over all ranks.
             factor = self.ranks.rank_info.world if counts else 0
-            (share if factor == 1 else share * factor).backward()
+            (micro_batch_loss if factor == 1 else micro_batch_loss * factor).backward()
             if counts:
-                losses.append(share.detach())
-                said.append(own)
+                losses.append(micro_batch_loss.detach())
+                outputs.append(output)
             yield
         # Before the step, so that all ranks agree on a non-finite loss; otherwise their weights would diverge.
-        shares = self.ranks.exchange([{"loss": share} for share in _on_host(losses)])
-        if broken := [one["loss"] for one in shares if not math.isfinite(one["loss"])]:
-            return self.refuse(f"loss {broken[0]}", kept=kept)
+        step_losses = self.ranks.gather_metrics(
+            [{"loss": micro_batch_loss} for micro_batch_loss in _copy_to_host(losses)]
+        )
+        if non_finite := [step_loss["loss"] for step_loss in step_losses if not math.isfinite(step_loss["loss"])]:
+            return self.reject_step(f"loss {non_finite[0]}", weights_status=weights_status)
         grad_norm = self.optimization.step(position, values_only=values_only)
         if not math.isfinite(grad_norm):
-            return self.refuse(f"gradient norm {grad_norm}", kept=kept)
-        return merge_metrics(shares) | {"grad_norm": grad_norm}, said
+            return self.reject_step(f"gradient norm {grad_norm}", weights_status=weights_status)
+        return merge_metrics(step_losses) | {"grad_norm": grad_norm}, outputs
 
     def take_statistics(self, arena: Arena, records: IntArray) -> None:
         """Update the observation statistics of a policy that normalises observations."""
@@ -268,24 +270,24 @@ class Trainer:
             self.policy.take_statistics(read_observation(arena, records))
             weights_changed(self.policy.module)
 
-    def refuse(self, what: str, *, kept: str = UNCHANGED) -> None:
+    def reject_step(self, description: str, *, weights_status: str = UNCHANGED) -> None:
         """Discard the gradients of a step with a non-finite value; raise an error unless `faults.on_nonfinite=skip`.
 
-        The error contains `what`, the non-finite value, and `kept`, the state of the weights.
+        The error contains `description`, the non-finite value, and `weights_status`, the state of the weights.
         """
         self.optimization.zero_grad()
         if not self._skips_nonfinite:
             raise NonFiniteError(
-                f"Non-finite {what} in the actor; {kept}. Likely cause: learning rate too high, or wrong rewards or "
-                f"data. Lower actor.optim.lr, or set faults.on_nonfinite=skip."
+                f"Non-finite {description} in the actor; {weights_status}. Likely cause: learning rate "
+                f"too high, or wrong rewards or data. Lower actor.optim.lr, or set faults.on_nonfinite=skip."
             )
 
 
-_SMALL = 2**20
+_MAX_CONCATENATED_ELEMENTS = 2**20
 """Number of gradient elements below which one concatenation is faster than one call per weight."""
 
 
-def _on_host(scalars: list[Tensor]) -> list[float]:
+def _copy_to_host(scalars: list[Tensor]) -> list[float]:
     """Copy scalar tensors to the host, with a single synchronisation of the device."""
     return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(one) for one in scalars]
 
@@ -330,7 +332,9 @@ def order_by_prompt(prompts: ByteArray, cost: IntArray) -> IntArray:
     return np.lexsort((number, -longest[number]))
 
 
-def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:
+def split_micro_batches(
+    cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None
+) -> list[tuple[IntArray, bool]]:
     """Return this rank's micro-batches of an optimizer step. Every rank gets the same number of micro-batches.
 
     Args:
@@ -345,10 +349,10 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
     """
     # Samples of similar length go to different ranks, so that concurrent micro-batches have similar cost.
     order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
-    shares = [order[rank :: rank_info.world] for rank in range(rank_info.world)]
-    ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
-    mine = [(rows, True) for rows in ranks[rank_info.rank]]
-    return mine + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(mine))
+    samples_by_rank = [order[rank :: rank_info.world] for rank in range(rank_info.world)]
+    ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in samples_by_rank]
+    own_batches = [(rows, True) for rows in ranks[rank_info.rank]]
+    return own_batches + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(own_batches))
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -33,7 +33,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     from embodyrl.learners.fsdp import ShardedRanks
 
     return ShardedRanks(
-        policy.module, init.rank_info, init.actor.fsdp, gradient_sync=sync, half=init.model.half, acts=init.acts
+        policy.module, init.rank_info, init.actor.fsdp, gradient_sync=sync, bfloat16=init.model.half, acts=init.acts
     )
 
 

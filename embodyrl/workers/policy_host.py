@@ -37,7 +37,7 @@ from embodyrl.learners.policy_gradient import PolicyGradientLearner
 from embodyrl.learners.precision import cast_to_bfloat16
 from embodyrl.learners.protocol import Learner
 from embodyrl.learners.ranks import Ranks
-from embodyrl.learners.training import InParts, Trainer
+from embodyrl.learners.training import Trainer, UpdateGenerator
 from embodyrl.policies.protocol import HasEngine, Policy
 from embodyrl.policies.tensors import seed_everything
 from embodyrl.specs import GripperConvention, convert_gripper
@@ -64,7 +64,7 @@ class PolicyHost:
         self._ranks = Ranks(init.rank_info)
         self._trainer: Trainer | None = None
         self._learner: Learner | None = None
-        self._update: InParts[dict[str, float]] | None = None
+        self._update: UpdateGenerator[dict[str, float]] | None = None
         if init.trains:
             algorithm = None
             if init.algorithm is not None:

@@ -31,7 +31,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
     """Write parts of the weights into a bucket, in the receiver's dtype. All ranks call this; the first rank writes."""
     names = dict.fromkeys(part.name for part in request.parts)
     # Gathering is collective: ranks that do not write take part, too.
-    whole = {name: ranks.gathered(_weight(module, name)).detach() for name in names}
+    whole = {name: ranks.gather(_weight(module, name)).detach() for name in names}
     if ranks.rank_info.rank == 0:
         with bucket_arena.write(request.ticket) as record:
             bucket = _bucket(request.parts, bucket_arena, record)

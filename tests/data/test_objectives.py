@@ -168,7 +168,7 @@ def test_label_smoothing_follows_the_settings(tmp_path: Path) -> None:
     """Two pairs, one of them swapped; only the loss is smoothed."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, label_smoothing=0.2))
     assert isinstance(host._learner, ImitationLearner)
-    found = host._learner._compared(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
+    found = host._learner._compare_scores(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
     host.close()
     arena.close()
     gap = torch.tensor([3.0, -1.0]).double()

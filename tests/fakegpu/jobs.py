@@ -187,7 +187,7 @@ def one_of(world: int) -> Iterator[None]:
 
     from embodyrl.learners import fsdp as ranks
 
-    join, mesh, exchange = ranks._join, ranks.init_device_mesh, ranks.ShardedRanks.exchange
+    join, mesh, exchange = ranks._join_process_group, ranks.init_device_mesh, ranks.ShardedRanks.gather_metrics
 
     def real_mesh(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -196,12 +196,12 @@ def one_of(world: int) -> Iterator[None]:
     def joined(rank_info: Any, device: str) -> None:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
-    ranks._join, ranks.init_device_mesh = joined, real_mesh  # type: ignore[assignment]
-    ranks.ShardedRanks.exchange = lambda self, parts: parts  # what the others say would be read, and is not there
+    ranks._join_process_group, ranks.init_device_mesh = joined, real_mesh  # type: ignore[assignment]
+    ranks.ShardedRanks.gather_metrics = lambda self, parts: parts  # what the others say would be read, and is not there
     try:
         yield
     finally:
-        ranks._join, ranks.init_device_mesh, ranks.ShardedRanks.exchange = join, mesh, exchange
+        ranks._join_process_group, ranks.init_device_mesh, ranks.ShardedRanks.gather_metrics = join, mesh, exchange
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -312,9 +312,9 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]
     learner = actor.host._learner
     assert isinstance(learner, PolicyGradientLearner)
-    batch = learner._batch(records_of(actor.tickets), np.arange(RECORDS))
+    batch = learner._build_batch(records_of(actor.tickets), np.arange(RECORDS))
     proximal = returned(learner._proximal(batch))
-    (parts,) = learner._plan(batch, proximal, [np.arange(RECORDS)])
+    (parts,) = learner._plan_micro_batches(batch, proximal, [np.arange(RECORDS)])
     found = []
     for more in ([], [(parts[0][0], False)]):
         step = learner._trainer.run_optimizer_step([*parts, *more], 0.0, learner._score, learner._loss)
@@ -330,10 +330,10 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     actor["cost"], actor["advantage"] = costs, np.array([1, -2, 4, -8, 0, 1])[:, None]
     learner, records = actor.host._learner, records_of(actor.tickets)
     assert isinstance(learner, PolicyGradientLearner)
-    batch = learner._batch(records, np.arange(RECORDS))
+    batch = learner._build_batch(records, np.arange(RECORDS))
     planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]
-    steps = [*learner._plan(batch, returned(learner._proximal(batch)), planned)]
-    found = [[np.flatnonzero(np.isin(records, part.seen)).tolist() for part, _ in parts] for parts in steps]
+    steps = [*learner._plan_micro_batches(batch, returned(learner._proximal(batch)), planned)]
+    found = [[np.flatnonzero(np.isin(records, part.observation)).tolist() for part, _ in parts] for parts in steps]
     assert found == [[[3], [1, 5]], [[0], [2]]]
 
 

@@ -10,7 +10,7 @@ import pytest
 from toy_runs import TOY_OFT, rows, train_toy
 
 from embodyrl.errors import EmbodyError
-from embodyrl.learners.policy_gradient import even_parts
+from embodyrl.learners.policy_gradient import split_evenly
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import micro_batches
@@ -78,10 +78,10 @@ def test_reference_with_other_action_statistics_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
 def test_even_split_sums_to_the_total(total, largest):
-    assert even_parts(total, largest, 3) == sorted(even_parts(total, largest, 3), reverse=True)
-    assert sum(even_parts(total, largest, 3)) == total
-    assert len(even_parts(total, largest, 3)) == min(3, total)
-    parts = even_parts(total, largest)
+    assert split_evenly(total, largest, 3) == sorted(split_evenly(total, largest, 3), reverse=True)
+    assert sum(split_evenly(total, largest, 3)) == total
+    assert len(split_evenly(total, largest, 3)) == min(3, total)
+    parts = split_evenly(total, largest)
     assert sum(parts) == total
     assert max(parts, default=0) <= largest
     assert not parts or max(parts) - min(parts) <= 1
@@ -107,7 +107,7 @@ def test_learning_rate_warms_up_and_decays(schedule, more, expected):
     seen = []
     for position in range(len(expected)):
         seen.append(plan.factor(position))
-        plan.count()
+        plan.step()
     assert seen == pytest.approx(expected, abs=1e-6)
 
 

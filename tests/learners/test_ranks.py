@@ -11,8 +11,8 @@ from rank_work import Rollout, losses, run_ranks, state
 from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.messages import RankInfo
-from embodyrl.learners.precision import layers
-from embodyrl.learners.training import deal, order_by_prompt
+from embodyrl.learners.precision import find_layers
+from embodyrl.learners.training import order_by_prompt, split_micro_batches
 from embodyrl.plan.build import build_run_plan
 
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
@@ -85,7 +85,7 @@ def test_non_finite_loss_on_one_rank_stops_all(tmp_path):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_rank_respects_the_token_budget_with_its_own_samples(world):
     costs, budget = np.array([9, 1, 2, 8, 1, 1, 7, 3, 1, 12]), 12
-    ranks = [deal(costs, RankInfo(rank=rank, world=world), 4, budget) for rank in range(world)]
+    ranks = [split_micro_batches(costs, RankInfo(rank=rank, world=world), 4, budget) for rank in range(world)]
     assert len({len(parts) for parts in ranks}) == 1, "all take part in each collective"
     counted = [rows for parts in ranks for rows, counts in parts if counts]
     assert sorted(np.concatenate(counted).tolist()) == list(range(10))
@@ -121,7 +121,10 @@ def test_one_two_and_four_ranks_have_equal_weights_after_twenty_steps(tmp_path, 
 
 @pytest.mark.parametrize(("count", "world", "micro"), [(1, 4, 2), (7, 2, 2), (8, 4, 8), (9, 2, 3), (160, 7, 3)])
 def test_samples_are_split_evenly_over_ranks(count, world, micro):
-    dealt = [deal(np.ones(count, np.int64), RankInfo(rank=rank, world=world), micro, None) for rank in range(world)]
+    dealt = [
+        split_micro_batches(np.ones(count, np.int64), RankInfo(rank=rank, world=world), micro, None)
+        for rank in range(world)
+    ]
     assert len({len(batches) for batches in dealt}) == 1
     counted = np.concatenate([rows for batches in dealt for rows, counts in batches if counts])
     assert sorted(counted) == list(range(count))
@@ -137,12 +140,12 @@ def test_equal_prompts_are_adjacent_and_the_longest_come_first():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_token_budget_holds_on_every_rank(world):
     cost = np.random.default_rng(0).integers(10, 400, 50)
-    dealt = [deal(cost, RankInfo(rank=rank, world=world), 1, 800) for rank in range(world)]
+    dealt = [split_micro_batches(cost, RankInfo(rank=rank, world=world), 1, 800) for rank in range(world)]
     assert len({len(batches) for batches in dealt}) == 1
     counted = [rows for batches in dealt for rows, counts in batches if counts]
     assert sorted(np.concatenate(counted)) == list(range(50))
     assert all(len(rows) * cost[rows].max() <= 800 for rows in counted)
-    assert len(dealt[0]) <= -(-len(deal(cost, RankInfo(), 1, 800)) // world) + 1
+    assert len(dealt[0]) <= -(-len(split_micro_batches(cost, RankInfo(), 1, 800)) // world) + 1
 
 
 def test_rank_batches_partition_the_global_batch():
@@ -155,4 +158,4 @@ def test_sharded_layers_are_elements_of_outermost_module_lists():
     inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     block = torch.nn.Sequential(inner)
     model = torch.nn.ModuleDict({"a": torch.nn.ModuleList([block, torch.nn.Linear(1, 1)]), "b": torch.nn.Linear(1, 1)})
-    assert layers(model) == list(model["a"])
+    assert find_layers(model) == list(model["a"])

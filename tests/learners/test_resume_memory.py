@@ -46,7 +46,7 @@ def resume(rank_info: RankInfo, file: Path) -> None:
 
     torch.set_num_threads(1)
     module = build()
-    ranks = ShardedRanks(module, rank_info, FsdpSettings(), half=False, acts=False)
+    ranks = ShardedRanks(module, rank_info, FsdpSettings(), bfloat16=False, acts=False)
     before = peak(anew=True)
     with ranks.full_weights(write=True), torch.no_grad():
         for name, weight in load_file(file).items():
@@ -77,7 +77,7 @@ def resume_text(rank_info: RankInfo, folder: Path) -> None:
 
     saved, policy = build(1), build(2)
     saved.save(folder / str(rank_info.rank))
-    ranks = ShardedRanks(policy.module, rank_info, FsdpSettings(), half=False, acts=False)
+    ranks = ShardedRanks(policy.module, rank_info, FsdpSettings(), bfloat16=False, acts=False)
     with ranks.full_weights(write=True):
         policy.load_weights(folder / str(rank_info.rank))
     with ranks.full_weights(write=False):
@@ -115,7 +115,7 @@ def save(rank_info: RankInfo, folder: Path) -> None:
     # Else it keeps freed ones of these 4 MiB, sometimes as many as all of them together.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**17)
     module = build()
-    ranks = ShardedRanks(module, rank_info, FsdpSettings(), half=False, acts=False)
+    ranks = ShardedRanks(module, rank_info, FsdpSettings(), bfloat16=False, acts=False)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -126,7 +126,7 @@ def save(rank_info: RankInfo, folder: Path) -> None:
     with ranks.full_weights(write=False):
         pass
     of_weights = peak() - before
-    state = ranks.gathered(optimizer.state_dict())
+    state = ranks.gather(optimizer.state_dict())
     if rank_info.rank == 0:
         save_state(folder, "state", state)
     grown = peak() - before

@@ -13,10 +13,10 @@ from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.recap.value import features_of, observations
 from embodyrl.data.shown import load_shown
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.learners.iql.transitions import transitions_of
+from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UNCHANGED, InParts, deal, mean_metrics
+from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics, split_micro_batches
 from embodyrl.policies.protocol import LearnsStatistics, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.conditioning import HasFeatures
@@ -31,18 +31,20 @@ class IqlLearner(Learner):
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
-        rules = context.algorithm.settings
-        assert isinstance(rules, IqlSettings)
+        settings = context.algorithm.settings
+        assert isinstance(settings, IqlSettings)
         self._trainer, self._policy, self._seed = context.trainer, context.trainer.policy, context.seed
-        self._rules, self._batch_size = rules, context.actor.global_batch_size
+        self._settings, self._batch_size = settings, context.actor.global_batch_size
         if not isinstance(self._policy, HasFeatures):
             raise ConfigError(
                 f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics. Choose another model."
             )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
-        parts = [load_shown([folder], spec, executed=True) for folder in rules.demonstrations]
-        self._demos, self._steps = transitions_of(parts, spec.num_action_chunks, rules.gamma, rules.reward_scale)
+        parts = [load_shown([folder], spec, executed=True) for folder in settings.demonstrations]
+        self._demos, self._steps = build_transitions(
+            parts, spec.num_action_chunks, settings.gamma, settings.reward_scale
+        )
         if not len(self._steps.start):
             raise ConfigError(
                 f"algorithm.demonstrations: no episode is longer than {spec.num_action_chunks} steps. "
@@ -52,55 +54,57 @@ class IqlLearner(Learner):
             features = features_of(self._policy, self._demos)
         chunks = self._demos.chunks(np.arange(len(self._demos.action)), spec.num_action_chunks)
         actions = on_device(chunks.reshape(len(chunks), -1), features.device)
-        self._values = IqlValues(features, actions, rules, context.actor.optim, context.seed)
+        self._values = IqlValues(features, actions, settings, context.actor.optim, context.seed)
         self._device = features.device
 
-    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Run `updates_per_sample` updates for each chunk of the request; return metrics averaged over the updates."""
         if request.step == 0 and isinstance(self._policy, LearnsStatistics):
             self._policy.take_statistics(observations(self._demos, np.arange(len(self._demos.action))))
             weights_changed(self._policy.module)
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x1C1]))
-        count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
+        count = max(1, round(self._settings.updates_per_sample * len(request.tickets)))
         self._policy.module.train()
         steps: list[dict[str, float]] = []
         for done in range(count):
-            chosen = rng.integers(len(self._steps.start), size=self._batch_size)
-            if isinstance(found := self._evaluate(chosen), str):
+            indices = rng.integers(len(self._steps.start), size=self._batch_size)
+            if isinstance(result := self._evaluate(indices), str):
                 # The loss of the critics depends on the updated value network: check it after that update.
-                after = "policy and critics are unchanged, but the value network was updated"
-                what = {"value": "value network"}.get(found, found)
-                self._trainer.refuse(f"loss or gradient of the {what}", kept=after if found == "critics" else UNCHANGED)
+                state = "policy and critics are unchanged, but the value network was updated"
+                network = {"value": "value network"}.get(result, result)
+                self._trainer.reject_step(
+                    f"loss or gradient of the {network}", weights_status=state if result == "critics" else UNCHANGED
+                )
                 continue
-            weights, metrics = found
-            frames = self._steps.start[chosen]
-            taken = yield from self._trainer.run_optimizer_step(
-                self._deal(),
+            weights, metrics = result
+            frames = self._steps.start[indices]
+            step_result = yield from self._trainer.run_optimizer_step(
+                self._split_micro_batches(),
                 request.step + done / count,
                 lambda rows, frames=frames: self._imitate(frames[rows]),
                 lambda scores, rows, weights=weights: ((weights[rows] * scores.loss).sum() / self._batch_size, None),
-                kept="the policy is unchanged, but critics and value network were updated",
+                weights_status="the policy is unchanged, but critics and value network were updated",
             )
-            if taken is not None:
-                steps.append(taken[0] | metrics)
+            if step_result is not None:
+                steps.append(step_result[0] | metrics)
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         result = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
-    def _evaluate(self, chosen: IntArray) -> tuple[Tensor, dict[str, float]] | str:
-        """Update the critics on the transitions `chosen` [B]; return the advantage weights [B] and metrics.
+    def _evaluate(self, indices: IntArray) -> tuple[Tensor, dict[str, float]] | str:
+        """Update the critics on the transitions `indices` [B]; return the advantage weights [B] and metrics.
 
         Return the name of a network whose loss or gradient is not finite (see `IqlValues.update`).
         """
         steps = self._steps
-        parts = (steps.start[chosen], steps.after[chosen], steps.reward[chosen], steps.discount[chosen])
-        found = self._values.update(*(on_device(part, self._device) for part in parts))
-        if isinstance(found, str):
-            return found
-        advantage, metrics = found
-        weights = advantage_weights(advantage, self._rules.temperature, self._rules.weight_clip)
-        clipped = (weights >= self._rules.weight_clip).float().mean().item()
+        parts = (steps.start[indices], steps.after[indices], steps.reward[indices], steps.discount[indices])
+        result = self._values.update(*(on_device(part, self._device) for part in parts))
+        if isinstance(result, str):
+            return result
+        advantage, metrics = result
+        weights = advantage_weights(advantage, self._settings.temperature, self._settings.weight_clip)
+        clipped = (weights >= self._settings.weight_clip).float().mean().item()
         means = {"advantage": advantage.mean().item(), "weight": weights.mean().item(), "weight_clipped": clipped}
         return weights, metrics | means
 
@@ -109,10 +113,10 @@ class IqlLearner(Learner):
         obs = observations(self._demos, frames)
         return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))
 
-    def _deal(self) -> list[tuple[IntArray, bool]]:
-        """Return the batch indices of each micro-batch of this process (see `deal`)."""
+    def _split_micro_batches(self) -> list[tuple[IntArray, bool]]:
+        """Return the batch indices of each micro-batch of this process (see `split_micro_batches`)."""
         costs = np.ones(self._batch_size, np.int64)
-        return deal(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
+        return split_micro_batches(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
 
     def save(self, folder: Path) -> None:
         """Save the critics, the value network, their optimizers, and the features of the data."""

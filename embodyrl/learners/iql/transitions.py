@@ -23,34 +23,37 @@ class DataTransitions:
     """[M] gamma, or 0 if the chunk ends in a terminal state."""
 
 
-def ends_of(demos: Demonstrations) -> BoolArray:
+def find_terminal_episodes(demos: Demonstrations) -> BoolArray:
     """Return a mask [E] of the episodes of one data set that end in a terminal state.
 
     An episode is terminal if its last action is its first success, or if it is shorter than the longest episode: all
     episodes that a time limit cuts have the same length.
     """
     length = demos.stop - demos.start
-    wins = np.concatenate([[0], demos.success.cumsum()])
-    won = (wins[demos.stop] - wins[demos.start] == 1) & demos.success[demos.stop - 1]
-    return won | (length < length.max(initial=0))
+    success_counts = np.concatenate([[0], demos.success.cumsum()])
+    ends_with_success = (success_counts[demos.stop] - success_counts[demos.start] == 1) & demos.success[demos.stop - 1]
+    return ends_with_success | (length < length.max(initial=0))
 
 
-def transitions_of(
+def build_transitions(
     parts: Sequence[Demonstrations], length: int, gamma: float, reward_scale: float
 ) -> tuple[Demonstrations, DataTransitions]:
     """Return the concatenated data sets, and the transitions of all chunks of `length` actions.
 
     A chunk without a next observation is left out, unless the episode ends in a terminal state.
     """
-    demos, ended = join_demonstrations(list(parts)), np.concatenate([ends_of(part) for part in parts])
-    earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
-    found = []
-    for start, stop, terminal in zip(demos.start.tolist(), demos.stop.tolist(), ended.tolist(), strict=True):
+    demos, is_terminal = (
+        join_demonstrations(list(parts)),
+        np.concatenate([find_terminal_episodes(part) for part in parts]),
+    )
+    cumulative_reward = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+    columns = []
+    for start, stop, terminal in zip(demos.start.tolist(), demos.stop.tolist(), is_terminal.tolist(), strict=True):
         frames = np.arange(start, stop if terminal else max(start, stop - length))
         end = np.minimum(frames + length, stop)
-        reward = reward_scale * (earned[end] - earned[frames])
-        found.append((frames, np.minimum(end, stop - 1), reward, np.where(end < stop, gamma, 0.0)))
-    start, after, reward, discount = (np.concatenate(column) for column in zip(*found, strict=True))
+        reward = reward_scale * (cumulative_reward[end] - cumulative_reward[frames])
+        columns.append((frames, np.minimum(end, stop - 1), reward, np.where(end < stop, gamma, 0.0)))
+    start, after, reward, discount = (np.concatenate(column) for column in zip(*columns, strict=True))
     return demos, DataTransitions(
         start=start, after=after, reward=reward.astype(np.float32), discount=discount.astype(np.float32)
     )

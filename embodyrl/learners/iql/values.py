@@ -20,14 +20,16 @@ MINIMUM_SCALE = 1e-3
 class IqlValues:
     """Two critics Q(s, a), their target networks, and the value network V(s)."""
 
-    def __init__(self, features: Tensor, actions: Tensor, rules: IqlSettings, optim: OptimSettings, seed: int) -> None:
+    def __init__(
+        self, features: Tensor, actions: Tensor, settings: IqlSettings, optim: OptimSettings, seed: int
+    ) -> None:
         """Build networks with random weights for N frames.
 
         `features` [N, F] are the features of the frames; `actions` [N, K A] are their flattened chunks.
         """
-        self._features, self._actions = _standardised(features), _standardised(actions)
-        self._rules, self._clip = rules, optim.value_clip_grad
-        hidden = (rules.critic_width, rules.critic_width)
+        self._features, self._actions = _standardize(features), _standardize(actions)
+        self._settings, self._clip = settings, optim.value_clip_grad
+        hidden = (settings.critic_width, settings.critic_width)
         states, width = features.shape[1], actions.shape[1]
 
         def build(count: int, inputs: int, offset: int) -> Critics:
@@ -60,26 +62,26 @@ class IqlValues:
         features, actions = self._features[start], self._actions[start]
         with torch.no_grad():
             target = self.targets(features, actions).amin(0)
-        value_loss = expectile_loss(target - self._value(features), self._rules.expectile).mean()
-        if not self._descend("value", value_loss):
+        value_loss = expectile_loss(target - self._value(features), self._settings.expectile).mean()
+        if not self._run_optimizer_step("value", value_loss):
             return "value"
         with torch.no_grad():
             advantage = target - self._value(features)
-            following = self._value(self._features[after])
+            next_value = self._value(self._features[after])
         estimate = self.critics(features, actions)
-        loss = critic_loss(estimate, reward, discount, following)
-        if not self._descend("critics", loss):
+        loss = critic_loss(estimate, reward, discount, next_value)
+        if not self._run_optimizer_step("critics", loss):
             return "critics"
         with torch.no_grad():
-            for kept, own in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
-                kept.lerp_(own, self._rules.tau)
-        numbers = {"value_loss": value_loss.item(), "critic_loss": loss.item(), "value": estimate.mean().item()}
-        return advantage, numbers
+            for target_parameter, parameter in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
+                target_parameter.lerp_(parameter, self._settings.tau)
+        metrics = {"value_loss": value_loss.item(), "critic_loss": loss.item(), "value": estimate.mean().item()}
+        return advantage, metrics
 
     def _value(self, features: Tensor) -> Tensor:
         return self.value(features, features[:, :0])[0]
 
-    def _descend(self, name: str, loss: Tensor) -> bool:
+    def _run_optimizer_step(self, name: str, loss: Tensor) -> bool:
         """Take one optimizer step of a network; return False, without a step, if loss or gradient is not finite."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad()
@@ -116,7 +118,7 @@ class IqlValues:
         return {"q": self.critics, "q_target": self.targets, "v": self.value, **self._optimizers}
 
 
-def _standardised(values: Tensor) -> Tensor:
+def _standardize(values: Tensor) -> Tensor:
     """Return values [N, X], each column normalised to mean 0 and standard deviation 1."""
     values = values.float()
     return (values - values.mean(0)) / values.std(0, correction=0).clamp(min=MINIMUM_SCALE)

@@ -15,7 +15,7 @@ from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.shown import load_shown, observed
 from embodyrl.learners.imitation import encoded_replies
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, deal, mean_metrics
+from embodyrl.learners.training import UpdateGenerator, mean_metrics, split_micro_batches
 from embodyrl.policies.protocol import TextPolicy, weights_changed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
@@ -29,54 +29,56 @@ class FilteredLearner(Learner):
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
-        rules = context.algorithm.settings
-        assert isinstance(rules, FilteredSettings)
+        settings = context.algorithm.settings
+        assert isinstance(settings, FilteredSettings)
         self._trainer, self._policy, self._arena = context.trainer, context.trainer.policy, context.arena
-        self._rules, self._batch_size, self._seed = rules, context.actor.global_batch_size, context.seed
+        self._settings, self._batch_size, self._seed = settings, context.actor.global_batch_size, context.seed
         self._gripper = context.env.action.gripper
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
         # One chunk is one sample: no discount, no n-step return.
-        self._replay = ReplayBuffer(rules.replay_size, 1.0, 1)
+        self._replay = ReplayBuffer(settings.replay_size, 1.0, 1)
         trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
-        self._weights = trained if rules.average else {}
+        self._weights = trained if settings.average else {}
         # The weights that the module does not hold: the average during an update, else the trained weights.
-        self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self._demonstrations = load_shown(rules.demonstrations, spec) if rules.demonstrations else None
+        self._swapped_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._demonstrations = load_shown(settings.demonstrations, spec) if settings.demonstrations else None
 
-    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Store the chunks of episodes with a high return, and update the policy.
 
         The number of updates is `updates_per_sample` times the number of new chunks of all episodes. Returns metrics
         averaged over the updates.
         """
-        seen = self._store(request)
+        records = self._store(request)
         stored = self._replay.starts
         result = {"replay_size": float(len(stored)), "optimizer_steps": 0.0}
-        self._trainer.take_statistics(self._arena, seen)
-        if len(stored) < max(self._rules.learning_starts, 1):
+        self._trainer.take_statistics(self._arena, records)
+        if len(stored) < max(self._settings.learning_starts, 1):
             return result
         # All ranks sample the same batches; each rank trains on its own part.
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0xF1]))
-        count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
-        share = 0 if self._demonstrations is None else round(self._rules.demonstration_share * self._batch_size)
-        self._trainer.ranks.train()
+        count = max(1, round(self._settings.updates_per_sample * len(request.tickets)))
+        num_demonstrations = (
+            0 if self._demonstrations is None else round(self._settings.demonstration_share * self._batch_size)
+        )
+        self._trainer.ranks.shard_weights()
         self._policy.module.train()
         self._swap()
         steps: list[dict[str, float]] = []
         for done in range(count):
-            batch = self._draw(rng, stored, share)
-            taken = yield from self._trainer.run_optimizer_step(
-                self._deal(*batch),
+            batch = self._sample_batch(rng, stored, num_demonstrations)
+            step_result = yield from self._trainer.run_optimizer_step(
+                self._split_micro_batches(*batch),
                 request.step + done / count,
                 lambda rows, batch=batch: self._imitate(batch, rows),
                 lambda scores, _: (scores.loss.sum() / self._batch_size, None),
             )
-            if taken is not None:
-                steps.append(taken[0])
+            if step_result is not None:
+                steps.append(step_result[0])
                 with torch.no_grad():
                     for name, weight in self._weights.items():
-                        self._aside[name].lerp_(weight, 1 - self._rules.average)
+                        self._swapped_weights[name].lerp_(weight, 1 - self._settings.average)
         self._swap()
         # No dropout: inference and training must compute the same log-probabilities.
         self._policy.module.eval()
@@ -89,81 +91,85 @@ class FilteredLearner(Learner):
     def _swap(self) -> None:
         """Swap the policy's weights with the stored weights: the trained weights with their moving average, or back."""
         for name, weight in self._weights.items():
-            there = weight.clone()
-            weight.copy_(self._aside[name])
-            self._aside[name] = there
+            copy = weight.clone()
+            weight.copy_(self._swapped_weights[name])
+            self._swapped_weights[name] = copy
         if self._weights:
             weights_changed(self._policy.module)
 
-    def _deal(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
-        """Return the batch indices of each micro-batch of this process (see `deal`)."""
+    def _split_micro_batches(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
+        """Return the batch indices of each micro-batch of this process (see `split_micro_batches`)."""
         cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
         if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
             costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
-        return deal(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
+        return split_micro_batches(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
-    def _draw(self, rng: np.random.Generator, stored: IntArray, share: int) -> tuple[Observation, FloatArray]:
-        """Sample B observations and target actions [B, H, A]; the last `share` samples are demonstrations."""
-        own = rng.choice(stored, self._batch_size - share)
-        fields = {str(name): self._replay[name][own] for name in OBSERVATION}
-        actions = self._replay["action"][own]
+    def _sample_batch(
+        self, rng: np.random.Generator, stored: IntArray, num_demonstrations: int
+    ) -> tuple[Observation, FloatArray]:
+        """Sample B observations and target actions [B, H, A]; `num_demonstrations` of them are demonstrations."""
+        indices = rng.choice(stored, self._batch_size - num_demonstrations)
+        fields = {str(name): self._replay[name][indices] for name in OBSERVATION}
+        actions = self._replay["action"][indices]
         if isinstance(self._policy, TextPolicy):
             actions = encoded_replies(self._policy, actions)
-        if (demos := self._demonstrations) is not None and share:
-            steps = rng.integers(demos.stop[-1], size=share)
-            shown = observed(demos, steps, fields[Record.instruction].shape[1])
-            fields = {name: np.concatenate([fields[name], array]) for name, array in shown.items()}
-            actions = np.concatenate([actions, demos.chunks(steps, self._horizon)])
+        if (demonstrations := self._demonstrations) is not None and num_demonstrations:
+            steps = rng.integers(demonstrations.stop[-1], size=num_demonstrations)
+            demonstrated = observed(demonstrations, steps, fields[Record.instruction].shape[1])
+            fields = {name: np.concatenate([fields[name], array]) for name, array in demonstrated.items()}
+            actions = np.concatenate([actions, demonstrations.chunks(steps, self._horizon)])
         return read_observation(fields, np.arange(self._batch_size)), actions
 
     def _imitate(self, batch: tuple[Observation, FloatArray], rows: IntArray) -> ImitationScores:
         obs, actions = batch
-        words = tuple(obs.instructions[row] for row in rows)
-        part = Observation(images=obs.images[rows], state=obs.state[rows], instructions=words)
-        return self._policy.imitate(part, actions[rows])
+        instructions = tuple(obs.instructions[row] for row in rows)
+        observation = Observation(images=obs.images[rows], state=obs.state[rows], instructions=instructions)
+        return self._policy.imitate(observation, actions[rows])
 
     def _store(self, request: UpdateRequest) -> IntArray:
         """Add the chunks of episodes with a high return to the buffer; return all records of the request."""
         arena = self._arena
         records = arena.read(request.tickets)
-        good = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
-        episode = np.asarray(request.episode, dtype=np.int64)[good]
-        if len(good):
-            own, is_text = records[good], isinstance(self._policy, TextPolicy)
+        selected = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
+        episode = np.asarray(request.episode, dtype=np.int64)[selected]
+        if len(selected):
+            selected_records, is_text = records[selected], isinstance(self._policy, TextPolicy)
             self._replay.add(
                 Frames(
-                    seen={str(name): arena[name][own] for name in OBSERVATION},
-                    action=arena[Record.reply][own] if is_text else self._followed(own, episode),
-                    reward=np.zeros(len(own), np.float32),
-                    acted=np.ones(len(own), np.bool_),
-                    terminated=np.ones(len(own), np.bool_),
+                    seen={str(name): arena[name][selected_records] for name in OBSERVATION},
+                    action=arena[Record.reply][selected_records]
+                    if is_text
+                    else self._collect_executed_actions(selected_records, episode),
+                    reward=np.zeros(len(selected_records), np.float32),
+                    acted=np.ones(len(selected_records), np.bool_),
+                    terminated=np.ones(len(selected_records), np.bool_),
                     episode=episode,
                 )
             )
         return records
 
-    def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
+    def _collect_executed_actions(self, records: IntArray, episode: IntArray) -> FloatArray:
         """Return the H actions [N, H, A] executed from the start of each chunk, padded with the last action."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
         # Concatenated executed actions of all episodes, and the start index of each chunk.
-        done, counts = actions[valid], valid.sum(1)
+        executed, counts = actions[valid], valid.sum(1)
         begin = np.cumsum(counts) - counts
         last = np.append(np.flatnonzero(np.diff(episode)), len(episode) - 1)
         end = (begin + counts)[last][np.searchsorted(last, np.arange(len(episode)))]
         # With a delay, the first executed action comes some env steps after the observation.
         begin = begin - valid.argmax(1)
-        return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
+        return executed[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:
         """Save the buffer if `save_replay` is set, and the trained weights if rollouts use averaged weights."""
         # Gathering is collective; only rank 0 writes. The buffer is equal on all ranks.
-        trained = self._trainer.ranks.gathered(self._aside)
+        trained = self._trainer.ranks.gather(self._swapped_weights)
         if self._trainer.ranks.rank_info.rank:
             return
         if trained:
             save_state(folder, TRAINED, trained)
-        if self._rules.save_replay:
+        if self._settings.save_replay:
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
@@ -172,8 +178,8 @@ class FilteredLearner(Learner):
         Without saved trained weights, training continues from the weights of the policy.
         """
         ranks = self._trainer.ranks
-        ranks.train()
-        self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        ranks.shard_weights()
+        self._swapped_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
         if self._weights and (folder / f"{TRAINED}.json").is_file():
             trained = load_state(folder, TRAINED)
             # Load the trained weights through the module, which shards them; `_swap` restores the average afterwards.
@@ -181,7 +187,7 @@ class FilteredLearner(Learner):
                 for name, weight in self._policy.module.named_parameters():
                     if name in trained:
                         weight.copy_(trained[name])
-            ranks.train()
+            ranks.shard_weights()
             self._swap()
         ranks.reshard()
         if (folder / f"{REPLAY}.json").is_file():

@@ -20,95 +20,97 @@ from embodyrl.types import EnvSpec, FloatArray, IntArray
 class Hindsight:
     """Relabels sampled transitions with achieved goals; the environment computes the rewards for these goals."""
 
-    def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
+    def __init__(self, settings: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "checked by the run plan"
-        self._judge = cast(GoalFactory[EnvSettings], ENVS.get(cfg.env_type)).judge(cfg)
-        self._share = rules.hindsight_goals / (rules.hindsight_goals + 1)
-        self._gamma, self._n_step = rules.gamma, rules.n_step
-        self._factor = rules.reward_scale * env.reward.factor
+        self._goal_rewards = cast(GoalFactory[EnvSettings], ENVS.get(cfg.env_type)).judge(cfg)
+        self._relabel_fraction = settings.hindsight_goals / (settings.hindsight_goals + 1)
+        self._gamma, self._n_step = settings.gamma, settings.n_step
+        self._factor = settings.reward_scale * env.reward.factor
         self._achieved, self.desired = slice(*env.goal.achieved), slice(*env.goal.desired)
 
-    def relabel(self, drawn: Transitions, rng: np.random.Generator) -> Transitions:
+    def relabel(self, transitions: Transitions, rng: np.random.Generator) -> Transitions:
         """Relabel random transitions with goals that are achieved later in the same episode.
 
         A fraction `hindsight_goals` / (`hindsight_goals` + 1) of the transitions is relabelled. The new reward is the
         sum of gamma^j R(achieved after chunk j, goal), over n chunks or until the new goal terminates the episode.
         Transitions without a later observation keep their goal.
         """
-        buffer = drawn.buffer
-        moved = np.flatnonzero((rng.random(len(drawn.places)) < self._share) & (buffer["left"][drawn.places] > 0))
-        if not len(moved):
-            return drawn
-        begin = drawn.places[moved, None]
-        left = buffer["left"][begin]
-        goal = self._reached(buffer, buffer.later(begin, rng.integers(1, left + 1)))[:, 0]
+        buffer = transitions.buffer
+        relabelled = np.flatnonzero(
+            (rng.random(len(transitions.places)) < self._relabel_fraction) & (buffer["left"][transitions.places] > 0)
+        )
+        if not len(relabelled):
+            return transitions
+        starts = transitions.places[relabelled, None]
+        num_later = buffer["left"][starts]
+        goal = self._get_achieved_goals(buffer, buffer.later(starts, rng.integers(1, num_later + 1)))[:, 0]
         steps = np.arange(1, self._n_step + 1)
-        ends = buffer.later(begin, np.minimum(steps, left))
-        wanted = np.repeat(goal, len(steps), axis=0)
-        earned, over = self._judge(self._reached(buffer, ends).reshape(wanted.shape), wanted)
-        before = buffer.later(begin, np.minimum(steps, left) - 1)
-        if over is None:
+        ends = buffer.later(starts, np.minimum(steps, num_later))
+        goals = np.repeat(goal, len(steps), axis=0)
+        rewards, terminated = self._goal_rewards(self._get_achieved_goals(buffer, ends).reshape(goals.shape), goals)
+        before = buffer.later(starts, np.minimum(steps, num_later) - 1)
+        if terminated is None:
             # Terminations do not depend on the goal: use those of single-chunk transitions.
-            over = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
-        over = over.reshape(ends.shape)
-        counts = (steps <= left) & (np.cumsum(over, axis=1) - over == 0)
+            terminated = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
+        terminated = terminated.reshape(ends.shape)
+        counts = (steps <= num_later) & (np.cumsum(terminated, axis=1) - terminated == 0)
         length = counts.sum(axis=1)
-        reward, discount = drawn.reward.copy(), drawn.discount.copy()
-        after = drawn.after.copy()
-        credit = np.where(counts, self._gamma ** (steps - 1.0), 0.0) * earned.reshape(ends.shape)
-        reward[moved] = self._factor * credit.sum(axis=1)
-        discount[moved] = np.where((over & counts).any(axis=1), 0.0, self._gamma**length)
-        after[moved] = buffer.later(drawn.places[moved], length)
-        return replace(drawn, reward=reward, discount=discount, after=after, moved=moved, goal=goal)
+        reward, discount = transitions.reward.copy(), transitions.discount.copy()
+        after = transitions.after.copy()
+        credit = np.where(counts, self._gamma ** (steps - 1.0), 0.0) * rewards.reshape(ends.shape)
+        reward[relabelled] = self._factor * credit.sum(axis=1)
+        discount[relabelled] = np.where((terminated & counts).any(axis=1), 0.0, self._gamma**length)
+        after[relabelled] = buffer.later(transitions.places[relabelled], length)
+        return replace(transitions, reward=reward, discount=discount, after=after, moved=relabelled, goal=goal)
 
-    def _reached(self, buffer: ReplayBuffer, places: IntArray) -> FloatArray:
-        return buffer[Record.observed_state][places][..., self._achieved]
+    def _get_achieved_goals(self, buffer: ReplayBuffer, indices: IntArray) -> FloatArray:
+        return buffer[Record.observed_state][indices][..., self._achieved]
 
     def close(self) -> None:
         """Close the environment; idempotent."""
-        self._judge.close()
+        self._goal_rewards.close()
 
 
-class OpenEpisodes:
+class UnfinishedEpisodes:
     """Frames of unfinished episodes, which continue in the next training step."""
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Frames]] = {}
+        self._unfinished: dict[int, list[Frames]] = {}
 
-    def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
+    def whole(self, new: Frames, earlier: Mapping[int, int], continuing: Mapping[int, int]) -> list[Frames]:
         """Append new frames to the stored frames of their episodes; return the complete episodes.
 
         Args:
             new: frames of some episodes.
             earlier: key of the stored frames, by number of the continued episode in `new`.
-            going_on: key under which to store the frames of an unfinished episode, by episode number in `new`.
+            continuing: key under which to store the frames of an unfinished episode, by episode number in `new`.
         """
-        held, self._held = self._held, {}
-        found: list[Frames] = []
+        unfinished, self._unfinished = self._unfinished, {}
+        complete: list[Frames] = []
         last = np.flatnonzero(np.append(new.episode[1:] != new.episode[:-1], True)) + 1
         for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
             part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
-            parts = held.pop(earlier.get(number, -1), [])
+            parts = unfinished.pop(earlier.get(number, -1), [])
             # The last held frame is the first new frame: keep it once.
-            parts[-1:] = [before.map(lambda array: array[:-1]) for before in parts[-1:]]
+            parts[-1:] = [previous.map(lambda array: array[:-1]) for previous in parts[-1:]]
             parts.append(part)
-            if number in going_on:
-                self._held[going_on[number]] = parts
+            if number in continuing:
+                self._unfinished[continuing[number]] = parts
             else:
-                found.append(join(parts))
-        return [*map(join, held.values()), *found]
+                complete.append(join(parts))
+        return [*map(join, unfinished.values()), *complete]
 
     def state(self) -> dict[str, Any]:
         """Return the frames of unfinished episodes for a checkpoint; a resumed run does not continue these episodes."""
-        held = [join(parts) for parts in self._held.values()]
-        numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
-        whole = join(numbered, one=False) if held else None
-        return {item.name: getattr(whole, item.name) for item in fields(Frames)} if whole else {}
+        unfinished = [join(parts) for parts in self._unfinished.values()]
+        renumbered = [replace(joined, episode=np.full_like(joined.episode, i)) for i, joined in enumerate(unfinished)]
+        joined = join(renumbered, single_episode=False) if unfinished else None
+        return {item.name: getattr(joined, item.name) for item in fields(Frames)} if joined else {}
 
 
-def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Concatenate frames; `one`: set the episode number of all frames to 0."""
+def join(parts: Sequence[Frames], *, single_episode: bool = True) -> Frames:
+    """Concatenate frames; `single_episode`: set the episode number of all frames to 0."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-    return replace(joined, episode=np.zeros_like(joined.episode)) if one else joined
+    return replace(joined, episode=np.zeros_like(joined.episode)) if single_episode else joined

@@ -23,9 +23,9 @@ from embodyrl.data.augment import shift
 from embodyrl.data.shown import load_shown, observed
 from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
-from embodyrl.learners.off_policy.hindsight import Hindsight, OpenEpisodes
+from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import InParts, load_optimizer, mean_metrics
+from embodyrl.learners.training import UpdateGenerator, load_optimizer, mean_metrics
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
@@ -43,19 +43,19 @@ class SacLearner(Learner):
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
-        trainer, rules, seed = context.trainer, context.algorithm.settings, context.seed
-        assert isinstance(rules, ReplaySettings)
+        trainer, settings, seed = context.trainer, context.algorithm.settings, context.seed
+        assert isinstance(settings, ReplaySettings)
         assert isinstance(trainer.policy, SoftActor), "checked by the run plan"
         self._trainer, self._policy, self._arena = trainer, trainer.policy, context.arena
-        self._rules, self._seed = rules, seed
+        self._settings, self._seed = settings, seed
         self._batch_size, self._optim = context.actor.global_batch_size, context.actor.optim
         self._critics, self._targets = (
-            self._policy.build_critics(rules.critics, seed, layer_norm=rules.critic_layer_norm) for _ in range(2)
+            self._policy.build_critics(settings.critics, seed, layer_norm=settings.critic_layer_norm) for _ in range(2)
         )
         # Built from the same seed as the critics, so they begin as copies of them.
         self._targets.requires_grad_(False)
         device = next(self._critics.parameters()).device
-        self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
+        self._log_alpha = torch.tensor(math.log(settings.alpha_init), device=device, requires_grad=True)
         betas = self._optim.adam_beta1, self._optim.adam_beta2
         adam: dict[str, Any] = {"betas": betas, "eps": self._optim.adam_eps, "weight_decay": 0.0}
         # Only the critic loss trains the shared encoder: policy gradients would harm it (arXiv 1910.01741).
@@ -64,137 +64,139 @@ class SacLearner(Learner):
             "critics": build_adam([{"params": trained}], lr=self._optim.value_lr, **adam),
             "alpha": build_adam([{"params": [self._log_alpha]}], lr=self._optim.lr, **adam),
         }
-        self._target_entropy = float(-self._policy.width if rules.target_entropy is None else rules.target_entropy)
-        self._hindsight = None if context.judge is None else Hindsight(rules, context.judge, context.env)
-        self._open = OpenEpisodes()
-        self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)
-        self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
+        self._target_entropy = float(
+            -self._policy.width if settings.target_entropy is None else settings.target_entropy
+        )
+        self._hindsight = None if context.judge is None else Hindsight(settings, context.judge, context.env)
+        self._open = UnfinishedEpisodes()
+        self._replay = ReplayBuffer(settings.replay_size, settings.gamma, settings.n_step)
+        self._demonstrations = self._load_demonstrations() if settings.demonstrations else None
 
-    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Store the observations, run `updates_per_sample` updates for each new chunk, and yield after each update.
 
         Returns metrics averaged over the updates.
         """
         # Before the updates: the records may be reused after the reply to this request.
-        new = self._store(request)
-        self._trainer.take_statistics(self._arena, new)
+        records = self._store(request)
+        self._trainer.take_statistics(self._arena, records)
         starts = self._replay.starts
         result = {"replay_size": float(len(starts)), "optimizer_steps": 0.0}
-        if len(starts) < max(self._rules.learning_starts, 1):
+        if len(starts) < max(self._settings.learning_starts, 1):
             return result
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x0FF]))
-        count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
+        count = max(1, round(self._settings.updates_per_sample * len(request.tickets)))
         sources = [(self._replay, starts, self._batch_size)]
         if self._demonstrations is not None:
-            share = round(self._rules.demonstration_share * self._batch_size)
+            num_demonstrations = round(self._settings.demonstration_share * self._batch_size)
             sources = [
-                (self._replay, starts, self._batch_size - share),
-                (self._demonstrations, self._demonstrations.starts, share),
+                (self._replay, starts, self._batch_size - num_demonstrations),
+                (self._demonstrations, self._demonstrations.starts, num_demonstrations),
             ]
         steps: list[dict[str, float]] = []
         for done in range(1, count + 1):
-            chosen = [buffer.transitions(rng.choice(places, size)) for buffer, places, size in sources if size]
+            batches = [buffer.transitions(rng.choice(indices, size)) for buffer, indices, size in sources if size]
             if self._hindsight is not None:
-                chosen = [self._hindsight.relabel(one, rng) for one in chosen]
-            pair = rng.permutation(self._rules.critics)[:2]
+                batches = [self._hindsight.relabel(batch, rng) for batch in batches]
+            critic_pair = rng.permutation(self._settings.critics)[:2]
             # The last update of a step always includes the policy.
-            acting = done % self._rules.policy_interval == 0 or done == count
-            if metrics := self._step(chosen, pair, request.step, acting=acting):
+            updates_policy = done % self._settings.policy_interval == 0 or done == count
+            if metrics := self._step(batches, critic_pair, request.step, updates_policy=updates_policy):
                 steps.append(metrics)
             yield
         result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
     def _step(
-        self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
+        self, batches: Sequence[Transitions], critic_pair: IntArray, step: int, *, updates_policy: bool = True
     ) -> dict[str, float]:
         """Update temperature, critics, actor and target critics, in this order; return metrics (empty: not updated).
 
-        Without `acting`, temperature and actor are not updated.
+        Without `updates_policy`, temperature and actor are not updated.
         """
         # Both sets of images are shifted before the forward pass: the order of random numbers must not change.
-        seen = [self._look(one, one.places) for one in chosen]
-        then = [self._look(one, one.after) for one in chosen]
-        features = torch.cat([self._features(one) for one in seen])
+        observations = [self._get_observations(batch, batch.places) for batch in batches]
+        next_observations = [self._get_observations(batch, batch.after) for batch in batches]
+        features = torch.cat([self._compute_features(batch) for batch in observations])
         action, reward, discount = (
             on_device(np.concatenate(parts), features.device)
             for parts in (
-                [one.buffer["action"][one.places] for one in chosen],
-                [one.reward for one in chosen],
-                [one.discount for one in chosen],
+                [batch.buffer["action"][batch.places] for batch in batches],
+                [batch.reward for batch in batches],
+                [batch.discount for batch in batches],
             )
         )
         # Sampled once for temperature and policy; detached, so that no gradient reaches the shared features.
-        drawn, logprob = self._policy.draw(features.detach())
+        sampled_action, logprob = self._policy.draw(features.detach())
         alpha = self._log_alpha.detach().exp()
         alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
         with torch.no_grad():
-            after = torch.cat([self._features(one) for one in then])
+            after = torch.cat([self._compute_features(batch) for batch in next_observations])
             next_action, next_logprob = self._policy.draw(after)
             # The minimum of a pair for any number of critics: the minimum of all critics would be far too low.
-            following = self._targets(after, next_action)[pair]
-            target = soft_target(reward, discount, following, next_logprob, alpha)
+            next_value = self._targets(after, next_action)[critic_pair]
+            target = soft_target(reward, discount, next_value, next_logprob, alpha)
         value = self._critics(features, action)
         loss = critic_loss(value, target)
         # Check both losses before the first optimizer step, so that a skipped update changes no weights.
         if not math.isfinite(loss.item() + alpha_loss.item()):
-            self._trainer.refuse(f"loss {loss.item()} of the critics")
+            self._trainer.reject_step(f"loss {loss.item()} of the critics")
             return {}
-        norms = {name: self._backward(name, one) for name, one in (("critics", loss), ("alpha", alpha_loss))}
-        if broken := [name for name, norm in norms.items() if not math.isfinite(norm)]:
-            self._trainer.refuse(f"gradient norm {norms[broken[0]]} of the {broken[0]}")
+        norms = {name: self._backward(name, term) for name, term in (("critics", loss), ("alpha", alpha_loss))}
+        if non_finite := [name for name, norm in norms.items() if not math.isfinite(norm)]:
+            self._trainer.reject_step(f"gradient norm {norms[non_finite[0]]} of the {non_finite[0]}")
             return {}
-        for name in ("alpha", "critics") if acting else ("critics",):
+        for name in ("alpha", "critics") if updates_policy else ("critics",):
             self._optimizers[name].step()
-        numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
-        if acting:
-            policy_loss = self._actor_loss(features.detach(), drawn, logprob, alpha)
+        metrics = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
+        if updates_policy:
+            policy_loss = self._actor_loss(features.detach(), sampled_action, logprob, alpha)
             self._trainer.optimization.zero_grad()
             policy_loss.backward()
             grad_norm = self._trainer.optimization.step(float(step))
             if not math.isfinite(grad_norm):
                 # This gradient depends on the updated critics, so it cannot be checked earlier.
-                self._trainer.refuse(
+                self._trainer.reject_step(
                     f"gradient norm {grad_norm}",
-                    kept="the policy is unchanged, but critics and temperature were updated",
+                    weights_status="the policy is unchanged, but critics and temperature were updated",
                 )
                 return {}
-            numbers |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
+            metrics |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
         with torch.no_grad():
-            for kept, own in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
-                kept.lerp_(own, self._rules.tau)
-        return numbers | {"alpha": alpha.item()}
+            for target_parameter, parameter in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
+                target_parameter.lerp_(parameter, self._settings.tau)
+        return metrics | {"alpha": alpha.item()}
 
-    def _actor_loss(self, features: Tensor, drawn: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
+    def _actor_loss(self, features: Tensor, sampled_action: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
         """Return the policy loss under the updated critics, whose gradients are not computed."""
         self._critics.requires_grad_(False)
-        loss = actor_loss(self._critics(features, drawn), logprob, alpha)
+        loss = actor_loss(self._critics(features, sampled_action), logprob, alpha)
         self._critics.requires_grad_(True)
         return loss
 
-    def _features(self, seen: Observation | FloatArray) -> Tensor:
+    def _compute_features(self, observations: Observation | FloatArray) -> Tensor:
         """Return the features [B, F] of observations; stored features are returned unchanged."""
-        if isinstance(seen, Observation):
-            return self._policy.features(seen)
-        return on_device(seen, next(self._critics.parameters()).device)
+        if isinstance(observations, Observation):
+            return self._policy.features(observations)
+        return on_device(observations, next(self._critics.parameters()).device)
 
-    def _look(self, drawn: Transitions, places: IntArray) -> Observation | FloatArray:
-        """Return the observations at the buffer indices `places`, with relabelled goals and random image shifts.
+    def _get_observations(self, transitions: Transitions, indices: IntArray) -> Observation | FloatArray:
+        """Return the observations at the buffer indices `indices`, with relabelled goals and random image shifts.
 
         All images of an observation have the same shift (DrQ, arXiv 2004.13649). For a frozen policy, the stored
         features are returned instead.
         """
         if self._policy.frozen:
-            return drawn.buffer[FEATURES][places]
-        seen = read_observation(drawn.buffer, places)
-        if self._hindsight is not None and len(drawn.moved):
-            seen.state[drawn.moved, self._hindsight.desired] = drawn.goal
-        pixels, (count, cameras) = self._rules.image_shift, seen.images.shape[:2]
-        if not (pixels and seen.images.size and self._policy.spec.inputs.num_images):
-            return seen
+            return transitions.buffer[FEATURES][indices]
+        observations = read_observation(transitions.buffer, indices)
+        if self._hindsight is not None and len(transitions.moved):
+            observations.state[transitions.moved, self._hindsight.desired] = transitions.goal
+        pixels, (count, cameras) = self._settings.image_shift, observations.images.shape[:2]
+        if not (pixels and observations.images.size and self._policy.spec.inputs.num_images):
+            return observations
         down, right = torch.rand(2, count).repeat_interleave(cameras, dim=1)
-        moved = shift(torch.from_numpy(seen.images).flatten(0, 1), down, right, pixels)
-        return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
+        shifted = shift(torch.from_numpy(observations.images).flatten(0, 1), down, right, pixels)
+        return replace(observations, images=shifted.unflatten(0, (count, cameras)).numpy())
 
     def _backward(self, name: str, loss: Tensor) -> float:
         """Compute the gradients for one optimizer, clip critic gradients, and return the norm before clipping."""
@@ -210,44 +212,44 @@ class SacLearner(Learner):
     def _store(self, request: UpdateRequest) -> IntArray:
         """Add the records of finished and interrupted episodes to the buffer; return the records."""
         arena, finals = self._arena, dict(request.finals)
-        acted = arena.read(request.tickets)
+        chunk_records = arena.read(request.tickets)
         episode = np.asarray(request.episode, dtype=np.int64)
         # Records of an episode are consecutive.
         ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
-        closing = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
-        last = arena.read([ticket for _, ticket in closing])
-        places = [end for end, _ in closing]
-        records = np.insert(acted, places, last)
-        is_action = np.insert(np.ones(len(acted), np.bool_), places, False)
+        final_tickets = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
+        final_records = arena.read([ticket for _, ticket in final_tickets])
+        positions = [end for end, _ in final_tickets]
+        records = np.insert(chunk_records, positions, final_records)
+        is_action = np.insert(np.ones(len(chunk_records), np.bool_), positions, False)
         valid = arena[Record.valid][records]
         new = Frames(
-            seen=self._seen(records),
+            seen=self._get_stored_fields(records),
             action=np.where(is_action[:, None], self._policy.chosen(arena[Record.tokens][records]).cpu(), 0.0),
             reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
             acted=is_action,
             terminated=is_action & (arena[Record.terminated][records] & valid).any(1),
-            episode=np.insert(episode, places, [episode[end - 1] for end in places]),
+            episode=np.insert(episode, positions, [episode[end - 1] for end in positions]),
         )
-        whole = [new]
+        episodes = [new]
         if self._hindsight is not None:
-            whole = self._open.whole(new, dict(request.earlier), dict(request.open))
-        for frames in whole:
+            episodes = self._open.whole(new, dict(request.earlier), dict(request.open))
+        for frames in episodes:
             self._replay.add(frames)
-        return acted
+        return chunk_records
 
-    def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
+    def _get_stored_fields(self, records: IntArray) -> dict[str, np.ndarray]:
         """Return the arrays that the buffer stores for the given records: observation fields or features."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
-        return self._kept(self._arena, records)
+        return self._compute_stored_features(self._arena, records)
 
-    def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
+    def _compute_stored_features(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
         """Return the features of a frozen policy for the observations of the given records."""
         with torch.no_grad():
-            features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
+            features = [self._policy.features(read_observation(fields, part)) for part in self._split_records(records)]
         return {FEATURES: torch.cat(features).cpu().numpy()}
 
-    def _parts_of(self, records: IntArray) -> list[IntArray]:
+    def _split_records(self, records: IntArray) -> list[IntArray]:
         """Split records into batches for one forward pass."""
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
@@ -257,26 +259,35 @@ class SacLearner(Learner):
         A demonstration is terminal if its last action is its first success. For a frozen policy, the buffer contains
         features, and the corrections of the policy's proposals; both take a forward pass per chunk.
         """
-        demos = load_shown(self._rules.demonstrations, self._policy.spec, executed=True)
+        demos = load_shown(self._settings.demonstrations, self._policy.spec, executed=True)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
         episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
         stop = np.minimum(steps + length, demos.stop[episode])
-        earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
-        wins = np.concatenate([[0], demos.success.cumsum()])
+        cumulative_reward = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+        success_counts = np.concatenate([[0], demos.success.cumsum()])
         # True if the episode has exactly one success so far, in the last step of the chunk.
-        first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
-        buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
-        seen, actions, every = observed(demos, steps, width), demos.chunks(steps, length), np.arange(len(steps))
-        chosen = [self._policy.normalise(actions[p], read_observation(seen, p)).cpu() for p in self._parts_of(every)]
+        ends_with_success = (success_counts[stop] - success_counts[demos.start[episode]] == 1) & demos.success[stop - 1]
+        buffer = ReplayBuffer(len(steps), self._settings.gamma, self._settings.n_step)
+        observations, actions, indices = (
+            observed(demos, steps, width),
+            demos.chunks(steps, length),
+            np.arange(len(steps)),
+        )
+        normalised = [
+            self._policy.normalise(actions[p], read_observation(observations, p)).cpu()
+            for p in self._split_records(indices)
+        ]
         buffer.add(
             Frames(
-                seen=self._kept(seen, every) if self._policy.frozen else seen,
-                action=torch.cat(chosen).numpy(),
-                reward=(self._rules.reward_scale * (earned[stop] - earned[steps])).astype(np.float32),
+                seen=self._compute_stored_features(observations, indices) if self._policy.frozen else observations,
+                action=torch.cat(normalised).numpy(),
+                reward=(self._settings.reward_scale * (cumulative_reward[stop] - cumulative_reward[steps])).astype(
+                    np.float32
+                ),
                 acted=np.ones(len(steps), np.bool_),
-                terminated=first & (stop == demos.stop[episode]),
+                terminated=ends_with_success & (stop == demos.stop[episode]),
                 episode=episode,
             )
         )
@@ -284,12 +295,12 @@ class SacLearner(Learner):
 
     def save(self, folder: Path) -> None:
         """Save critics, temperature and optimizers, and the replay buffer if `save_replay` is set."""
-        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state = {name: part.state_dict() for name, part in self._get_modules().items()}
         save_state(folder, CRITICS, state | {"log_alpha": self._log_alpha.detach()})
-        if self._rules.save_replay:
+        if self._settings.save_replay:
             save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
 
-    def _parts(self) -> dict[str, Any]:
+    def _get_modules(self) -> dict[str, Any]:
         """Return the critics, target critics and optimizers, by their names in the checkpoint."""
         return {"nets": self._critics, "targets": self._targets, **self._optimizers}
 
@@ -297,7 +308,7 @@ class SacLearner(Learner):
         """Restore the state written by `save`."""
         state = load_state(folder, CRITICS)
         try:
-            for name, part in self._parts().items():
+            for name, part in self._get_modules().items():
                 if name in self._optimizers:
                     load_optimizer(self._optimizers[name], state[name])
                 else:
@@ -309,13 +320,13 @@ class SacLearner(Learner):
             ) from error
         self._log_alpha.data.copy_(state["log_alpha"])
         if (folder / f"{REPLAY}.json").is_file():
-            kept = load_state(folder, REPLAY)
-            if "action" in kept and kept["action"].ndim == 3:  # older checkpoints: in the environment's units
-                kept["action"] = self._policy.normalise(kept["action"], None).cpu().numpy()
-            begun = kept.pop(OPEN, None)
-            self._replay.load_state(kept)
-            if begun:
-                self._replay.add(Frames(**begun))
+            replay = load_state(folder, REPLAY)
+            if "action" in replay and replay["action"].ndim == 3:  # older checkpoints: in the environment's units
+                replay["action"] = self._policy.normalise(replay["action"], None).cpu().numpy()
+            unfinished = replay.pop(OPEN, None)
+            self._replay.load_state(replay)
+            if unfinished:
+                self._replay.add(Frames(**unfinished))
 
     def close(self) -> None:
         """Close the environment that computes goal rewards; idempotent."""

@@ -23,7 +23,7 @@ from embodyrl.data.reader import Demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.learners.iql import values
 from embodyrl.learners.iql.learner import IqlLearner
-from embodyrl.learners.iql.transitions import ends_of, transitions_of
+from embodyrl.learners.iql.transitions import build_transitions, find_terminal_episodes
 from embodyrl.learners.protocol import LearnerContext
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.plan.build import build_run_plan
@@ -61,14 +61,19 @@ def episodes(lengths: list[int], won: list[bool]) -> Demonstrations:
 
 
 def test_dataset_episode_is_terminal_at_success_or_if_shorter_than_the_longest():
-    assert ends_of(episodes([3, 4, 4, 2], [True, True, False, False])).tolist() == [True, True, False, True]
+    assert find_terminal_episodes(episodes([3, 4, 4, 2], [True, True, False, False])).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
     longer = replace(episodes([4], [True]), success=np.array([False, True, True, True]))
-    assert ends_of(longer).tolist() == [False], "a later success does not end an episode"
+    assert find_terminal_episodes(longer).tolist() == [False], "a later success does not end an episode"
 
 
 def test_iql_transitions_match_a_hand_computed_table():
     """Chunks of two actions; the first episode is won, the second one is cut by the time limit of its data set."""
-    demos, found = transitions_of([episodes([3], [True]), episodes([4], [False])], 2, 0.5, 10.0)
+    demos, found = build_transitions([episodes([3], [True]), episodes([4], [False])], 2, 0.5, 10.0)
     assert len(demos.action) == 7
     assert found.start.tolist() == [0, 1, 2, 3, 4]
     assert found.after.tolist() == [2, 2, 2, 5, 6]
@@ -197,7 +202,7 @@ def test_iql_rejects_missing_data_and_discrete_actions():
 
 
 def test_each_dataset_has_its_own_time_limit():
-    _, found = transitions_of([episodes([3, 3], [False, False]), episodes([5], [False])], 2, 0.5, 1.0)
+    _, found = build_transitions([episodes([3, 3], [False, False]), episodes([5], [False])], 2, 0.5, 1.0)
     assert found.discount.tolist() == [0.5] * 5, "an episode of 3 steps is cut, although another set has 5"
 
 
@@ -241,7 +246,7 @@ def test_iql_imitates_all_predicted_actions(host):
         LearnerContext(
             trainer=learner._trainer,
             arena=actor._arena,
-            algorithm=Algorithm(learner._rules),
+            algorithm=Algorithm(learner._settings),
             actor=learner._trainer.cfg,
             seed=0,
             env=toy_spec(1),

@@ -78,7 +78,7 @@ def test_actions_of_a_delayed_chunk_start_at_its_observation(make):
     _, actor, arena, tickets = make("algorithm.learning_starts=1000")
     records = records_of(tickets)[:2]
     arena[Record.valid][records] = [[True] * 4, [False] * 2 + [True] * 2]
-    first, second = actor._followed(records, np.array([0, 0]))
+    first, second = actor._collect_executed_actions(records, np.array([0, 0]))
     done = arena[Record.action][records].copy()
     convert_gripper(done, actor._gripper, actor._policy.spec.gripper)
     np.testing.assert_array_equal(first, done[0])
@@ -104,7 +104,7 @@ def test_filtered_bc_update_matches_sft(make):
     after = {name: w.detach().clone() for name, w in actor._policy.module.named_parameters()}
     actor._policy.module.load_state_dict(twin.state_dict())
     rng = np.random.default_rng(np.random.SeedSequence([actor._seed, 0, 0xF1]))
-    obs, actions = actor._draw(rng, actor._replay.starts, 0)
+    obs, actions = actor._sample_batch(rng, actor._replay.starts, 0)
     loss = actor._policy.imitate(obs, actions).loss.mean()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     optim = actor._trainer.cfg.optim
@@ -209,8 +209,8 @@ def test_policy_may_use_averaged_weights(make, tmp_path):
         weights[name] = deepcopy(actor._policy.module.state_dict())
     for name, weight in weights["moving"].items():
         torch.testing.assert_close(weight, start[name].lerp(weights["plain"][name], 0.25), rtol=0, atol=1e-7)
-        if name in moving[1]._aside:
-            assert torch.equal(moving[1]._aside[name], weights["plain"][name]), name
+        if name in moving[1]._swapped_weights:
+            assert torch.equal(moving[1]._swapped_weights[name], weights["plain"][name]), name
     list(moving[0].handle(SaveRequest(folder=str(tmp_path / "saved"))))
     list(again[0].handle(LoadRequest(folder=str(tmp_path / "saved"))))
     losses_now = [update(host, tickets, step=1)["loss"] for host, _, _, tickets in (plain, moving, again)]
@@ -229,7 +229,7 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path, capl
     build_run_plan(short, training=True)
     assert "more than the time limit of 4" in caplog.text
     update(host, tickets)
-    obs, actions = actor._draw(np.random.default_rng(0), actor._replay.starts, 2)
+    obs, actions = actor._sample_batch(np.random.default_rng(0), actor._replay.starts, 2)
     shown = load_demonstrations(demos)
     means, own = actor._gripper, actor._policy.spec.gripper
     for row in (4, 5):
@@ -238,7 +238,9 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path, capl
         convert_gripper(expected, means, own)
         assert (expected == actions[row]).all(axis=(1, 2)).any()
         assert obs.instructions[row] in shown.instruction[steps]
-    drawn = [actor._draw(np.random.default_rng(seed), actor._replay.starts, 2)[0].images[4] for seed in range(20)]
+    drawn = [
+        actor._sample_batch(np.random.default_rng(seed), actor._replay.starts, 2)[0].images[4] for seed in range(20)
+    ]
     first = shown.images[: shown.stop[0]]
     assert not all((first == image).all(axis=(1, 2, 3, 4)).any() for image in drawn), "of all episodes"
     mine = actor._replay[Record.images][actor._replay.starts]
@@ -270,8 +272,8 @@ def test_learning_starts_and_save_replay_are_respected(make, tmp_path):
 def test_skipped_update_keeps_the_weight_average(make):
     """The trained weights are not finite, but the average stays finite."""
     host, actor, _, tickets = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
-    name = next(iter(actor._aside))
-    actor._aside[name].fill_(torch.nan)
+    name = next(iter(actor._swapped_weights))
+    actor._swapped_weights[name].fill_(torch.nan)
     before = {name: weight.clone() for name, weight in host.policy.module.state_dict().items()}
     metrics = update(host, tickets)
     assert metrics["optimizer_steps"] == 0
@@ -295,7 +297,7 @@ def test_token_budget_counts_prompts_and_replies(tmp_path):
         obs = Observation(images=empty, state=state, instructions=tuple(prompts))
         actions = np.where(np.arange(32) < replies[:, None], 5.0, -1.0)[:, :, None].astype(np.float32)
         costs = np.array([len(prompt) for prompt in host.policy.read(obs)]) + replies
-        found = actor._deal(obs, actions)
+        found = actor._split_micro_batches(obs, actions)
     assert sorted(np.concatenate([rows for rows, _ in found]).tolist()) == list(range(6))
     assert all(len(rows) * costs[rows].max() <= 40 for rows, _ in found)
     assert len(found) == 4, "32, 32, two of at most 16 and the rest"

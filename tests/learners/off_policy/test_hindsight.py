@@ -22,7 +22,7 @@ from embodyrl.envs.gym.factory import FACTORY
 from embodyrl.envs.gym.goals import GymGoals
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
-from embodyrl.learners.off_policy.hindsight import Hindsight, OpenEpisodes
+from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.off_policy.sac_learner import SacLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
@@ -162,7 +162,7 @@ def test_parts_of_a_continued_episode_are_joined_at_its_end():
         seen = {"observed_state": np.concatenate([part.seen["observed_state"] for part in parts])}
         return Frames(seen=seen, **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
 
-    held = OpenEpisodes()
+    held = UnfinishedEpisodes()
     first = both(*(piece(one, 0, 2, i) for i, one in enumerate(whole)))
     assert held.whole(first, {}, {0: 70, 1: 71, 2: 72}) == []
     kept = held.state()
@@ -298,9 +298,9 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
         demos = actor._demonstrations
         assert demos["left"][demos.starts].max() == LENGTH - 1  # nobody saw what came of the last action
         found = actor._hindsight.relabel(demos.transitions(demos.starts), np.random.default_rng(0))
-        seen: Any = actor._look(found, found.places)
+        seen: Any = actor._get_observations(found, found.places)
         np.testing.assert_array_equal(seen.state[found.moved, DESIRED], found.goal)
-        then: Any = actor._look(found, found.after)
+        then: Any = actor._get_observations(found, found.after)
         np.testing.assert_array_equal(then.state[found.moved, DESIRED], found.goal)
         kept = np.setdiff1d(np.arange(len(found.places)), found.moved)
         np.testing.assert_array_equal(seen.state[kept], demos["observed_state"][found.places[kept]])

@@ -141,10 +141,10 @@ def test_policy_and_temperature_update_at_the_policy_interval(make):
         return [any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(before, now, strict=True)]
 
     before = weights()
-    assert "loss" not in actor._step(chosen, np.arange(2), 0, acting=False)
+    assert "loss" not in actor._step(chosen, np.arange(2), 0, updates_policy=False)
     assert moved(weights()) == [False, False, True, True]
     before = weights()
-    assert "loss" in actor._step(chosen, np.arange(2), 0, acting=True)
+    assert "loss" in actor._step(chosen, np.arange(2), 0, updates_policy=True)
     assert moved(weights()) == [True] * 4
 
 
@@ -214,7 +214,7 @@ def test_image_shift_augmentation_repeats_the_edges(make):
     actor._replay.add(Frames(seen=seen | {"instruction": np.zeros((count, 64), np.uint8)}, **arrays))
     wide = np.pad(images[:, 0], ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="edge")
     found = set()
-    shifted = actor._look(actor._replay.transitions(np.arange(count)), np.arange(count)).images
+    shifted = actor._get_observations(actor._replay.transitions(np.arange(count)), np.arange(count)).images
     np.testing.assert_array_equal(shifted[:, 0], shifted[:, 1], err_msg="images of one observation move together")
     for padded, picture in zip(wide, shifted[:, 0], strict=True):
         crops = {(d, r): padded[d : d + 8, r : r + 8] for d in range(5) for r in range(5)}
@@ -282,7 +282,7 @@ def test_each_sac_batch_contains_the_fraction_of_demonstrations(make):
     )
     actor._demonstrations = demos
     (*_, result) = drained(actor.update(stored(actor, [(4, "terminated")])))
-    assert result["value_loss"] == pytest.approx(actor._rules.demonstration_share * 1000.0**2, rel=0.05)
+    assert result["value_loss"] == pytest.approx(actor._settings.demonstration_share * 1000.0**2, rel=0.05)
 
 
 def test_sac_bootstraps_at_the_time_limit(make):
@@ -444,7 +444,7 @@ def test_actor_loss_adds_no_gradient_to_the_critics(make):
         _, actor = make()
         actor._replay.add(four_chunks())
         torch.manual_seed(0)
-        actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0, acting=acting)
+        actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0, updates_policy=acting)
         found.append([p.grad for p in actor._critics.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
