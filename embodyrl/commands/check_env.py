@@ -29,15 +29,15 @@ def check_env(args: argparse.Namespace) -> int:
         findings.append(finding)
         if not args.json:
             _show(finding)
-    count = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "FAIL", "skip")}
+    level_counts = {level: sum(entry.level == level for entry in findings) for level in ("ok", "warn", "FAIL", "skip")}
     if args.json:
         rows = [dataclasses.asdict(finding) for finding in findings]
-        counts = {"failed": count["FAIL"], "warned": count["warn"], "skipped": count["skip"]}
+        counts = {"failed": level_counts["FAIL"], "warned": level_counts["warn"], "skipped": level_counts["skip"]}
         print(json.dumps({"env": cfg.env.env_type, **counts, "checks": rows}, indent=2))
     else:
-        warned = f"{count['warn']} warned, " if count["warn"] else ""
-        print(f"{count['ok']} checks ok, {warned}{count['FAIL']} failed, {count['skip']} skipped")
-    return 3 if count["FAIL"] else 0
+        warned = f"{level_counts['warn']} warned, " if level_counts["warn"] else ""
+        print(f"{level_counts['ok']} checks ok, {warned}{level_counts['FAIL']} failed, {level_counts['skip']} skipped")
+    return 3 if level_counts["FAIL"] else 0
 
 
 def _show(finding: Finding) -> None:

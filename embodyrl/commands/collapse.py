@@ -8,18 +8,18 @@ from embodyrl.types import ActionKind
 
 WINDOW = 5
 """Number of training steps per window; the means of the first and the last window are compared."""
-_ENTROPY_LEFT = 0.1
+_ENTROPY_FRACTION = 0.1
 """Fraction of the initial entropy below which entropy collapse is reported."""
-_SOLVED = 0.9
+_SOLVED_RATE = 0.9
 """Success rate above which a low entropy is not reported."""
-_RISE = 0.05
+_MIN_RETURN_INCREASE = 0.05
 """Minimum increase of the return for warnings about reward hacking, in addition to 10 % of the initial return."""
-_PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
+_COMPONENT_FRACTION, _LENGTH_FRACTION, _CUT_OFF = 0.5, 1 / 3, 0.5
 """Warning thresholds for a reward component, the reply length and the share of truncated replies.
 
 The first two thresholds are fractions of the initial value.
 """
-_PART_AT_FIRST = 0.1
+_MIN_INITIAL_COMPONENT = 0.1
 """Minimum initial mean of a reward component for a warning about its decrease."""
 
 
@@ -37,7 +37,7 @@ class CollapseCheck:
         self._text = text
         self._first: list[Mapping[str, float | None]] = []
         self._last: deque[Mapping[str, float | None]] = deque(maxlen=WINDOW)
-        self._given: set[str] = set()
+        self._issued_warnings: set[str] = set()
 
     def check(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
         """Add the metrics of a step and return new warnings, one line each."""
@@ -49,12 +49,16 @@ class CollapseCheck:
         self._last.append(metrics)
         if len(self._last) < WINDOW:
             return []
-        found = {line.partition(":")[0]: line for line in self._warnings()}
-        new = [f"warning: step {step}: {line}" for kind, line in found.items() if kind not in self._given]
-        self._given |= found.keys()
+        warnings = {warning.partition(":")[0]: warning for warning in self._warnings()}
+        new = [
+            f"warning: step {step}: {warning}"
+            for name, warning in warnings.items()
+            if name not in self._issued_warnings
+        ]
+        self._issued_warnings |= warnings.keys()
         return new
 
-    def _ends(self, name: str) -> tuple[float, float] | None:
+    def _compare_windows(self, name: str) -> tuple[float, float] | None:
         """Return the means of a metric over the first and over the last `WINDOW` steps."""
         means = []
         for rows in (self._first, self._last):
@@ -65,34 +69,34 @@ class CollapseCheck:
         return means[0], means[1]
 
     def _warnings(self) -> Iterator[str]:
-        success = self._ends("train/success_once")
-        entropy = self._ends("actor/entropy") if self._text else None
-        unsolved = success is None or success[1] < _SOLVED
-        if entropy and unsolved and entropy[0] > 0 and entropy[1] < _ENTROPY_LEFT * entropy[0]:
+        success = self._compare_windows("train/success_once")
+        entropy = self._compare_windows("actor/entropy") if self._text else None
+        is_unsolved = success is None or success[1] < _SOLVED_RATE
+        if entropy and is_unsolved and entropy[0] > 0 and entropy[1] < _ENTROPY_FRACTION * entropy[0]:
             yield (
                 f"entropy collapse: {entropy[0]:.3g} nats in the first steps, {entropy[1]:.3g} in the last steps. "
                 "Lower actor.optim.lr, or set algorithm.entropy_bonus or algorithm.kl_beta."
             )
-        earned = self._ends("train/return")
-        if earned is None or earned[1] - earned[0] < _RISE + 0.1 * abs(earned[0]):
+        returns = self._compare_windows("train/return")
+        if returns is None or returns[1] - returns[0] < _MIN_RETURN_INCREASE + 0.1 * abs(returns[0]):
             return
-        rise = f"the return rises from {earned[0]:.3g} to {earned[1]:.3g}"
+        return_change = f"the return rises from {returns[0]:.3g} to {returns[1]:.3g}"
         for name in self._parts:
-            part = self._ends(name)
-            if part and part[0] > _PART_AT_FIRST and part[1] < _PART_LEFT * part[0]:
+            part = self._compare_windows(name)
+            if part and part[0] > _MIN_INITIAL_COMPONENT and part[1] < _COMPONENT_FRACTION * part[0]:
                 yield (
-                    f"possible reward hacking, {name.removeprefix('train/reward_')}: {rise}, but this reward falls "
-                    f"from {part[0]:.3g} to {part[1]:.3g}. Read the replies: `embodyrl report`."
+                    f"possible reward hacking, {name.removeprefix('train/reward_')}: {return_change}, but this reward "
+                    f"falls from {part[0]:.3g} to {part[1]:.3g}. Read the replies: `embodyrl report`."
                 )
-        length, cut_off = self._ends("train/episode_len"), self._ends("train/cut_off")
-        if self._text and length and length[1] < _LENGTH_LEFT * length[0]:
+        length, cut_off = self._compare_windows("train/episode_len"), self._compare_windows("train/cut_off")
+        if self._text and length and length[1] < _LENGTH_FRACTION * length[0]:
             yield (
-                f"possible reward hacking, length: {rise}, but the mean length of replies falls from {length[0]:.3g} "
-                f"to {length[1]:.3g} tokens. Read the replies: `embodyrl report`."
+                f"possible reward hacking, length: {return_change}, but the mean length of replies falls from "
+                f"{length[0]:.3g} to {length[1]:.3g} tokens. Read the replies: `embodyrl report`."
             )
         if cut_off and cut_off[1] > max(_CUT_OFF, 2 * cut_off[0]):
             yield (
-                f"possible reward hacking, cut off: {rise}, but {cut_off[1]:.0%} of the replies reach "
+                f"possible reward hacking, cut off: {return_change}, but {cut_off[1]:.0%} of the replies reach "
                 f"algorithm.sampling_params.max_new_tokens, {cut_off[0]:.0%} at first. Read the replies: "
                 "`embodyrl report`."
             )
@@ -105,5 +109,5 @@ StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
 def collapse_check(run_plan: RunPlan) -> StepCheck:
     """Return a function that checks each training step of a run."""
     env = run_plan.env
-    paid = [n for n, w in zip(env.reward.components, env.reward.weights, strict=False) if w > 0]
-    return CollapseCheck(rewards=paid, text=env.action.kind is ActionKind.text).check
+    rewards = [name for name, weight in zip(env.reward.components, env.reward.weights, strict=False) if weight > 0]
+    return CollapseCheck(rewards=rewards, text=env.action.kind is ActionKind.text).check

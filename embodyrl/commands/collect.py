@@ -37,7 +37,7 @@ from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode
 
-_HOPELESS = 20
+_MAX_TRIALS_PER_EPISODE = 20
 """Maximum number of trials per requested episode of a task before `collect` fails."""
 
 
@@ -56,7 +56,7 @@ class CollectResult:
 
 def collection_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection as (name, text) pairs."""
-    run_plan = draw_collection(cfg)
+    run_plan = build_collection_plan(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
@@ -71,17 +71,17 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
         EmbodyError: any failure with a known cause; data that are already written stay usable.
     """
     assert cfg.collect.out is not None, "checked by check_components"
-    run_plan = draw_collection(cfg)
+    run_plan = build_collection_plan(cfg)
     weights = first_weights(cfg, run_plan.env)
     with (
         locked(Path(cfg.collect.out)),
         closing(open_run(cfg, "collect", overrides, None)) as folder,
         closing(build_console_monitor(cfg)) as monitor,
     ):
-        return _Collecting(run_plan, monitor, weights).run(folder)
+        return _Collection(run_plan, monitor, weights).run(folder)
 
 
-def draw_collection(cfg: Config) -> RunPlan:
+def build_collection_plan(cfg: Config) -> RunPlan:
     """Build the run plan of a collection, with the slots of the training split and one record per env step.
 
     Raises:
@@ -90,15 +90,18 @@ def draw_collection(cfg: Config) -> RunPlan:
     """
     base = build_run_plan(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
-    labelled = cfg.collect.labels is Labels.expert
+    is_labelled = cfg.collect.labels is Labels.expert
     if cfg.command == "dagger":
-        labelled |= find_expert(cfg.dagger.expert).scripted
-    if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
-        known = ",".join(map(str, base.env.expert.tasks))
+        is_labelled |= find_expert(cfg.dagger.expert).scripted
+    if (base.policy.scripted or is_labelled) and (
+        unsolved_tasks := [task for task in tasks if task not in base.env.expert.tasks]
+    ):
+        solved_tasks = ",".join(map(str, base.env.expert.tasks))
         raise ConfigError(
-            f"env '{base.env.name}' has no scripted expert for tasks {unknown}. Set env.train.task_ids=[{known}]."
+            f"env '{base.env.name}' has no scripted expert for tasks {unsolved_tasks}. Set "
+            f"env.train.task_ids=[{solved_tasks}]."
         )
-    if labelled and not base.policy.scripted and not base.env.expert.reacts:
+    if is_labelled and not base.policy.scripted and not base.env.expert.reacts:
         raise ConfigError(
             f"env '{base.env.name}': the scripted expert follows a plan and cannot label states that another policy "
             f"visits. Collect episodes of the expert instead: embodyrl collect model=scripted (model.expert_noise "
@@ -113,11 +116,11 @@ def draw_collection(cfg: Config) -> RunPlan:
         # The running episode of each slot, and its open requests.
         capacity=slots * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
-        labelled=labelled,
+        labelled=is_labelled,
     )
 
 
-def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
+def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:
     """Check that the demonstrations can be combined with episodes of an environment.
 
     Raises:
@@ -127,16 +130,16 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
     folders = [str(path) for path in (first, *cfg.demonstrations.more, cfg.data.val_path) if path is not None]
     cards = [read_card(resolve_asset(folder), cfg.demonstrations).env for folder in folders]
     problems = [
-        f"The demonstrations in {folder} differ from those of data.path in {differs}."
+        f"The demonstrations in {folder} differ from those of data.path in {difference}."
         for folder, card in zip(folders, cards, strict=True)
-        if (differs := differences(card, cards[0]))
+        if (difference := differences(card, cards[0]))
     ]
-    if differs := differences(cards[0], played):
+    if difference := differences(cards[0], env):
         problems.append(
-            f"The demonstrations in {first} and env '{played.name}' differ in {differs}. Choose the environment and "
+            f"The demonstrations in {first} and env '{env.name}' differ in {difference}. Choose the environment and "
             "the cameras of the demonstrations, or other data."
         )
-    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), cfg.demonstrations)]
+    problems += [problem for folder in folders for problem in check_layout(resolve_asset(folder), cfg.demonstrations)]
     if problems:
         raise ConfigError(problems)
 
@@ -171,7 +174,7 @@ def card_of(run_plan: RunPlan) -> Card:
     )
 
 
-class _Collecting:
+class _Collection:
     """A running collection: the run plan, and the numbers of trials and of kept episodes."""
 
     def __init__(self, run_plan: RunPlan, monitor: MonitorGroup, weights: Path | None) -> None:
@@ -181,9 +184,11 @@ class _Collecting:
         self.weights = weights
         self.version = -1 if run_plan.policy.scripted else step_of(weights)
         tasks = selected_tasks(run_plan.env, self.cfg.env.train)
-        wanted = self.cfg.collect.episodes
-        self.quota = {task: wanted // len(tasks) + (i < wanted % len(tasks)) for i, task in enumerate(tasks)}
-        self.kept: Counter[int] = Counter()
+        num_episodes = self.cfg.collect.episodes
+        self.quota = {
+            task: num_episodes // len(tasks) + (index < num_episodes % len(tasks)) for index, task in enumerate(tasks)
+        }
+        self.num_stored: Counter[int] = Counter()
         self.next_trial: Counter[int] = Counter()
         self.tried = self.succeeded = self.dropped = 0
         self.wall_s = 0.0
@@ -195,7 +200,7 @@ class _Collecting:
             write_environment(self.cfg, out)
             for row in writer.episodes:
                 task = row["embodyrl/task_id"]
-                self.kept[task] += 1
+                self.num_stored[task] += 1
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
             continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
@@ -206,7 +211,7 @@ class _Collecting:
                 "collect",
                 [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), ("demos", demos)],
             )
-            if self._trials():
+            if self._missing_trials():
                 self._collect(writer, folder.logs)
         finally:
             writer.close()
@@ -226,8 +231,8 @@ class _Collecting:
         try:
             workers = start_workers(self.run_plan, logs, self.monitor.text, start_from=self.weights)
             with workers.running():
-                while trials := self._trials():
-                    self._batch(workers, writer, trials)
+                while trials := self._missing_trials():
+                    self._run_batch(workers, writer, trials)
         except Interrupted as interruption:
             writer.flush()
             interruption.args = (
@@ -235,7 +240,7 @@ class _Collecting:
             )
             raise
 
-    def _trials(self) -> list[tuple[int, int]]:
+    def _missing_trials(self) -> list[tuple[int, int]]:
         """Return task id and trial number of the missing episodes of each task.
 
         Raises:
@@ -244,53 +249,55 @@ class _Collecting:
         trials: list[tuple[int, int]] = []
         for task, quota in self.quota.items():
             first = self.next_trial[task]
-            if first >= _HOPELESS * quota > 0 and self.kept[task] < quota:
+            if first >= _MAX_TRIALS_PER_EPISODE * quota > 0 and self.num_stored[task] < quota:
                 raise EmbodyError(
-                    f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
-                    "succeeded, so the collection would take too long. Use another policy, a lower "
+                    f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.num_stored[task]} of {first} "
+                    "episodes succeeded, so the collection would take too long. Use another policy, a lower "
                     "model.expert_noise, a "
                     "longer env.train.max_episode_steps, or collect.filter=all."
                 )
-            trials += [(task, first + i) for i in range(max(0, quota - self.kept[task]))]
+            trials += [(task, first + index) for index in range(max(0, quota - self.num_stored[task]))]
         return trials
 
-    def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
+    def _run_batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
         """Run the episodes of `trials`, and write the kept episodes in the order of `trials`."""
-        ended: dict[int, Demonstration | None] = {}
-        waiting = list(range(len(trials)))
+        finished: dict[int, Demonstration | None] = {}
+        pending = list(range(len(trials)))
 
-        def write(*, all_that_came: bool) -> None:
+        def write(*, flush_all: bool) -> None:
             # In the order of trials, not of completion: the data set does not depend on the number of workers.
-            while waiting and (waiting[0] in ended or all_that_came):
-                demonstration = ended.pop(waiting.pop(0), None)
+            while pending and (pending[0] in finished or flush_all):
+                demonstration = finished.pop(pending.pop(0), None)
                 if demonstration is not None:
-                    self.kept[demonstration.source.task_id] += 1
+                    self.num_stored[demonstration.source.task_id] += 1
                     writer.append(demonstration)
 
-        def note(episode: Episode) -> None:
+        def on_episode(episode: Episode) -> None:
             self.tried += 1
             self.succeeded += episode.success_once
-            wanted = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
+            is_selected = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
             spec = self.run_plan
             actor = Actor.expert if spec.labelled or spec.policy.scripted else Actor.policy
             source = source_of(episode, trial=trial, version=self.version)
-            ended[episode.spec.episode_id] = copy_episode(workers.arena, episode, source, actor) if wanted else None
+            finished[episode.spec.episode_id] = (
+                copy_episode(workers.arena, episode, source, actor) if is_selected else None
+            )
             # Copied above: the arena has space for only one running episode per slot.
             workers.scheduler.release(rollout.out, [episode])
-            write(all_that_came=False)
-            self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")
+            write(flush_all=False)
+            self.monitor.progress(sum(self.num_stored.values()), self.cfg.collect.episodes, "kept episodes")
 
         plan = demonstration_episodes(self.cfg, self.run_plan.env, trials)
         for task, _ in trials:
             self.next_trial[task] += 1
-        rollout = Rollout(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=note)
+        rollout = Rollout(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=on_episode)
         try:
             collection = workers.scheduler.collect(rollout)
             self.dropped += collection.dropped
             self.wall_s += collection.tally.wall_s
         finally:
-            write(all_that_came=True)
+            write(flush_all=True)
         writer.flush()
 
     def _report(self, result: CollectResult) -> None:

@@ -64,20 +64,22 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
     """
     out = Path(str(cfg.collect.out))
     name = cfg.runner.experiment_name or out.resolve().name
-    runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
-    data = [out / f"round_{number + 1}" for number in range(cfg.dagger.rounds)]
+    runs = [Path(cfg.runner.output_dir) / f"{name}_round_{index + 1}" for index in range(cfg.dagger.rounds)]
+    data = [out / f"round_{index + 1}" for index in range(cfg.dagger.rounds)]
     with ExitStack() as stack:
         expert: Expert | None = None
-        for number, run in enumerate(runs):
-            before = runs[number - 1] if number else None
-            learning = _training(cfg, before, run, data[: number + 1])
-            check_unchanged(learning, run, keys=DECIDES, free=FREE, instead="runner.experiment_name and collect.out")
+        for index, run in enumerate(runs):
+            previous = runs[index - 1] if index else None
+            training_cfg = _training_config(cfg, previous, run, data[: index + 1])
+            check_unchanged(
+                training_cfg, run, keys=DECIDES, free=FREE, instead="runner.experiment_name and collect.out"
+            )
             if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
                 continue
             if expert is None:
                 expert = stack.enter_context(closing(find_expert(cfg.dagger.expert)(cfg)))
             try:
-                _run_round(cfg, expert, before, run, data[: number + 1], overrides)
+                _run_round(cfg, expert, previous, run, data[: index + 1], overrides)
             except Interrupted as error:
                 error.args = (f"{error}; to continue all rounds, run the same command again",)
                 raise
@@ -85,31 +87,33 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
 
 
 def _run_round(
-    cfg: Config, expert: Expert, before: Path | None, run: Path, data: Sequence[Path], overrides: Sequence[str]
+    cfg: Config, expert: Expert, previous: Path | None, run: Path, data: Sequence[Path], overrides: Sequence[str]
 ) -> None:
     """Collect the episodes of this round in the last folder of `data`, and train on all folders."""
-    named = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
-    expert.collect(overridden(cfg, _continued(cfg, before) | {"collect.out": str(data[-1]), **named}))
+    round_values = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
+    expert.collect(
+        overridden(cfg, _initial_weight_overrides(cfg, previous) | {"collect.out": str(data[-1]), **round_values})
+    )
     resume = run if run.exists() else None
-    sft(_training(cfg, before, run, data), overrides=overrides, resume=resume, on_step=expert.on_step)
+    sft(_training_config(cfg, previous, run, data), overrides=overrides, resume=resume, on_step=expert.on_step)
 
 
-def _training(cfg: Config, before: Path | None, run: Path, data: Sequence[Path]) -> Config:
+def _training_config(cfg: Config, previous: Path | None, run: Path, data: Sequence[Path]) -> Config:
     """Return the SFT config of a round; the initial weights are those of the previous round."""
     # A round in which no episode was corrected has no data.
-    more = [*cfg.demonstrations.more, *(str(folder) for folder in data if read_episodes(folder))]
+    folders = [*cfg.demonstrations.more, *(str(folder) for folder in data if read_episodes(folder))]
     actors = cfg.demonstrations.actors or list(find_expert(cfg.dagger.expert).authors)
-    learned = {"data.more": more, "data.actors": actors, "runner.experiment_name": run.name}
-    return overridden(cfg, _continued(cfg, before) | learned)
+    round_values = {"data.more": folders, "data.actors": actors, "runner.experiment_name": run.name}
+    return overridden(cfg, _initial_weight_overrides(cfg, previous) | round_values)
 
 
-def _continued(cfg: Config, before: Path | None) -> dict[str, Any]:
+def _initial_weight_overrides(cfg: Config, previous: Path | None) -> dict[str, Any]:
     """Return the config overrides that select the initial weights: the previous round's weights, or the config's."""
-    ckpt = cfg.ckpt if before is None else str(before)
-    resumed: dict[str, Any] = {"runner.on_existing": OnExisting.resume}
-    if before is not None and "unnorm_key" in type(cfg.model).model_fields:
-        resumed["model.unnorm_key"] = None  # the previous round saved statistics of its data
-    return resumed | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
+    ckpt = cfg.ckpt if previous is None else str(previous)
+    values: dict[str, Any] = {"runner.on_existing": OnExisting.resume}
+    if previous is not None and "unnorm_key" in type(cfg.model).model_fields:
+        values["model.unnorm_key"] = None  # the previous round saved statistics of its data
+    return values | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
 
 
 def dagger_facts(cfg: Config) -> list[tuple[str, str]]:

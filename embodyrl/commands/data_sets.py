@@ -37,11 +37,11 @@ from embodyrl.data.writer import DatasetWriter, read_episodes
 from embodyrl.errors import ConfigError
 from embodyrl.types import EnvSpec, IntArray
 
-_AT_A_TIME = 16
+_EPISODES_IN_MEMORY = 16
 """Maximum number of episodes in memory while a data set is copied."""
-_UNKNOWN = {"task_id": 0, "reset_id": -1, "trial": 0, "seed": 0, "version": -1}
+_DEFAULT_SOURCE = {"task_id": 0, "reset_id": -1, "trial": 0, "seed": 0, "version": -1}
 """Defaults of the `Source` fields for an episode that was recorded by another program."""
-_OUTCOMES = (f"{OWN}success", f"{OWN}return")
+_OUTCOME_KEYS = (f"{OWN}success", f"{OWN}return")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +82,21 @@ def open_set(root: Path) -> DataSet:
     if not is_ours(root):
         _add_outcomes(root, card, rows)
     if not rows:
-        none = np.zeros(0, np.int64)
-        return DataSet(root=root, card=card, rows=rows, actor=none, task=none, names={})
-    found = find_rows(root, rows)
-    actor = np.full(len(found), Actor.unknown, np.int64)
+        no_steps = np.zeros(0, np.int64)
+        return DataSet(root=root, card=card, rows=rows, actor=no_steps, task=no_steps, names={})
+    table = find_rows(root, rows)
+    actor = np.full(len(table), Actor.unknown, np.int64)
     if card.actors:
-        actor = read_vectors(found, ACTOR, 1)[:, 0].astype(np.int64)
-    task = found.counters["task_index"].astype(np.int64)
+        actor = read_vectors(table, ACTOR, 1)[:, 0].astype(np.int64)
+    task = table.counters["task_index"].astype(np.int64)
     return DataSet(root=root, card=card, rows=rows, actor=actor, task=task, names=read_tasks(root))
 
 
 def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
     """Add success and return of each episode to the metadata of a third-party data set, if it has these columns."""
-    found = find_rows(root, rows) if rows and len(card.without) < len(_OUTCOMES) else None
-    success = None if found is None or SUCCESS in card.without else read_success(found)
-    reward = None if found is None or REWARD in card.without else read_vectors(found, REWARD, 1)[:, 0]
+    table = find_rows(root, rows) if rows and len(card.without) < len(_OUTCOME_KEYS) else None
+    success = None if table is None or SUCCESS in card.without else read_success(table)
+    reward = None if table is None or REWARD in card.without else read_vectors(table, REWARD, 1)[:, 0]
     for row in rows:
         steps = slice(row["dataset_from_index"], row["dataset_to_index"])
         if success is not None:
@@ -105,34 +105,34 @@ def _add_outcomes(root: Path, card: Card, rows: list[dict[str, Any]]) -> None:
             row[f"{OWN}return"] = float(reward[steps].sum())
 
 
-def describe(found: DataSet) -> dict[str, Any]:
+def describe(data_set: DataSet) -> dict[str, Any]:
     """Return a summary of a data set: size, success rate, mean return, counts per actor, policy version and task."""
-    rows = found.rows
-    success, earned = ([row[key] for row in rows if row.get(key) is not None] for key in _OUTCOMES)
-    counts = Counter(Actor(number).name for number in found.actor.tolist())
+    rows = data_set.rows
+    success, returns = ([row[key] for row in rows if row.get(key) is not None] for key in _OUTCOME_KEYS)
+    counts = Counter(Actor(number).name for number in data_set.actor.tolist())
     return {
-        "folder": str(found.root),
-        "env": found.card.env.name,
+        "folder": str(data_set.root),
+        "env": data_set.card.env.name,
         "episodes": len(rows),
-        "frames": len(found.actor),
+        "frames": len(data_set.actor),
         "success": sum(success) / len(success) if success else None,
-        "mean_return": sum(earned) / len(earned) if earned else None,
+        "mean_return": sum(returns) / len(returns) if returns else None,
         "actions": dict(counts),
         "versions": dict(sorted(Counter(row.get(f"{OWN}version", -1) for row in rows).items())),
-        "tasks": dict(Counter(task for row in rows for task in found.instructions_of(row))),
-        "warnings": find_warnings(found),
+        "tasks": dict(Counter(task for row in rows for task in data_set.instructions_of(row))),
+        "warnings": find_warnings(data_set),
     }
 
 
-def find_warnings(found: DataSet) -> list[str]:
+def find_warnings(data_set: DataSet) -> list[str]:
     """Return warnings about missing episodes and unused video frames of a third-party data set."""
-    if is_ours(found.root):
+    if is_ours(data_set.root):
         return []
-    warnings = count_warnings(found.root, len(found.rows))
-    if not found.rows or not found.card.video:
+    warnings = count_warnings(data_set.root, len(data_set.rows))
+    if not data_set.rows or not data_set.card.video:
         return warnings
-    videos = VideoReader(found.root, found.card, find_rows(found.root, found.rows), found.rows)
-    for camera in found.card.env.cameras.names:
+    videos = VideoReader(data_set.root, data_set.card, find_rows(data_set.root, data_set.rows), data_set.rows)
+    for camera in data_set.card.env.cameras.names:
         videos.check(image_key(camera))
     return warnings + videos.warnings
 
@@ -150,17 +150,17 @@ class Selection:
     """Author of at least one action of each selected episode; None: any author."""
     version: int | None = None
 
-    def chooses(self, found: DataSet, row: dict[str, Any]) -> bool:
+    def chooses(self, data_set: DataSet, row: dict[str, Any]) -> bool:
         """Return whether an episode satisfies all conditions.
 
         An episode whose success, return or version is unknown fails every condition on that value.
         """
-        earned = row.get(f"{OWN}return")
+        episode_return = row.get(f"{OWN}return")
         return (
             (self.success is None or row.get(f"{OWN}success") is self.success)
-            and (self.low is None or (earned is not None and earned >= self.low))
-            and (self.high is None or (earned is not None and earned <= self.high))
-            and (self.actor is None or self.actor in found.actors_of(row))
+            and (self.low is None or (episode_return is not None and episode_return >= self.low))
+            and (self.high is None or (episode_return is not None and episode_return <= self.high))
+            and (self.actor is None or self.actor in data_set.actors_of(row))
             and (self.version is None or row.get(f"{OWN}version") == self.version)
         )
 
@@ -174,21 +174,27 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
     """
     first = sources[0].card
     for other in sources[1:]:
-        differs = set_differences((other.root, other.card), (sources[0].root, first), "name")
-        if not differs and other.card.without != first.without:
-            lacks = (", ".join(card.without) or "none" for card in (other.card, first))
-            differs = "unknown columns ({} and {})".format(*lacks)
-        if differs:
+        difference = set_differences((other.root, other.card), (sources[0].root, first), "name")
+        if not difference and other.card.without != first.without:
+            missing = (", ".join(card.without) or "none" for card in (other.card, first))
+            difference = "unknown columns ({} and {})".format(*missing)
+        if difference:
             raise ConfigError(
-                f"{other.root} differs from {sources[0].root} in {differs}. "
+                f"{other.root} differs from {sources[0].root} in {difference}. "
                 "Only data sets of the same environment can be merged."
             )
-    chosen = [(s, place) for s in sources for place, row in enumerate(s.rows) if selection.chooses(s, row)]
-    if not chosen:
+    selected = [
+        (data_set, row_index)
+        for data_set in sources
+        for row_index, row in enumerate(data_set.rows)
+        if selection.chooses(data_set, row)
+    ]
+    if not selected:
         raise ConfigError(
-            f"No episode of {', '.join(str(s.root) for s in sources)} satisfies the conditions. Relax them."
+            f"No episode of {', '.join(str(data_set.root) for data_set in sources)} satisfies the conditions. Relax "
+            "them."
         )
-    for source, index in chosen:
+    for source, index in selected:
         if len(tasks := source.instructions_of(row := source.rows[index])) > 1:
             raise ConfigError(
                 f"{source.root}: episode {row['episode_index']} has {len(tasks)} instructions ({', '.join(tasks)}), "
@@ -201,9 +207,9 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
                 shutil.copyfile(sources[0].root / ENVIRONMENT_PATH, out / ENVIRONMENT_PATH)
             env = writer.card.env
             for source in sources:
-                mine = [index for s, index in chosen[len(writer.episodes) :] if s is source]
-                for start in range(0, len(mine), _AT_A_TIME):
-                    _copy(source, env, mine[start : start + _AT_A_TIME], writer)
+                indices = [index for data_set, index in selected[len(writer.episodes) :] if data_set is source]
+                for start in range(0, len(indices), _EPISODES_IN_MEMORY):
+                    _copy_episodes(source, env, indices[start : start + _EPISODES_IN_MEMORY], writer)
                 writer.flush()
         finally:
             writer.close()
@@ -216,13 +222,18 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
     if not all(is_ours(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
         collected[UNDESCRIBED] = True
-    known = [one for one in states if isinstance(one, list | tuple) and len(one) == 2]
-    if len(known) == len(states):
-        collected["state_ids"] = [min(one[0] for one in known), max(one[1] for one in known)]
+    state_ranges = [
+        state_range for state_range in states if isinstance(state_range, list | tuple) and len(state_range) == 2
+    ]
+    if len(state_ranges) == len(states):
+        collected["state_ids"] = [
+            min(state_range[0] for state_range in state_ranges),
+            max(state_range[1] for state_range in state_ranges),
+        ]
     collected |= _origin([source.card.collected for source in sources])
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
     return Card(
-        env=_joined_env([source.card.env for source in sources]),
+        env=_merge_specs([source.card.env for source in sources]),
         fps=first.fps,
         video=first.video,
         actors=True,
@@ -237,19 +248,19 @@ def _origin(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Executed actions cannot be computed from labels with different amounts of noise: such a set counts as labels.
     """
-    found: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
     noise = {source.get("expert_noise") or 0.0 for source in sources}
     if len(noise) == 1 and any(noise):
-        found["expert_noise"] = noise.pop()
+        origin["expert_noise"] = noise.pop()
     if len(noise) > 1 or any(source.get("labels") == Labels.expert for source in sources):
-        found["labels"] = Labels.expert.value
+        origin["labels"] = Labels.expert.value
     rewards = [source.get("reward") for source in sources]
     if any(rewards):
-        found["reward"] = rewards[0] if all(one == rewards[0] for one in rewards) else {"path": "(several)"}
-    return found
+        origin["reward"] = rewards[0] if all(reward == rewards[0] for reward in rewards) else {"path": "(several)"}
+    return origin
 
 
-def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:
+def _merge_specs(envs: Sequence[EnvSpec]) -> EnvSpec:
     """Return a copy of the first spec with the tasks of all specs, in the order of their first occurrence."""
     first = envs[0]
     if all((env.tasks, env.states_per_task) == (first.tasks, first.states_per_task) for env in envs):
@@ -261,39 +272,39 @@ def _joined_env(envs: Sequence[EnvSpec]) -> EnvSpec:
     return replace(first, tasks=tuple(states), states_per_task=tuple(states.values()), instructions=())
 
 
-def _moved(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
+def _convert_source(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
     """Return the origin of an episode, with its task id and reset id converted from the spec `old` to `new`."""
     if old == new or task not in new.tasks:
         return source
-    number = new.tasks.index(task)
+    task_id = new.tasks.index(task)
     if source.reset_id >= 0:
         state = source.reset_id - old.reset_ids_of(source.task_id).start
-        return replace(source, task_id=number, reset_id=new.reset_ids_of(number).start + state)
-    return replace(source, task_id=number)
+        return replace(source, task_id=task_id, reset_id=new.reset_ids_of(task_id).start + state)
+    return replace(source, task_id=task_id)
 
 
-def _copy(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
+def _copy_episodes(source: DataSet, env: EnvSpec, indices: Sequence[int], writer: DatasetWriter) -> None:
     """Append the episodes at the row indices `indices` to `writer`; `env` is the spec of the new data set."""
     demos = load_demonstrations(source.root, only=[source.rows[index]["episode_index"] for index in indices])
-    for place, index in enumerate(indices):
+    for position, index in enumerate(indices):
         row = source.rows[index]
-        origin = {f.name: row.get(f"{OWN}{f.name}", _UNKNOWN[f.name]) for f in fields(Source)}
+        origin = {field.name: row.get(f"{OWN}{field.name}", _DEFAULT_SOURCE[field.name]) for field in fields(Source)}
         old, task = source.card.env, int(origin["task_id"])
         known = f"{OWN}task_id" in row and task < len(old.tasks)
-        named = old.tasks[task] if known else str(demos.instruction[demos.start[place]])
-        writer.append(episode_of(demos, place, _moved(Source(**origin), named, old, env)))
+        instruction = old.tasks[task] if known else str(demos.instruction[demos.start[position]])
+        writer.append(episode_of(demos, position, _convert_source(Source(**origin), instruction, old, env)))
 
 
-def episode_of(demos: Demonstrations, place: int, source: Source) -> Demonstration:
-    """Return the loaded episode with index `place`, with `source` as its origin."""
-    part = slice(int(demos.start[place]), int(demos.stop[place]))
+def episode_of(demos: Demonstrations, index: int, source: Source) -> Demonstration:
+    """Return the loaded episode with index `index`, with `source` as its origin."""
+    steps = slice(int(demos.start[index]), int(demos.stop[index]))
     return Demonstration(
-        images=demos.images[part],
-        state=demos.state[part],
-        action=demos.action[part],
-        reward=demos.reward[part],
-        success=demos.success[part],
-        instruction=str(demos.instruction[part.start]),
+        images=demos.images[steps],
+        state=demos.state[steps],
+        action=demos.action[steps],
+        reward=demos.reward[steps],
+        success=demos.success[steps],
+        instruction=str(demos.instruction[steps.start]),
         source=source,
-        actor=demos.actor[part],
+        actor=demos.actor[steps],
     )

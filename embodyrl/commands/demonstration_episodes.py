@@ -18,16 +18,16 @@ def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int
     """
     split = cfg.env.train
     episodes = []
-    for i, (task, trial) in enumerate(trials):
+    for index, (task, trial) in enumerate(trials):
         ids = list(reset_ids_of(env, split, task))
-        lap, place = divmod(trial, len(ids))
-        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, lap)).permutation(len(ids))
+        epoch, place = divmod(trial, len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, epoch)).permutation(len(ids))
         episodes.append(
             EpisodeSpec(
-                episode_id=i,
+                episode_id=index,
                 reset_id=ids[int(order[place])],
                 task_id=task,
-                group_id=i,
+                group_id=index,
                 member=0,
                 seed=derive_small(cfg.seed, "demonstration", task, trial),
                 noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),

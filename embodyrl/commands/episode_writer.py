@@ -15,20 +15,20 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
 from embodyrl.types import ActionKind, Episode
 
-_PER_STEP = 10**6
+_IDS_PER_STEP = 10**6
 """Factor of the training step in an episode's unique number: training step * _PER_STEP + episode id."""
 
 
-class KeptEpisodesWriter:
+class EpisodeDatasetWriter:
     """Writes episodes to a data set until its size reaches `runner.keep_episodes_gb`.
 
     A resumed run does not write an episode twice.
     """
 
-    def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, write_line: Callable[[str], None]) -> None:
         cfg = run_plan.cfg
         self._kind, self._limit = cfg.runner.keep_episodes, cfg.runner.keep_episodes_gb * 10**9
-        self._arena, self._say = arena, say
+        self._arena, self._write_line = arena, write_line
         self._actor = Actor.expert if run_plan.policy.scripted else Actor.policy
         self._trained = cfg.trains
         split = cfg.env.train if cfg.trains else cfg.env.eval
@@ -36,28 +36,30 @@ class KeptEpisodesWriter:
         card = Card(env=run_plan.env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
         self._writer = DatasetWriter(folder, card)
         write_environment(cfg, folder)
-        self._known = {row[f"{OWN}trial"] for row in self._writer.episodes}
+        self._stored_trials = {row[f"{OWN}trial"] for row in self._writer.episodes}
         self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        self._full = False
+        self._is_full = False
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
         """Append episodes to the data set, except episodes that span two training steps."""
         for episode in episodes:
-            trial = step * _PER_STEP + episode.spec.episode_id
-            whole = not episode.cut and episode.earlier is None
-            if self._full or not whole or trial in self._known or not self._wants(episode):
+            trial = step * _IDS_PER_STEP + episode.spec.episode_id
+            is_complete = not episode.cut and episode.earlier is None
+            if self._is_full or not is_complete or trial in self._stored_trials or not self._is_selected(episode):
                 continue
             if self._bytes + episode.length * self._frame_bytes() > self._limit:
-                self._full = True
-                self._say(f"episodes   recording stopped: {self._writer.root} has reached runner.keep_episodes_gb")
+                self._is_full = True
+                self._write_line(
+                    f"episodes   recording stopped: {self._writer.root} has reached runner.keep_episodes_gb"
+                )
                 continue
-            self._known.add(trial)
+            self._stored_trials.add(trial)
             version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
             source = source_of(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
             self._writer.append(copy_episode(self._arena, episode, source, self._actor))
             self._bytes += episode.length * self._frame_bytes()
 
-    def _wants(self, episode: Episode) -> bool:
+    def _is_selected(self, episode: Episode) -> bool:
         return self._kind is KeptEpisodes.all or episode.success_once is (self._kind is KeptEpisodes.successes)
 
     def _frame_bytes(self) -> int:

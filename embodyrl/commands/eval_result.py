@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.layout import decode_instruction
-from embodyrl.commands.conversations import majority, turns_of
+from embodyrl.commands.conversations import get_turns, majority_accuracy
 from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EpisodeRow, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
@@ -210,26 +210,26 @@ def _summarise_task(
 ) -> TaskResult:
     count, score = len(episodes), score_of(episodes)
     rate = score if isinstance(score, Rate) else None
-    voted = majority(episodes)
+    voted = majority_accuracy(episodes)
     # Sorted, so that a resumed evaluation adds the numbers in the same order.
-    earned = Mean.of((e.reset_id, e.episode_return) for e in sorted(episodes, key=lambda e: e.episode))
+    mean_return = Mean.of((row.reset_id, row.episode_return) for row in sorted(episodes, key=lambda row: row.episode))
     return TaskResult(
         task_id=task_id,
         task=task,
         episodes=count,
-        states=earned.states,
-        solved=len({(e.task_id, e.reset_id) for e in episodes if e.success_once}) if rate else None,
-        voted=voted if rate and earned.states < count else None,
+        states=mean_return.states,
+        solved=len({(row.task_id, row.reset_id) for row in episodes if row.success_once}) if rate else None,
+        voted=voted if rate and mean_return.states < count else None,
         effective_episodes=count if score.effective is None else score.effective,
         successes=rate.successes if rate else None,
         success_once=rate.value if rate else None,
         low=rate.interval[0] if rate else None,
         high=rate.interval[1] if rate else None,
-        success_at_end=sum(bool(e.success_at_end) for e in episodes) / count if rate else None,
-        mean_return=earned.value,
-        return_low=earned.interval[0] if earned.states > 1 else None,
-        return_high=earned.interval[1] if earned.states > 1 else None,
-        mean_steps=sum(e.steps for e in episodes) / count,
+        success_at_end=sum(bool(row.success_at_end) for row in episodes) / count if rate else None,
+        mean_return=mean_return.value,
+        return_low=mean_return.interval[0] if mean_return.states > 1 else None,
+        return_high=mean_return.interval[1] if mean_return.states > 1 else None,
+        mean_steps=sum(row.steps for row in episodes) / count,
         suite=suite,
         number=number,
     )
@@ -239,16 +239,16 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     """Build an EvalResult from episodes; `overall` covers only the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
-    own = next(iter(by_suite.values())) if env.benchmark.suites else rows
+    main_rows = next(iter(by_suite.values())) if env.benchmark.suites else rows
     tasks = []
     for task in ids:
-        played = [row for row in rows if row.task_id == task]
-        place = {"suite": played[0].suite, "number": task % len(own_tasks(env))}
-        tasks.append(_summarise_task(task, env.tasks[task], played, **place))
+        task_rows = [row for row in rows if row.task_id == task]
+        position = {"suite": task_rows[0].suite, "number": task % len(own_tasks(env))}
+        tasks.append(_summarise_task(task, env.tasks[task], task_rows, **position))
     return EvalResult(
-        overall=_summarise_task(-1, "overall", own),
+        overall=_summarise_task(-1, "overall", main_rows),
         tasks=tuple(tasks),
-        suites=tuple(_summarise_task(-1, name, part) for name, part in by_suite.items())
+        suites=tuple(_summarise_task(-1, name, suite_rows) for name, suite_rows in by_suite.items())
         if env.benchmark.suites
         else (),
         dropped=collection.dropped,
@@ -256,30 +256,30 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
         recordings=tuple((row.episode, row.video) for row in rows if row.video),
         wall_s=collection.tally.wall_s,
         env_steps=collection.tally.env_steps,
-        lengths=(min(row.steps for row in own), max(row.steps for row in own)),
-        cut_off=sum(row.truncated for row in own) / len(own) if env.limits_replies else None,
+        lengths=(min(row.steps for row in main_rows), max(row.steps for row in main_rows)),
+        cut_off=sum(row.truncated for row in main_rows) / len(main_rows) if env.limits_replies else None,
         solved_at_reset=tuple(sorted(row.episode for row in rows if row.solved_at_reset)),
     )
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     """Convert an episode to a row of `episodes.jsonl`; its return is divided by the reward factor of training."""
-    number = episode.spec.task_id
+    task_id = episode.spec.task_id
     # An environment that does not declare success may report success at the end of an episode.
-    known = env.reward.reports_success or episode.success_once
-    turns = turns_of(episode.instruction)
+    has_success = env.reward.reports_success or episode.success_once
+    turns = get_turns(episode.instruction)
     # The instruction is all messages of a conversation, or the last message of a game with several turns.
-    named = bool(turns) or env.text.max_replies > 1
-    suite = env.benchmark.suites[number] if env.benchmark.suites else ""
-    first = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
+    has_task_name = bool(turns) or env.text.max_replies > 1
+    suite = env.benchmark.suites[task_id] if env.benchmark.suites else ""
+    first_state = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
-        task=env.tasks[number] if named else episode.instruction,
+        task=env.tasks[task_id] if has_task_name else episode.instruction,
         reset_id=episode.spec.reset_id,
         seed=episode.spec.seed,
-        success_once=episode.success_once if known else None,
-        success_at_end=episode.success_at_end if known else None,
+        success_once=episode.success_once if has_success else None,
+        success_at_end=episode.success_at_end if has_success else None,
         episode_return=episode.episode_return / env.reward.factor,
         steps=episode.length,
         terminated=episode.terminated,
@@ -288,7 +288,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
         video=episode.video,
         solved_at_reset=episode.solved_at_reset,
         suite=suite,
-        state=episode.spec.reset_id - first,
+        state=episode.spec.reset_id - first_state,
         conversation=turns,
         logprobs=tuple(tokens for row in episode.top for tokens in json.loads(decode_instruction(row) or "[]")),
     )
@@ -298,12 +298,12 @@ def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score
     """Return (name, score before training, score after) per task, overall and per suite, for the same episodes."""
     own = first.suites[0].task if first.suites else ""
     before = {row.task_id: row for row in first.tasks if row.suite == own}
-    found = [_alike(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
-    both = [_alike(a.task, a, b) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
-    return [*found, *[_alike("all tasks", first.overall, last.overall)] * (len(found) > 1), *both]
+    found = [_comparable_scores(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
+    both = [_comparable_scores(a.task, a, b) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
+    return [*found, *[_comparable_scores("all tasks", first.overall, last.overall)] * (len(found) > 1), *both]
 
 
-def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
+def _comparable_scores(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
     """Return (name, first score, last score), as success rates if either evaluation reports success."""
-    rated = first.successes is not None or last.successes is not None
-    return (name, first.rate, last.rate) if rated else (name, first.score, last.score)
+    has_success = first.successes is not None or last.successes is not None
+    return (name, first.rate, last.rate) if has_success else (name, first.score, last.score)

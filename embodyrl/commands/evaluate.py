@@ -110,12 +110,12 @@ def run_evaluation(
     if cfg.video != "none":
         _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
-    _begin_files(folder, rows)
-    keeps = run_plan.single_step  # validations during training keep no episodes
-    writing = open_writer(run_plan, workers.arena, run.root, monitor.text) if keeps else nullcontext()
-    with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log, writing as writer:
+    _prepare_files(folder, rows)
+    stores_dataset = run_plan.single_step  # validations during training keep no episodes
+    writer_context = open_writer(run_plan, workers.arena, run.root, monitor.text) if stores_dataset else nullcontext()
+    with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log, writer_context as writer:
 
-        def note(episode: Episode) -> None:
+        def on_episode(episode: Episode) -> None:
             rows.append(episode_row(episode, run_plan.env))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation resumes with its finished episodes.
@@ -129,61 +129,66 @@ def run_evaluation(
             plan.without({row.episode for row in rows}),
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
-            keep=keeps,
-            video=video_choice(cfg.video, plan, run_plan, run.videos, step),
-            on_episode=note,
+            keep=stores_dataset,
+            video=choose_videos(cfg.video, plan, run_plan, run.videos, step),
+            on_episode=on_episode,
         )
         collection = workers.scheduler.collect(rollout)
-    _complain(cfg, collection, monitor.text)
+    _report_problems(cfg, collection, monitor.text)
     if not rows:
         raise EmbodyError("No episode of the evaluation finished. See the logs of the env workers for the cause.")
     result = summarise(rows, collection, run_plan.env, folder)
-    result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
+    result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_compare_with_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
     for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
         monitor.text(line)
-    table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": run_plan.env.name}
+    table = {name: value for name, value in asdict(result).items() if name != "folder"} | {
+        "step": step,
+        "env": run_plan.env.name,
+    }
     write_atomically(folder / TABLE_FILE, json_text(table))
     return result
 
 
-def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
+def _prepare_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
     """Write the rows of finished episodes, and delete `eval.json`, which marks an evaluation as complete."""
     (folder / TABLE_FILE).unlink(missing_ok=True)
     # Rewrite the file, because the last row of a killed process may be truncated.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
 
 
-def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None]) -> None:
+def _report_problems(cfg: Config, collection: RolloutResult, write_line: Callable[[str], None]) -> None:
     failed = collection.video_problems
     if failed and cfg.faults.on_video_error == OnVideoError.stop:
         raise EmbodyError(f"{len(failed)} recordings failed (set faults.on_video_error=warn to continue): {failed[0]}")
-    for problem, times in Counter(failed).most_common(3):
-        warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
-    collection.report_reward_errors(warn, set())
+    for problem, count in Counter(failed).most_common(3):
+        write_line(f"{count} recording{'s' * (count > 1)} failed: {problem}")
+    collection.report_reward_errors(write_line, set())
 
 
-def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
+def _compare_with_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     if (baseline := read_baseline(cfg)) is None:
         return {}
     return {"baseline": Path(str(cfg.eval.baseline)).name, "paired": tuple(baseline(rows))}
 
 
-def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> ChooseVideo | None:
+def choose_videos(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> ChooseVideo | None:
     """Return the function that selects episodes to record; None for `none` and for `changed:N`."""
     if pattern == "none" or pattern.startswith("changed:"):
         return None
-    order = [e.episode_id for e in plan.episodes]
-    wanted = set(sorted(order)[: int(pattern.removeprefix("first:"))]) if pattern.startswith("first:") else set(order)
+    order = [episode.episode_id for episode in plan.episodes]
+    episode_ids = (
+        set(sorted(order)[: int(pattern.removeprefix("first:"))]) if pattern.startswith("first:") else set(order)
+    )
     keep = "failures" if pattern == "failures" else "all"
 
     return lambda spec: (
-        (str(videos / video_stem_of(run_plan.env, spec, step)), keep) if spec.episode_id in wanted else None
+        (str(videos / get_video_stem(run_plan.env, spec, step)), keep) if spec.episode_id in episode_ids else None
     )
 
 
-def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
+def get_video_stem(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
     """Return the first part of the file name of an episode's video; outcome and number of steps are appended later."""
     task = re.sub(r"[^a-z0-9]+", "_", env.tasks[spec.task_id].lower()).strip("_")[:48]
     _, state = env.task_of(spec.reset_id)
@@ -192,9 +197,9 @@ def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
 
 def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
     """Write the actions [T, K, A] of each episode by episode id, so that episodes can be replayed and recorded."""
-    held = io.BytesIO()
-    np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
-    write_atomically(folder / ACTIONS_FILE, held.getvalue())
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{str(episode.spec.episode_id): episode.action for episode in episodes})  # type: ignore[arg-type]
+    write_atomically(folder / ACTIONS_FILE, buffer.getvalue())
 
 
 def _check_writable(folder: Path) -> None:
@@ -218,12 +223,12 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
     if not rows or not saved:
         return None
-    spent = RolloutStats(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
-    return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=spent), env, folder)
+    stats = RolloutStats(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
+    return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=stats), env, folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ValidationComparison:
     """Comparison of the first and the last validation: both results, side-by-side videos, and output lines."""
 
     first: EvalResult

@@ -24,7 +24,7 @@ from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
-_UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
+_UNUSED_KEYS = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
 """Config sections and keys that an export ignores, so their code and addresses need no `trust=true`."""
 
 
@@ -45,10 +45,10 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         raise ConfigError(f"{out} already exists. Choose another folder for the export.")
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
-    cfg = load_saved_config(run, overrides, unused_keys=_UNREAD)
+    cfg = load_saved_config(run, overrides, unused_keys=_UNUSED_KEYS)
     if cfg.model.compiled:  # the model that merges the weights runs no inference
         keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
-        cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unused_keys=_UNREAD)
+        cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unused_keys=_UNUSED_KEYS)
     source = store.path(step) / POLICY_FOLDER
     with replacing(out) as scratch:
         if cfg.model.adapted:
@@ -65,10 +65,10 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
 
 def _save_merged(cfg: Config, source: Path, target: Path) -> None:
-    export_policy(cfg.model, _shown(cfg), source, target)
+    export_policy(cfg.model, _training_env_spec(cfg), source, target)
 
 
-def _shown(cfg: Config) -> EnvSpec:
+def _training_env_spec(cfg: Config) -> EnvSpec:
     """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
     return data_environment(cfg.data) if cfg.has("data") else env_spec(cfg)
 
@@ -95,7 +95,7 @@ def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     )
 
 
-def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> str:
+def _metadata(cfg: Config, title: str, base: str, results: Path, data_name: str) -> str:
     """Return the YAML header of a model card, from which the hub lists the model and its evaluation.
 
     Local folders are left out: the hub accepts repository names only.
@@ -105,16 +105,16 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
     data = cfg.data
     task = hub_task(data)
     sets = [data.path, *getattr(data, "more", [])] if cfg.has("data") else []
-    datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
-    public = _published(base)
+    datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _match_hub_name(path))]
+    public = _match_hub_name(base)
     table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}
-    known = table["tasks"] and table["overall"]["success_once"] is not None
-    metric, value = ("success_rate", "success_once") if known else ("return", "mean_return")
-    found = [
+    has_success = table["tasks"] and table["overall"]["success_once"] is not None
+    metric, value = ("success_rate", "success_once") if has_success else ("return", "mean_return")
+    results_by_task = [
         EvalResult(
             task_type=task,
-            dataset_type=where,
-            dataset_name=where,
+            dataset_type=data_name,
+            dataset_name=data_name,
             dataset_config=row["task"],
             metric_type=metric,
             metric_value=round(row[value], 4),
@@ -122,19 +122,19 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
         for row in [*table["tasks"], *([table["overall"]] if table["tasks"] else [])]
         if row[value] is not None
     ]
-    head = ModelCardData(
+    card = ModelCardData(
         library_name="embodyrl",
         pipeline_tag=task,
         tags=["robotics", "reinforcement-learning", "embodyrl"],
         base_model=f"{public['owner']}/{public['name']}" if public else None,
         datasets=datasets or None,
         model_name=title,
-        eval_results=found or None,
+        eval_results=results_by_task or None,
     )
-    return head.to_yaml()
+    return card.to_yaml()
 
 
-def _published(path: str) -> re.Match[str] | None:
+def _match_hub_name(path: str) -> re.Match[str] | None:
     """Match the owner, name and commit of a hub repository; return None for a folder or a name without a commit."""
     match = HUB_NAME.fullmatch(path)
     return match if match and match["revision"] else None
@@ -146,9 +146,9 @@ def _results(file: Path) -> str:
         return "This step was not evaluated.\n"
     table = read_json(file)
     rows = [*table["tasks"], table["overall"] | {"task": "**all**"}]
-    known = table["overall"]["success_once"] is not None
-    value, low, high = ("success_once", "low", "high") if known else ("mean_return", "return_low", "return_high")
-    lines = [f"| task | {'success' if known else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]
+    has_success = table["overall"]["success_once"] is not None
+    value, low, high = ("success_once", "low", "high") if has_success else ("mean_return", "return_low", "return_high")
+    lines = [f"| task | {'success' if has_success else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]
     for row in rows:
         interval = "" if row[low] is None else f"{row[low]:.3f} to {row[high]:.3f}"
         score = "" if row[value] is None else f"{row[value]:.3f}"
@@ -172,8 +172,8 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         ConfigError: the folder contains nothing to upload, or the hub rejects the upload; one line.
         CheckpointError: the checkpoint is damaged.
     """
-    if found := dataset_card(source, repo):
-        card, tag = found
+    if dataset := dataset_card(source, repo):
+        card, tag = dataset
         return _upload(source, repo, "dataset", private, card, tag)
     if (source / "config.json").is_file():
         return _upload(source, repo, "model", private)
@@ -207,9 +207,9 @@ def _upload(folder: Path, repo: str, kind: str, private: bool, card: str = "", t
         api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
         if card and not (folder / "README.md").exists():
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo, repo_type=kind)
-        done = api.upload_folder(folder_path=folder, repo_id=repo, repo_type=kind, commit_message="embodyrl push")
+        commit = api.upload_folder(folder_path=folder, repo_id=repo, repo_type=kind, commit_message="embodyrl push")
         if tag:
             with suppress(HfHubHTTPError):
                 api.delete_tag(repo, tag=tag, repo_type=kind)
-            api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
-    return f"{repo}@{done.oid}"
+            api.create_tag(repo, tag=tag, revision=commit.oid, repo_type=kind)
+    return f"{repo}@{commit.oid}"

@@ -13,7 +13,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
 
 if TYPE_CHECKING:
-    from embodyrl.commands.episode_writer import KeptEpisodesWriter
+    from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
 EPISODES_FOLDER = "episodes"
 
@@ -42,14 +42,14 @@ def with_every_step(run_plan: RunPlan) -> RunPlan:
 @contextmanager
 def open_writer(
     run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
-) -> Iterator[KeptEpisodesWriter | None]:
+) -> Iterator[EpisodeDatasetWriter | None]:
     """Open the writer of a run's episodes, and close it after the block; yield None if the run stores no episodes."""
     if not stores_episodes(run_plan):
         yield None
         return
-    from embodyrl.commands.episode_writer import KeptEpisodesWriter
+    from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
-    writer = KeptEpisodesWriter(run_plan, arena, run / EPISODES_FOLDER, say)
+    writer = EpisodeDatasetWriter(run_plan, arena, run / EPISODES_FOLDER, say)
     try:
         yield writer
     finally:

@@ -17,7 +17,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
 from embodyrl.commands.eval_result import EvalResult, changes
-from embodyrl.commands.evaluate import Compared, read_evaluation, run_evaluation
+from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_banner, facts, require_disk
 from embodyrl.commands.kept import open_writer, stores_episodes
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
@@ -38,7 +38,7 @@ from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import Episode, PreparedBatch
 
 if TYPE_CHECKING:
-    from embodyrl.commands.episode_writer import KeptEpisodesWriter
+    from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
 _NOTHING = PreparedBatch(
     records=np.zeros(0, np.int64),
@@ -103,7 +103,7 @@ class _Training:
     on_eval: OnEval | None
     first: EvalResult | None = None
     last: EvalResult | None = None
-    compared: Compared | None = None
+    compared: ValidationComparison | None = None
     """Comparison of the first and the last validation."""
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class _Training:
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
-    def _loop(self, workers: Workers, actors: Actors, writer: KeptEpisodesWriter | None) -> None:
+    def _loop(self, workers: Workers, actors: Actors, writer: EpisodeDatasetWriter | None) -> None:
         """Run the training steps: rollout, reference log-probabilities, advantages, update, logging, checkpoint."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.run_plan, workers, algorithm)

@@ -13,7 +13,7 @@ from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 
 from embodyrl.api.environment import make_env
 from embodyrl.channels.arena import Arena
-from embodyrl.commands.collect import CollectResult, collect, draw_collection
+from embodyrl.commands.collect import CollectResult, build_collection_plan, collect
 from embodyrl.commands.demonstration_episodes import demonstration_episodes
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
@@ -205,7 +205,7 @@ def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
     words = (*words, "env.kwargs.goal=99", "env.train.max_episode_steps=10", "env.train.total_num_envs=2")
     cfg = config(tmp_path, *words, "collect.episodes=3")
     collect(cfg)
-    run_plan = draw_collection(cfg)
+    run_plan = build_collection_plan(cfg)
     plan = demonstration_episodes(cfg, run_plan.env, [(0, 0), (0, 1), (1, 0)])
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     policy = POLICIES.get("random").build(cfg.model, build_policy_init(run_plan, arena, None).request)

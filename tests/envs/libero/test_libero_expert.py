@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.commands.collect import draw_collection
+from embodyrl.commands.collect import build_collection_plan
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
@@ -172,7 +172,7 @@ def test_expert_labels_are_per_slot(tmp_path, model, refused):
     cfg = load_config("collect", [*words, f"collect.out={tmp_path}/out", f"runner.output_dir={tmp_path}/runs"])
     check_components(cfg)
     if not refused:
-        assert draw_collection(cfg).labelled
+        assert build_collection_plan(cfg).labelled
         return
     with pytest.raises(ConfigError, match="follows a plan"):
-        draw_collection(cfg)
+        build_collection_plan(cfg)
