@@ -56,10 +56,12 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
     draws = on_device(draws.flatten(1), device)
     # A CPU cache holds the intermediate results of one frame; a batch takes twice the time. A GPU needs large batches.
     parts = zip(frames.split(size := 1 if device.type == "cpu" else len(frames)), draws.split(size, 1), strict=True)
-    return torch.cat([_changed(part, each) for part, each in parts]).reshape(images.shape).cpu().numpy()
+    return (
+        torch.cat([_augment_frames(part, part_draws) for part, part_draws in parts]).reshape(images.shape).cpu().numpy()
+    )
 
 
-def _changed(frames: Tensor, draws: Tensor) -> Tensor:
+def _augment_frames(frames: Tensor, draws: Tensor) -> Tensor:
     """Return augmented frames [N, H, W, 3] uint8 for the random numbers `draws` [6, N]."""
     shifted = shift(frames, draws[0], draws[1])
     coloured = jitter(shifted.permute(0, 3, 1, 2).contiguous().float() / 255.0, draws[2:])
@@ -82,10 +84,10 @@ def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None
     rows, columns = sources(height, down), sources(width, right)
     if frames.device.type == "cpu":
         # Copy whole rows first: this takes a fifth of the time of the gather below, which copies single pixels.
-        moved = zip(frames, rows, columns, strict=True)
-        return torch.stack([frame.index_select(0, row).index_select(1, column) for frame, row, column in moved])
-    each = torch.arange(count, device=frames.device)[:, None, None]
-    return frames[each, rows[:, :, None], columns[:, None, :]]
+        triples = zip(frames, rows, columns, strict=True)
+        return torch.stack([frame.index_select(0, row).index_select(1, column) for frame, row, column in triples])
+    frame_numbers = torch.arange(count, device=frames.device)[:, None, None]
+    return frames[frame_numbers, rows[:, :, None], columns[:, None, :]]
 
 
 def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
@@ -93,11 +95,11 @@ def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
 
     `draws` [4, N] are uniform random numbers in [0, 1), one row per property.
     """
-    brightness, contrast, saturation, hue = (d[:, None, None, None] for d in draws)
+    brightness, contrast, saturation, hue = (row[:, None, None, None] for row in draws)
     pixels = pixels + (2.0 * brightness - 1.0) * BRIGHTNESS
     mean = pixels.mean(dim=(2, 3), keepdim=True)
-    pixels = ((pixels - mean) * _between(contrast, CONTRAST) + mean).clamp_(0.0, 1.0)
-    return turn_hue(pixels, _between(saturation, SATURATION), (2.0 * hue - 1.0) * HUE)
+    pixels = ((pixels - mean) * _scale_to_range(contrast, CONTRAST) + mean).clamp_(0.0, 1.0)
+    return turn_hue(pixels, _scale_to_range(saturation, SATURATION), (2.0 * hue - 1.0) * HUE)
 
 
 def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
@@ -126,5 +128,5 @@ def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
     return value - chroma * (2.0 - distance).clamp_(0.0, 1.0)
 
 
-def _between(draw: Tensor, bounds: tuple[float, float]) -> Tensor:
+def _scale_to_range(draw: Tensor, bounds: tuple[float, float]) -> Tensor:
     return bounds[0] + draw * (bounds[1] - bounds[0])

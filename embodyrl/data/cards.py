@@ -31,9 +31,9 @@ from embodyrl.files import read_small
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
-_FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
+_THIRD_PARTY_KEYS = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
 """Config keys that apply only to third-party data sets."""
-_OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 PLAIN = DemonstrationSettings()
@@ -45,7 +45,7 @@ def camera_column(data: DemonstrationSettings, camera: str) -> str:
     return data.cameras.get(camera, image_key(camera))
 
 
-def _checked_gripper(root: Path, data: DemonstrationSettings, width: int) -> GripperConvention | None:
+def _get_gripper(root: Path, data: DemonstrationSettings, width: int) -> GripperConvention | None:
     """Return the gripper convention of the settings, checked against the action dimension `width`.
 
     Raises:
@@ -82,12 +82,14 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     try:
         if not path.exists() and (root / INFO_PATH).is_file():
             path = root / INFO_PATH
-            return _foreign_card(root, read_info(root), data)
+            return _build_third_party_card(root, read_info(root), data)
         card = Card.from_json(read_small(path).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
+        folder_text = (
+            f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
+        )
         raise ConfigError(
-            f"{root} is {kind}. Set the folder of a data set, or collect one: embodyrl collect env=... "
+            f"{root} is {folder_text}. Set the folder of a data set, or collect one: embodyrl collect env=... "
             f"{shlex.quote(f'collect.out={root}')}."
         ) from None
     except KeyError as error:
@@ -97,101 +99,109 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
             f"{path} cannot be read ({reason_of(error)}). Download or collect the data set again, or choose another "
             "folder."
         ) from error
-    given = [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]
+    set_keys = [f"data.{key}" for key in _THIRD_PARTY_KEYS if getattr(data, key) != getattr(PLAIN, key)]
     # Copies and conversions of other programs' data may lack these conventions.
     unknown = {"data.gripper"} if card.env.action.gripper is None else set()
     unknown |= {"data.image_rotation_deg"} if card.collected.get(UNDESCRIBED) else set()
-    if given and unknown.issuperset(given):
-        gripper = _checked_gripper(root, data, card.env.action.dim)
-        turned = data.image_rotation_deg or card.env.cameras.rotation_deg
-        action, cameras = replace(card.env.action, gripper=gripper), replace(card.env.cameras, rotation_deg=turned)
+    if set_keys and unknown.issuperset(set_keys):
+        gripper = _get_gripper(root, data, card.env.action.dim)
+        rotation_deg = data.image_rotation_deg or card.env.cameras.rotation_deg
+        action, cameras = (
+            replace(card.env.action, gripper=gripper),
+            replace(card.env.cameras, rotation_deg=rotation_deg),
+        )
         return replace(card, env=replace(card.env, action=action, cameras=cameras))
-    if given:
+    if set_keys:
         raise ConfigError(
-            f"{', '.join(given)}: {root} was written by embodyrl and already contains these values. Remove these keys."
+            f"{', '.join(set_keys)}: {root} was written by embodyrl and already contains these values. Remove these "
+            "keys."
         )
     return card
 
 
-def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
+def _build_third_party_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
     """Build the card of a third-party data set from its metadata and the settings."""
     features: dict[str, dict[str, Any]] = info["features"]
-    columns = _camera_columns(root, features, data)
-    kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
+    columns = _get_camera_columns(root, features, data)
+    kinds = {key: (features[key]["dtype"], *_get_image_size(root, key, features[key])) for key in columns.values()}
     if len(set(kinds.values())) > 1:
-        found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
+        sizes_text = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
         raise ConfigError(
-            f"data.path={root}: the image columns differ in size or type ({found}). Select columns of one size and "
+            f"data.path={root}: the image columns differ in size or type ({sizes_text}). Select columns of one size "
+            "and "
             "type with data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
     vectors = [
         name
         for name in features
-        if name not in _OTHER and isinstance(shape := features[name].get("shape"), list) and len(shape) == 1
+        if name not in _INDEX_COLUMNS and isinstance(shape := features[name].get("shape"), list) and len(shape) == 1
     ]
     states = vectors if data.state_key != STATE else [name for name in vectors if "state" in name]
-    for key, column, known in (
+    for key, column, candidates in (
         ("data.action_key", data.action_key, vectors),
         ("data.state_key", data.state_key, states),
     ):
         # A data set may have no state; a state with another name must not be ignored silently.
-        if column not in features and known:
-            raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
-    tasks, action_dim = read_tasks(root), _vector_size(root, data.action_key, features[data.action_key])
+        if column not in features and candidates:
+            raise ConfigError(
+                f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(candidates)}."
+            )
+    tasks, action_dim = read_tasks(root), _get_vector_size(root, data.action_key, features[data.action_key])
     env = EnvSpec(
         name=info.get("robot_type") or root.name,
-        action=ActionSpec(dim=action_dim, gripper=_checked_gripper(root, data, action_dim)),
+        action=ActionSpec(dim=action_dim, gripper=_get_gripper(root, data, action_dim)),
         tasks=tuple(tasks.values()),
         states_per_task=(1,) * len(tasks),
         cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=data.image_rotation_deg),
-        state_dim=_vector_size(root, data.state_key, features[data.state_key]) if data.state_key in features else 0,
+        state_dim=_get_vector_size(root, data.state_key, features[data.state_key]) if data.state_key in features else 0,
     )
     fps = info.get("fps")
     if not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number. Correct the file.")
-    without = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
+    missing = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
     sizes = {STATE: (data.state_key, env.state_dim), ACTION: (data.action_key, env.action.dim)}
-    named = {name: number_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
-    names = {name: row for name, row in named.items() if len(row) == sizes[name][1] > 0}
-    return Card(env=env, fps=float(fps), video=kind == "video", without=without, names=names)
+    names_by_column = {name: number_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
+    names = {name: row for name, row in names_by_column.items() if len(row) == sizes[name][1] > 0}
+    return Card(env=env, fps=float(fps), video=kind == "video", without=missing, names=names)
 
 
-def _camera_columns(
+def _get_camera_columns(
     root: Path, features: Mapping[str, Mapping[str, Any]], data: DemonstrationSettings
 ) -> dict[str, str]:
     """Return the name of the image column of each camera, by camera name."""
-    pictures = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
+    image_columns = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
     if data.cameras:
-        if unknown := [column for column in data.cameras.values() if column not in pictures]:
+        if unknown := [column for column in data.cameras.values() if column not in image_columns]:
             raise ConfigError(
-                f"data.cameras: {root} has no image column '{unknown[0]}'. Columns: {', '.join(pictures) or 'none'}."
+                f"data.cameras: {root} has no image column '{unknown[0]}'. Columns: "
+                f"{', '.join(image_columns) or 'none'}."
             )
         return dict(data.cameras)
     prefix = image_key("")
-    if strangers := [key for key in pictures if not key.startswith(prefix)]:
-        example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)
+    if unnamed := [key for key in image_columns if not key.startswith(prefix)]:
+        example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in image_columns)
         raise ConfigError(
-            f"data.path={root}: the image columns {', '.join(strangers)} are not named {image_key('<camera>')}. "
+            f"data.path={root}: the image columns {', '.join(unnamed)} are not named {image_key('<camera>')}. "
             f"Select the cameras: 'data.cameras={{{example}}}'."
         )
-    return {key.removeprefix(prefix): key for key in pictures}
+    return {key.removeprefix(prefix): key for key in image_columns}
 
 
-def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
+def _get_image_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
     """Return the height and width of a camera column, whose shape has the channels first or last."""
     info = feature.get("info") or {}
     if info.get("video.is_depth_map") or info.get("is_depth_map"):
         raise ConfigError(f"data.path={root}: column '{key}' is a depth map. Select color cameras with data.cameras.")
-    shape, names = _shape(root, key, feature), [str(name) for name in feature.get("names") or ()]
-    ends = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
-    if not ends:
+    shape, names = _get_shape(root, key, feature), [str(name) for name in feature.get("names") or ()]
+    channel_axes = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
+    if not channel_axes:
         raise ConfigError(
             f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels. "
             "Select other cameras with data.cameras."
         )
-    first = len(ends) == 2 and names[:1] and names[0].startswith("c")
-    size = shape[1:] if first or ends[0] == 0 else shape[:2]
+    channels_first = len(channel_axes) == 2 and names[:1] and names[0].startswith("c")
+    size = shape[1:] if channels_first or channel_axes[0] == 0 else shape[:2]
     height, width = size[::-1] if "height" in names and "width" in names[: names.index("height")] else size
     return int(height), int(width)
 
@@ -200,8 +210,8 @@ def _is_number(feature: Mapping[str, Any] | None) -> bool:
     return feature is not None and feature.get("shape", [1]) == [1] and feature["dtype"] != "string"
 
 
-def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
-    shape = _shape(root, key, feature)
+def _get_vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
+    shape = _get_shape(root, key, feature)
     if len(shape) != 1:
         raise ConfigError(
             f"data.path={root}: '{key}' has the shape {list(shape)}, expected one vector per step. Correct {INFO_PATH}."
@@ -209,7 +219,7 @@ def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
     return int(shape[0])
 
 
-def _shape(root: Path, key: str, feature: Mapping[str, Any]) -> list[int]:
+def _get_shape(root: Path, key: str, feature: Mapping[str, Any]) -> list[int]:
     shape = feature.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise EmbodyError(

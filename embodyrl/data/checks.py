@@ -18,7 +18,7 @@ from embodyrl.data.layout import Card
 from embodyrl.data.rows import Rows, find_rows
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_tasks
-from embodyrl.data.writer import paths_of
+from embodyrl.data.writer import get_episode_paths
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.files import read_json
 from embodyrl.policies.inputs import gripper_text
@@ -62,53 +62,54 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     return problems
 
 
-def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
+def differences(one: EnvSpec, other: EnvSpec, *extra_fields: str) -> str:
     """Describe the fields in which two environment specs differ; `alike` names additional fields to compare."""
-    read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
-    found = {name: (get(one), get(other)) for name, get in read.items() if get(one) != get(other)}
-    shown = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in found.items()}
-    return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in shown.items())
+    getters = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*extra_fields, *_SHAPE)}
+    differing = {name: (get(one), get(other)) for name, get in getters.items() if get(one) != get(other)}
+    texts = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in differing.items()}
+    return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in texts.items())
 
 
 def set_differences(
-    one: tuple[Path, Card], other: tuple[Path, Card], *alike: str, data: DemonstrationSettings = PLAIN
+    one: tuple[Path, Card], other: tuple[Path, Card], *extra_fields: str, data: DemonstrationSettings = PLAIN
 ) -> str:
     """Describe the differences between two data sets (folder, card) that prevent training on both.
 
     Compared are the fields of `differences`, the frame rate, and the order of named dimensions.
     """
-    differs, rates = differences(one[1].env, other[1].env, *alike), (one[1].fps, other[1].fps)
-    if not differs and not math.isclose(*rates, rel_tol=_SAME_RATE):
+    text, rates = differences(one[1].env, other[1].env, *extra_fields), (one[1].fps, other[1].fps)
+    if not text and not math.isclose(*rates, rel_tol=_SAME_RATE):
         return "fps ({:g} and {:g})".format(*rates)
-    for key in () if differs else (data.action_key, data.state_key):
+    for key in () if text else (data.action_key, data.state_key):
         features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (one, other)]
         names = [layout.number_names(feature) for feature in features]
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
-    return differs
+    return text
 
 
-def _task_names(rows: _Episodes) -> list[str]:
+def _list_task_names(rows: _Episodes) -> list[str]:
     return list(dict.fromkeys(task for row in rows for task in row["tasks"]))
 
 
 def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    found = read_json(root / layout.INFO_PATH)
+    info = read_json(root / layout.INFO_PATH)
     frames = rows[-1]["dataset_to_index"] if rows else 0
-    expected = layout.info_of(card, episodes=len(rows), frames=frames, tasks=len(_task_names(rows)))
+    expected = layout.build_info(card, episodes=len(rows), frames=frames, tasks=len(_list_task_names(rows)))
     for key, value in expected.items():
-        if found.get(key) != value:
-            yield f"{layout.INFO_PATH}: {key} is {found.get(key)!r}, expected {value!r}."
+        if info.get(key) != value:
+            yield f"{layout.INFO_PATH}: {key} is {info.get(key)!r}, expected {value!r}."
 
 
 def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(_task_names(rows)), check_metadata=True):
-        yield f"{layout.TASKS_PATH} does not list the {len(_task_names(rows))} instructions of the episodes in order."
+    names = _list_task_names(rows)
+    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(names), check_metadata=True):
+        yield f"{layout.TASKS_PATH} does not list the {len(names)} instructions of the episodes in order."
 
 
 def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     stats = read_json(root / layout.STATS_PATH)
-    for key, feature in layout.features_of(card).items() if rows else ():
+    for key, feature in layout.build_features(card).items() if rows else ():
         image = feature["dtype"] in ("image", "video")
         if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
             yield f"{layout.STATS_PATH} has no statistics of '{key}'."
@@ -122,24 +123,24 @@ def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 
 def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    ours = layout.is_ours(root)
-    if problems := [*_table_problems(rows, exact=ours), *(_file_problems(root, card, rows) if ours else ())]:
+    is_own = layout.is_ours(root)
+    if problems := [*_check_episode_table(rows, exact=is_own), *(_check_files(root, card, rows) if is_own else ())]:
         yield from problems
         return
-    found, total = find_rows(root, rows), rows[-1]["dataset_to_index"] if rows else 0
-    if len(found) != total:
-        yield f"data: the files contain {len(found)} rows, but meta/episodes lists {total}."
+    all_rows, total = find_rows(root, rows), rows[-1]["dataset_to_index"] if rows else 0
+    if len(all_rows) != total:
+        yield f"data: the files contain {len(all_rows)} rows, but meta/episodes lists {total}."
         return
-    wrong = np.flatnonzero(found.counters["index"] != np.arange(total))
+    wrong = np.flatnonzero(all_rows.counters["index"] != np.arange(total))
     if len(wrong):
         yield f"data: index is not consecutive: row {wrong[0]} is missing or duplicated."
         return
-    names = dict(enumerate(_task_names(rows))) if ours else read_tasks(root)
+    names = dict(enumerate(_list_task_names(rows))) if is_own else read_tasks(root)
     for row in rows:
-        yield from _row_problems(found, row, card, names, exact=ours)
+        yield from _check_rows(all_rows, row, card, names, exact=is_own)
 
 
-def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
+def _check_episode_table(rows: _Episodes, *, exact: bool) -> Iterator[str]:
     """Yield errors of the episode table; with `exact`, gaps in the episode numbers are also errors."""
     start, last = 0, -1
     for place, row in enumerate(rows):
@@ -156,38 +157,41 @@ def _table_problems(rows: _Episodes, *, exact: bool) -> Iterator[str]:
             yield f"meta/episodes: episode {number} has length {row['length']}, which does not match its indices."
 
 
-def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+def _check_files(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     """Yield one line per file that is missing, has unexpected columns, or is not part of an episode."""
-    named: set[str] = set()
+    referenced: set[str] = set()
     for number, row in enumerate(rows):
-        paths = paths_of(card, row)
+        paths = get_episode_paths(card, row)
         if missing := [path for path in paths if not (root / path).is_file()]:
             yield f"{missing[0]} of episode {number} is missing."
             return
-        if paths[0] not in named and not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
+        if paths[0] not in referenced and not pq.read_schema(root / paths[0]).equals(layout.build_schema(card)):
             yield f"{paths[0]}: the columns differ from those in meta/info.json."
-        named.update(paths)
-    there = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
-    yield from (f"{path}: no episode refers to this file." for path in sorted(there - named))
+        referenced.update(paths)
+    existing = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
+    yield from (f"{path}: no episode refers to this file." for path in sorted(existing - referenced))
 
 
-def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int, str], *, exact: bool) -> Iterator[str]:
-    number, part = row["episode_index"], slice(row["dataset_from_index"], row["dataset_to_index"])
-    own = {name: values[part] for name, values in found.counters.items()}
-    others = np.flatnonzero(own["episode_index"] != number)
-    if len(others):
+def _check_rows(
+    all_rows: Rows, row: dict[str, Any], card: Card, names: dict[int, str], *, exact: bool
+) -> Iterator[str]:
+    number, span = row["episode_index"], slice(row["dataset_from_index"], row["dataset_to_index"])
+    counters = {name: values[span] for name, values in all_rows.counters.items()}
+    mismatches = np.flatnonzero(counters["episode_index"] != number)
+    if len(mismatches):
         yield (
-            f"episode {number}: its row {others[0]} has episode_index {own['episode_index'][others[0]]}; the rows and "
+            f"episode {number}: its row {mismatches[0]} has episode_index "
+            f"{counters['episode_index'][mismatches[0]]}; the rows and "
             "the table of episodes do not match."
         )
         return
     steps = np.arange(row["length"])
     # Trimmed episodes of other programs may begin at another frame.
-    if (own["frame_index"] - (0 if exact else own["frame_index"][0]) != steps).any():
+    if (counters["frame_index"] - (0 if exact else counters["frame_index"][0]) != steps).any():
         yield f"episode {number}: frame_index is not consecutive."
-    if exact and not (np.abs(own["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
+    if exact and not (np.abs(counters["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
         yield f"episode {number}: time stamps are not frame_index / fps."
-    gaps = np.diff(own["timestamp"].astype(np.float64))
+    gaps = np.diff(counters["timestamp"].astype(np.float64))
     uneven = np.flatnonzero(~(np.abs(gaps - 1 / card.fps) < 0.5 / card.fps))
     if not exact and len(uneven):
         yield (
@@ -195,7 +199,7 @@ def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int,
             f"{card.fps:g} means {1 / card.fps:.4f} s."
         )
     listed = {task or "" for task in row.get("tasks") or ()}
-    for task in np.unique(own["task_index"]).tolist():
+    for task in np.unique(counters["task_index"]).tolist():
         if task not in names:
             yield f"episode {number}: {layout.TASKS_PATH} has no task_index {task}."
         elif listed and names[task] not in listed:

@@ -18,6 +18,11 @@ def executed_actions(card: Card, episodes: Sequence[Mapping[str, Any]], labels: 
     scale = card.collected.get("expert_noise")
     if not scale:
         return labels
-    places = [(int(e[f"{OWN}seed"]), step) for e in episodes for step in range(e["length"])]
+    seeds_and_steps = [(int(episode[f"{OWN}seed"]), step) for episode in episodes for step in range(episode["length"])]
     spec = card.env.action
-    return np.stack([add_noise(spec, label, *place, scale) for label, place in zip(labels, places, strict=True)])
+    return np.stack(
+        [
+            add_noise(spec, label, *seed_and_step, scale)
+            for label, seed_and_step in zip(labels, seeds_and_steps, strict=True)
+        ]
+    )

@@ -40,16 +40,16 @@ def image_size(content: bytes) -> tuple[int, int]:
     """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            return _upright(image)[1]
+            return _get_upright_size(image)[1]
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise EmbodyError(f"The frame cannot be decoded: {error}. Download the data set again.") from error
 
 
-def _upright(image: Image.Image) -> tuple[int, tuple[int, int]]:
+def _get_upright_size(image: Image.Image) -> tuple[int, tuple[int, int]]:
     """Return the EXIF orientation of an image, and its height and width when turned upright."""
     # Cameras and phones store images sideways, with the orientation in the metadata.
-    turned = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return turned, (image.width, image.height) if turned in _SIDEWAYS else (image.height, image.width)
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return orientation, (image.width, image.height) if orientation in _SIDEWAYS else (image.height, image.width)
 
 
 def decode_png(content: bytes, out: ByteArray) -> None:
@@ -60,15 +60,15 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            (turned, found), declared = _upright(image), out.shape[:2]
-            if found != declared:
+            (orientation, actual), declared = _get_upright_size(image), out.shape[:2]
+            if actual != declared:
                 raise EmbodyError(
-                    f"The frame is {found[0]}x{found[1]} (height x width), expected "
+                    f"The frame is {actual[0]}x{actual[1]} (height x width), expected "
                     f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
                 )
             if image.mode.startswith(("I", "F")):
                 raise EmbodyError(f"The frame is probably a depth map (mode {image.mode}). Choose color cameras.")
-            pixels = np.asarray((image if turned == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
+            pixels = np.asarray((image if orientation == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
             f"The frame is not an image in a known format ({', '.join(_FORMATS)}). Download or collect the data set "
@@ -85,16 +85,16 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
     Raises:
         EmbodyError: the encoder failed.
     """
-    joined = np.concatenate(frames)
+    stacked = np.concatenate(frames)
     try:
         iio.imwrite(
             path,
-            joined,
+            stacked,
             plugin="FFMPEG",
             fps=fps,
             codec="libx264",
             macro_block_size=1,  # do not resize
-            pixelformat=pixel_format(joined.shape[1:3]),
+            pixelformat=pixel_format(stacked.shape[1:3]),
             # Every second frame is a key frame, like in lerobot: loaders read single frames in any order.
             output_params=["-crf", "18", "-g", "2"],
         )
@@ -126,18 +126,20 @@ def frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
             f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}. "
             "Correct the shape in meta/info.json, or encode the video again."
         )
-    return _listed_times(path, imageio_ffmpeg.get_ffmpeg_exe())
+    return _list_frame_times(path, imageio_ffmpeg.get_ffmpeg_exe())
 
 
-def _listed_times(path: Path, program: str) -> npt.NDArray[np.float64]:
+def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
     command = [program, "-v", "error", "-i", str(path), "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
     try:
-        listed = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False)
+        process = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise EmbodyError(
             f"The frame times of {path} cannot be read: {error}. Download or collect the data set again."
         ) from error
-    text = listed.stdout.decode(errors="replace")
+    text = process.stdout.decode(errors="replace")
     base = re.search(r"^#tb 0: (\d+)/(\d+)$", text, re.MULTILINE)
     lines = [line.split(",") for line in text.splitlines() if line[:1] != "#"]
     times = np.sort(np.array([line[2] for line in lines if len(line) > 2]).astype(np.float64))
@@ -148,11 +150,12 @@ def _listed_times(path: Path, program: str) -> npt.NDArray[np.float64]:
         return times
     even = np.linspace(times[0], times[-1], len(times))
     step = even[1] - even[0]
-    wrong = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
-    if len(wrong):
+    displaced = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
+    if len(displaced):
         raise EmbodyError(
-            f"{path} has a variable frame rate: frame {wrong[0]} is displaced by "
-            f"{(times - even)[wrong[0]] / step:+.1f} frames. Encode the video with the frame rate of meta/info.json."
+            f"{path} has a variable frame rate: frame {displaced[0]} is displaced by "
+            f"{(times - even)[displaced[0]] / step:+.1f} frames. Encode the video with the frame rate of "
+            "meta/info.json."
         )
     return times
 
@@ -168,25 +171,27 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
     Raises:
         EmbodyError: the file is unreadable or too short, or has frames of another size.
     """
-    count = done = 0
+    frame_number = num_decoded = 0
     try:
         # Without this option, frames are repeated or dropped to reach the rate in the header.
         for frame in iio.imiter(path, plugin="FFMPEG", output_params=["-fps_mode", "passthrough"]):
-            while done < len(outs) and numbers[done] == count:
-                if frame.shape != outs[done].shape:
+            while num_decoded < len(outs) and numbers[num_decoded] == frame_number:
+                if frame.shape != outs[num_decoded].shape:
                     raise EmbodyError(
-                        f"{path} has frames of shape {frame.shape}, but the data set declares {outs[done].shape}. "
+                        f"{path} has frames of shape {frame.shape}, but the data set declares "
+                        f"{outs[num_decoded].shape}. "
                         "Encode the video again."
                     )
-                outs[done][...] = frame
-                done += 1
-            count += 1
-            if done == len(outs):
+                outs[num_decoded][...] = frame
+                num_decoded += 1
+            frame_number += 1
+            if num_decoded == len(outs):
                 break
     except (OSError, RuntimeError) as error:
         raise EmbodyError(f"{path} cannot be decoded: {error}. Download or collect the data set again.") from error
-    if done < len(outs):
+    if num_decoded < len(outs):
         raise EmbodyError(
-            f"{path} contains {count} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect "
+            f"{path} contains {frame_number} frames, but the data set declares {int(numbers[-1]) + 1}. Download or "
+            "collect "
             "the data set again."
         )

@@ -60,15 +60,15 @@ def read_positive(path: Path, demos: Demonstrations) -> IntArray:
     """
     try:
         table = pq.read_table(path)
-        found = [table[name].to_numpy() for name in ("episode_index", "frame_index", "recap.indicator")]
+        columns = [table[name].to_numpy() for name in ("episode_index", "frame_index", "recap.indicator")]
     except (OSError, KeyError, pa.ArrowException) as error:
         raise ConfigError(
             f"objective.labels={path} cannot be read: {reason_of(error)}. Write the file with `embodyrl recap`."
         ) from error
-    if any(not np.array_equal(one, other) for one, other in zip(found, places(demos), strict=False)):
+    if any(not np.array_equal(one, other) for one, other in zip(columns, places(demos), strict=False)):
         raise ConfigError(
-            f"objective.labels={path} has {len(found[0])} labelled frames, which do not match the "
+            f"objective.labels={path} has {len(columns[0])} labelled frames, which do not match the "
             f"{len(demos.action)} frames of data.path and data.more. Use the data sets in the order in which "
             f"they were labelled."
         )
-    return found[2].astype(np.int64)
+    return columns[2].astype(np.int64)

@@ -176,10 +176,10 @@ def image_key(camera: str) -> str:
 
 def pixel_format(size: tuple[int, int]) -> str:
     """Return the pixel format of H.264 videos; halved color planes need an even height and width."""
-    return "yuv444p" if any(edge % 2 for edge in size) else "yuv420p"
+    return "yuv444p" if any(length % 2 for length in size) else "yuv420p"
 
 
-def features_of(card: Card) -> dict[str, dict[str, Any]]:
+def build_features(card: Card) -> dict[str, dict[str, Any]]:
     """Return the `features` of `meta/info.json`: dtype, shape and names of every column."""
     env = card.env
     height, width = env.cameras.size
@@ -203,7 +203,7 @@ def features_of(card: Card) -> dict[str, dict[str, Any]]:
     return features | scalars | actor
 
 
-def info_of(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, Any]:
+def build_info(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, Any]:
     """Return the content of `meta/info.json`."""
     return {
         "codebase_version": CODEBASE_VERSION,
@@ -218,38 +218,38 @@ def info_of(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, 
         "splits": {"train": f"0:{episodes}"},
         "data_path": DATA_PATH,
         "video_path": VIDEO_PATH if card.video else None,
-        "features": features_of(card),
+        "features": build_features(card),
     }
 
 
-def schema_of(card: Card) -> pa.Schema:
+def build_schema(card: Card) -> pa.Schema:
     """Return the schema of the data files, with the image metadata of `datasets`."""
     fields: list[pa.Field] = []
-    described: dict[str, dict[str, Any]] = {}
-    for key, feature in features_of(card).items():
-        dtype, (length, *rest) = feature["dtype"], feature["shape"]
+    huggingface_features: dict[str, dict[str, Any]] = {}
+    for key, feature in build_features(card).items():
+        dtype, (length, *extra_dimensions) = feature["dtype"], feature["shape"]
         if dtype == "video":
             continue
         if dtype == "image":
             fields.append(pa.field(key, _IMAGE))
-            described[key] = {"_type": "Image"}
+            huggingface_features[key] = {"_type": "Image"}
             continue
-        assert not rest, feature
+        assert not extra_dimensions, feature
         value = {"dtype": dtype, "_type": "Value"}
         # One-element vectors are plain columns in this layout.
         fields.append(pa.field(key, _ARROW[dtype] if length == 1 else pa.list_(_ARROW[dtype], length)))
-        described[key] = value if length == 1 else {"feature": value, "length": length, "_type": "Sequence"}
-    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": described}})})
+        huggingface_features[key] = value if length == 1 else {"feature": value, "length": length, "_type": "Sequence"}
+    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": huggingface_features}})})
 
 
 def tasks_table(tasks: list[str]) -> pa.Table:
     """Return the content of `meta/tasks.parquet`, in the format of a pandas data frame indexed by the instruction."""
     columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
-    described = [
+    column_metadata = [
         {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
         for name, kind, numpy in columns
     ]
-    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": described, "pandas_version": "2.2.0"}
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": column_metadata, "pandas_version": "2.2.0"}
     schema = pa.schema([("task_index", pa.int64()), ("task", pa.string())], metadata={"pandas": json.dumps(pandas)})
     return pa.table({"task_index": list(range(len(tasks))), "task": tasks}, schema=schema)
 
@@ -261,7 +261,7 @@ def number_names(feature: Mapping[str, Any]) -> list[str]:
     return [str(name) for part in parts if isinstance(part, list | tuple) for name in part]
 
 
-def file_place(number: int) -> dict[str, int]:
+def get_file_indices(number: int) -> dict[str, int]:
     """Return the chunk index and the file index of file `number`, counted from 0."""
     return {"chunk_index": number // CHUNKS_SIZE, "file_index": number % CHUNKS_SIZE}
 

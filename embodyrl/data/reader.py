@@ -76,8 +76,8 @@ class Demonstrations:
     def longest(self) -> int:
         """Number of steps of the longest successful episode, or of all episodes if none reports success."""
         length = self.stop - self.start
-        reached = np.array([self.success[a:b].any() for a, b in zip(self.start, self.stop, strict=True)], np.bool_)
-        return int(length[reached].max(initial=0) or length.max(initial=0))
+        is_success = np.array([self.success[a:b].any() for a, b in zip(self.start, self.stop, strict=True)], np.bool_)
+        return int(length[is_success].max(initial=0) or length.max(initial=0))
 
     @property
     def shown(self) -> BoolArray:
@@ -102,9 +102,9 @@ class Demonstrations:
         last step of the episode.
         """
         episode = np.searchsorted(self.stop, steps, side="right")
-        wanted = steps[:, None] + np.arange(-before, length - before)
-        found = np.clip(wanted, self.start[episode][:, None], self.stop[episode][:, None] - 1)
-        return found, found == wanted
+        unclipped = steps[:, None] + np.arange(-before, length - before)
+        clipped = np.clip(unclipped, self.start[episode][:, None], self.stop[episode][:, None] - 1)
+        return clipped, clipped == unclipped
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
         """Return pairs [M, 2] of chunk starts: one in a better, one in a worse episode from the same initial state.
@@ -112,13 +112,13 @@ class Demonstrations:
         A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
         same env step of their episodes, up to the length of the shorter episode.
         """
-        worth = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
+        outcomes = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
         pairs = [
-            np.stack([self.start[e] + at, self.start[other] + at], axis=1)
+            np.stack([self.start[e] + offsets, self.start[other] + offsets], axis=1)
             for e in episodes
             for other in episodes
-            if self.reset_id[e] == self.reset_id[other] >= 0 and worth[e] > worth[other]
-            for at in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
+            if self.reset_id[e] == self.reset_id[other] >= 0 and outcomes[e] > outcomes[other]
+            for offsets in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
         ]
         return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
 
@@ -135,66 +135,75 @@ def load_demonstrations(
         EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers; or the
             frames are larger than the free memory.
     """
-    card, ours = stored_card(root, data), layout.is_ours(root)
-    cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
+    card, is_own = stored_card(root, data), layout.is_ours(root)
+    fix = "Collect the data set again, or resume its collection." if is_own else "Download the data set again."
     if problems := check_layout(root, data):
-        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
+        rest = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise EmbodyError(f"{root} is damaged: {problems[0]}{rest} {fix}")
     episodes = read_episodes(root)
     if not episodes:
-        raise EmbodyError(f"{root} contains no episodes. {cure}")
+        raise EmbodyError(f"{root} contains no episodes. {fix}")
     rows, env = find_rows(root, episodes), card.env
-    warnings = [] if ours else count_warnings(root, len(episodes))
+    warnings = [] if is_own else count_warnings(root, len(episodes))
     action = read_vectors(rows, data.action_key, env.action.dim, warnings)
     state = read_vectors(rows, data.state_key, env.state_dim, warnings)
     numbers = {data.action_key: action, data.state_key: state}
     if layout.REWARD not in card.without:
         numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
-    skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
+    skipped = _find_skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
     if data.gripper is not None:
         check_gripper(str(root), env.action.gripper, action)
-    kept = [e for e in episodes if e["episode_index"] not in skipped and (only is None or e["episode_index"] in only)]
-    if not kept:
+    selected = [
+        episode
+        for episode in episodes
+        if episode["episode_index"] not in skipped and (only is None or episode["episode_index"] in only)
+    ]
+    if not selected:
         raise EmbodyError(f"{root}: every episode contains a non-finite number. Correct the data.")
-    keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
-    reward, length = numbers.get(layout.REWARD), len(keep)
-    known, names = layout.SUCCESS not in card.without, read_tasks(root)
-    unknown = np.full(length, layout.Actor.unknown, np.int64)
-    stop = np.cumsum([e["length"] for e in kept])
+    selected_rows = np.concatenate(
+        [np.arange(episode["dataset_from_index"], episode["dataset_to_index"]) for episode in selected]
+    )
+    reward, length = numbers.get(layout.REWARD), len(selected_rows)
+    has_success, names = layout.SUCCESS not in card.without, read_tasks(root)
+    unknown_actors = np.full(length, layout.Actor.unknown, np.int64)
+    stop = np.cumsum([episode["length"] for episode in selected])
     videos = VideoReader(root, card, rows, episodes)
-    images = _read_frames(root, card, data, rows, kept, keep, videos)
+    images = _read_frames(root, card, data, rows, selected, selected_rows, videos)
     return Demonstrations(
         images=images,
-        state=state[keep],
-        action=action[keep],
-        executed=executed_actions(card, kept, action[keep]),
-        reward=np.zeros(length, np.float32) if reward is None else reward[keep, 0],
-        success=read_success(rows)[keep] if known else np.zeros(length, np.bool_),
-        actor=read_vectors(rows, layout.ACTOR, 1)[keep, 0].astype(np.int64) if card.actors else unknown,
+        state=state[selected_rows],
+        action=action[selected_rows],
+        executed=executed_actions(card, selected, action[selected_rows]),
+        reward=np.zeros(length, np.float32) if reward is None else reward[selected_rows, 0],
+        success=read_success(rows)[selected_rows] if has_success else np.zeros(length, np.bool_),
+        actor=read_vectors(rows, layout.ACTOR, 1)[selected_rows, 0].astype(np.int64) if card.actors else unknown_actors,
         start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
         stop=stop.astype(np.int64),
-        instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
-        reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
+        instruction=np.array([names[task] for task in rows.counters["task_index"][selected_rows].tolist()], object),
+        reset_id=np.array([episode.get(f"{layout.OWN}reset_id", -1) for episode in selected], np.int64),
         skipped=np.array(sorted(skipped), np.int64),
         warnings=(*warnings, *videos.warnings),
     )
 
 
-def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
+def _find_skipped(
+    root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool
+) -> set[int]:
     """Return the indices of the episodes that contain non-finite values.
 
     Raises:
         EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
     """
-    bad = list(non_finite(rows, episodes, numbers))
-    found = {episode for episode, _, _ in bad}
-    if bad and not skip:
-        episode, step, what = bad[0]
+    invalid = list(non_finite(rows, episodes, numbers))
+    skipped = {episode for episode, _, _ in invalid}
+    if invalid and not skip:
+        episode, step, description = invalid[0]
         raise EmbodyError(
-            f"{root}: episode {episode}, step {step}: {what} ({len(bad)} such rows in {len(found)} episodes). Correct "
+            f"{root}: episode {episode}, step {step}: {description} ({len(invalid)} such rows in {len(skipped)} "
+            "episodes). Correct "
             "the data, or set data.skip_nonfinite=true to skip these episodes."
         )
-    return found
+    return skipped
 
 
 def count_warnings(root: Path, episodes: int) -> list[str]:
@@ -217,12 +226,12 @@ def check_gripper(where: str, gripper: GripperConvention | None, action: FloatAr
     values = action[:, gripper.index]
     values = values[np.isfinite(values)]
     low, high = sorted((gripper.open, gripper.closed))
-    slack, found = 0.02 * (high - low), np.unique(values)
-    between = len(found) < 3 and ((found > low + slack) & (found < high - slack)).any()
-    if len(found) and (between or found[0] < low - slack or found[-1] > high + slack):
+    slack, distinct = 0.02 * (high - low), np.unique(values)
+    between = len(distinct) < 3 and ((distinct > low + slack) & (distinct < high - slack)).any()
+    if len(distinct) and (between or distinct[0] < low - slack or distinct[-1] > high + slack):
         raise ConfigError(
             f"data.gripper=[{gripper.open:g},{gripper.closed:g}] does not match action {gripper.index} of {where}, "
-            f"which is in {found[0]:g}..{found[-1]:g}. Set data.gripper to the actions that open and close the "
+            f"which is in {distinct[0]:g}..{distinct[-1]:g}. Set data.gripper to the actions that open and close the "
             "gripper, or set data.gripper_index."
         )
 
@@ -235,9 +244,9 @@ def gripper_warnings(gripper: GripperConvention | None, action: FloatArray) -> t
     low, high = float(values.min()), float(values.max())
     if high - low > 0.52 * abs(gripper.open - gripper.closed):
         return ()
-    shown = f"is always {low:g}" if low == high else f"is in {low:g}..{high:g} only"
+    range_text = f"is always {low:g}" if low == high else f"is in {low:g}..{high:g} only"
     return (
-        f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} of the data {shown}. Check "
+        f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} of the data {range_text}. Check "
         "data.gripper and data.gripper_index.",
     )
 
@@ -248,11 +257,11 @@ def _read_frames(
     data: DemonstrationSettings,
     rows: Rows,
     episodes: _Episodes,
-    keep: IntArray,
+    selected_rows: IntArray,
     videos: VideoReader,
 ) -> ByteArray:
-    """Decode the frames of the rows in `keep`, in order."""
-    shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
+    """Decode the frames of the rows in `selected_rows`, in order."""
+    shape = (len(selected_rows), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decode in place: stacking a list of frames would take twice the memory.
     images = np.empty(shape, np.uint8)
@@ -262,22 +271,22 @@ def _read_frames(
             videos.read(column, episodes, images[:, camera])
         return images
     position = np.full(len(rows), -1, np.int64)
-    position[keep] = np.arange(len(keep))
+    position[selected_rows] = np.arange(len(selected_rows))
     with ThreadPoolExecutor(available_cores()) as pool:
         for number, path in enumerate(rows.files if columns else ()):
-            inside = np.flatnonzero((rows.file == number) & (position >= 0))
-            if not len(inside):
+            in_file = np.flatnonzero((rows.file == number) & (position >= 0))
+            if not len(in_file):
                 continue
-            inside = inside[np.argsort(rows.place[inside])]
+            in_file = in_file[np.argsort(rows.place[in_file])]
             table = read_columns(path, columns)
             for camera, column in enumerate(columns):
-                places = [_Place(root, rows, episodes, column, row) for row in inside]
-                contents = _contents(root, table[column].take(rows.place[inside]), places)
-                list(pool.map(_decode, contents, [images[row, camera] for row in position[inside]], places))
+                positions = [_FramePosition(root, rows, episodes, column, row) for row in in_file]
+                contents = _read_contents(root, table[column].take(rows.place[in_file]), positions)
+                list(pool.map(_decode, contents, [images[row, camera] for row in position[in_file]], positions))
     return images
 
 
-class _Place(NamedTuple):
+class _FramePosition(NamedTuple):
     """Position of one frame, for error messages."""
 
     root: Path
@@ -292,16 +301,16 @@ class _Place(NamedTuple):
         return f"{self.root}: episode {episode}, step {step}: '{self.column}'"
 
 
-def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
+def _decode(content: bytes, out: ByteArray, position: _FramePosition) -> None:
     try:
         decode_png(content, out)
     except EmbodyError as error:
-        raise EmbodyError(f"{place}: {error}") from error
+        raise EmbodyError(f"{position}: {error}") from error
 
 
-def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[bytes]:
+def _read_contents(root: Path, column: Any, positions: Sequence[_FramePosition]) -> Iterator[bytes]:
     """Yield the encoded image of each row of a column, whose rows contain the bytes or the path of an image file."""
-    for value, place in zip(column, places, strict=True):
+    for value, position in zip(column, positions, strict=True):
         row = value.as_py()
         row = row if isinstance(row, dict) else {"bytes": row}
         content, path = row.get("bytes"), row.get("path")
@@ -309,15 +318,16 @@ def _contents(root: Path, column: Any, places: Sequence[_Place]) -> Iterator[byt
             file = (root / path).resolve()
             if not file.is_relative_to(root.resolve()) or not file.is_file():
                 raise EmbodyError(
-                    f"{place} refers to the image {path}, which is not a file in the data set. Copy the image to this "
+                    f"{position} refers to the image {path}, which is not a file in the data set. Copy the image to "
+                    "this "
                     "path, or store the images in the data files."
                 )
             try:
                 content = read_small(file)
             except (OSError, ValueError) as error:
-                raise EmbodyError(f"{place} cannot be read: {error}. Download the data set again.") from error
+                raise EmbodyError(f"{position} cannot be read: {error}. Download the data set again.") from error
         if not isinstance(content, bytes):
-            raise EmbodyError(f"{place} has no image. Download the data set again.")
+            raise EmbodyError(f"{position} has no image. Download the data set again.")
         yield content
 
 
@@ -326,12 +336,12 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
     if len(parts) == 1:
         return parts[0]
     offsets = np.cumsum([0, *(len(part.images) for part in parts[:-1])])
-    moved = [
+    shifted = [
         replace(part, start=part.start + offset, stop=part.stop + offset)
         for part, offset in zip(parts, offsets, strict=True)
     ]
     names = [part.name for part in fields(Demonstrations) if part.name != "warnings"]
-    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in moved]) for name in names}
+    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in shifted]) for name in names}
     return Demonstrations(**joined, warnings=tuple(warning for part in parts for warning in part.warnings))
 
 

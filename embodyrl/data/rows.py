@@ -50,38 +50,50 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     Raises:
         EmbodyError: a file is missing or damaged, lacks a column, or has the rows of another episode.
     """
-    apart = any(DATA_FILE in row for row in episodes)
-    named = [row[DATA_FILE] for row in episodes] if apart else map(data_file, episodes) if is_ours(root) else ()
-    paths = tuple(root / name for name in dict.fromkeys(named))
+    has_file_per_episode = any(DATA_FILE in row for row in episodes)
+    listed = (
+        [row[DATA_FILE] for row in episodes]
+        if has_file_per_episode
+        else map(data_file, episodes)
+        if is_ours(root)
+        else ()
+    )
+    paths = tuple(root / name for name in dict.fromkeys(listed))
     files = paths or tuple(visible_files(root / "data", ".parquet"))
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]
     lengths = [len(table) for table in tables]
-    for row, length in zip(episodes, lengths, strict=True) if apart else ():
+    for row, length in zip(episodes, lengths, strict=True) if has_file_per_episode else ():
         if length != row["length"]:
             raise EmbodyError(
                 f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
                 f"{row['length']} in the episode table. Download the data set again."
             )
     counters = {
-        name: np.concatenate([_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
+        name: np.concatenate([_read_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
         for name in COUNTERS
     }
     file = np.repeat(np.arange(len(files)), lengths)
-    order = np.lexsort((counters["frame_index"], file)) if apart else np.argsort(counters["index"], kind="stable")
-    found = {name: values[order] for name, values in counters.items()}
+    order = (
+        np.lexsort((counters["frame_index"], file))
+        if has_file_per_episode
+        else np.argsort(counters["index"], kind="stable")
+    )
+    sorted_counters = {name: values[order] for name, values in counters.items()}
     # Data of other programs may lack deleted episodes; a repeated index stays, and is reported.
-    apart = apart or (not is_ours(root) and bool((np.diff(found["index"]) > 0).all()))
+    has_file_per_episode = has_file_per_episode or (
+        not is_ours(root) and bool((np.diff(sorted_counters["index"]) > 0).all())
+    )
     return Rows(
         files=files,
         file=file[order],
         place=np.concatenate([np.arange(length) for length in lengths])[order],
-        counters=found | ({"index": np.arange(len(order))} if apart else {}),
+        counters=sorted_counters | ({"index": np.arange(len(order))} if has_file_per_episode else {}),
     )
 
 
-def _counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
+def _read_counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
     """Return a column as numbers [n]; the file can contain numbers or vectors of length 1."""
     column = table[name].combine_chunks()
     column = column.flatten() if _is_list(column.type) else column
@@ -99,7 +111,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _is_number(kind: pa.DataType) -> bool:
     return any(
-        test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+        is_type(kind) for is_type in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
     )
 
 
@@ -111,9 +123,9 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     """
     try:
         present = pq.read_schema(path).names
-        if lacking := [name for name in columns if name not in present]:
+        if missing := [name for name in columns if name not in present]:
             raise EmbodyError(
-                f"{path} has no column '{lacking[0]}', which the data set declares. Columns: {', '.join(present)}. "
+                f"{path} has no column '{missing[0]}', which the data set declares. Columns: {', '.join(present)}. "
                 "Download the data set again."
             )
         return pq.read_table(path, columns=list(columns))
@@ -140,27 +152,27 @@ def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = 
     lossy: set[int] = set()
     values = np.zeros((len(rows), width), np.float32)
     for number, path in enumerate(rows.files if width else ()):
-        column, inside = read_columns(path, (key,))[key].combine_chunks(), rows.file == number
-        lengths = _lengths(column)
-        wrong = np.flatnonzero((lengths != width) & (lengths >= 0))
-        if len(wrong) == len(lengths) and len(wrong):
+        column, in_file = read_columns(path, (key,))[key].combine_chunks(), rows.file == number
+        lengths = _get_lengths(column)
+        mismatches = np.flatnonzero((lengths != width) & (lengths >= 0))
+        if len(mismatches) == len(lengths) and len(mismatches):
             raise EmbodyError(
                 f"{path}: '{key}' has vectors of {lengths[0]} numbers, but the data set declares {width}. "
                 "Correct meta/info.json."
             )
-        if len(wrong):
-            row = np.flatnonzero(inside & (rows.place == wrong[0]))[0]
+        if len(mismatches):
+            row = np.flatnonzero(in_file & (rows.place == mismatches[0]))[0]
             raise EmbodyError(
                 f"{path}: episode {rows.counters['episode_index'][row]}, frame {rows.counters['frame_index'][row]}: "
-                f"'{key}' has {lengths[wrong[0]]} numbers, but the data set declares {width}. Correct the file."
+                f"'{key}' has {lengths[mismatches[0]]} numbers, but the data set declares {width}. Correct the file."
             )
-        found = _matrix(column, width)
-        if found is None:
+        matrix = _to_matrix(column, width)
+        if matrix is None:
             raise EmbodyError(
                 f"{path}: '{key}' has the type {column.type}, expected vectors of numbers. Download the data set again."
             )
-        lossy |= _lossy(found)
-        values[inside] = _as_float32(found)[rows.place[inside]]
+        lossy |= _find_lossy(matrix)
+        values[in_file] = _to_float32(matrix)[rows.place[in_file]]
     if lossy and warnings is not None:
         warnings.append(
             f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "
@@ -178,14 +190,14 @@ def read_success(rows: Rows) -> npt.NDArray[np.bool_]:
     return read_vectors(rows, SUCCESS, 1)[:, 0] == 1
 
 
-def _lengths(column: Any) -> IntArray:
+def _get_lengths(column: Any) -> IntArray:
     """Return the length of each vector [n]; 1 for plain numbers, -1 for missing vectors."""
     if not _is_list(column.type):
         return np.ones(len(column), np.int64)
     return column.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _matrix(column: Any, width: int) -> npt.NDArray[Any] | None:
+def _to_matrix(column: Any, width: int) -> npt.NDArray[Any] | None:
     """Return a column of vectors or numbers as an array [n, width]; None if the column is not numeric."""
     kind = column.type.value_type if _is_list(column.type) else column.type
     if not _is_number(kind):
@@ -197,21 +209,21 @@ def _matrix(column: Any, width: int) -> npt.NDArray[Any] | None:
     return column.to_numpy(zero_copy_only=False).reshape(-1, width)
 
 
-def _as_float32(values: npt.NDArray[Any]) -> FloatArray:
+def _to_float32(values: npt.NDArray[Any]) -> FloatArray:
     # A number beyond the range of float32 becomes infinite, and is reported like other non-finite numbers.
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
 
 
-def _lossy(values: npt.NDArray[Any]) -> set[int]:
+def _find_lossy(values: npt.NDArray[Any]) -> set[int]:
     """Return the indices of the columns of `values` [n, width] whose variation is mostly lost in float32."""
     if not len(values) or values.dtype.itemsize < 4 or values.dtype.kind not in "iuf":
         return set()
     exact = values.astype(np.float64)
     if not np.isfinite(exact).all():
         return set()
-    spread, step = np.ptp(exact, axis=0), np.spacing(_as_float32(np.abs(exact).max(axis=0)))
-    return set(np.flatnonzero((spread > 0) & (step > _RESOLUTION * spread)).tolist())
+    value_range, step = np.ptp(exact, axis=0), np.spacing(_to_float32(np.abs(exact).max(axis=0)))
+    return set(np.flatnonzero((value_range > 0) & (step > _RESOLUTION * value_range)).tolist())
 
 
 def non_finite(
@@ -222,5 +234,5 @@ def non_finite(
         for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
             index = int(rows.counters["episode_index"][row])
             start = next(e["dataset_from_index"] for e in episodes if e["episode_index"] == index)
-            place = int(np.flatnonzero(~np.isfinite(values[row]))[0])
-            yield index, row - start, f"{name}[{place}] is {values[row, place]}"
+            dimension = int(np.flatnonzero(~np.isfinite(values[row]))[0])
+            yield index, row - start, f"{name}[{dimension}] is {values[row, dimension]}"

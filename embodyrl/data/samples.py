@@ -50,9 +50,9 @@ class Samples:
             arena[Record.images][record] = demos.images[step]
             state = demos.state[step]
         else:
-            seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
-            arena[Record.images][record] = np.concatenate(demos.images[seen])
-            state = demos.state[seen].ravel()
+            steps = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
+            arena[Record.images][record] = np.concatenate(demos.images[steps])
+            state = demos.state[steps].ravel()
         arena[Record.observed_state][record] = state
         arena[Record.instruction][record] = encode_instruction(self.instruction(row, plain=plain), width)
         arena[Record.action][record] = self.actions[row]

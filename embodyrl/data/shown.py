@@ -18,15 +18,15 @@ def load_shown(folders: Sequence[str], policy: PolicySpec, *, executed: bool = F
 
     `executed`: return the executed actions in `action`, for critics, instead of the labels.
     """
-    found = [resolve_asset(folder) for folder in folders]
-    demos = join_demonstrations([load_demonstrations(folder) for folder in found])
+    roots = [resolve_asset(folder) for folder in folders]
+    demos = join_demonstrations([load_demonstrations(folder) for folder in roots])
     actions = (demos.executed if executed else demos.action).copy()
-    convert_gripper(actions, read_card(found[0]).env.action.gripper, policy.gripper)
+    convert_gripper(actions, read_card(roots[0]).env.action.gripper, policy.gripper)
     return replace(demos, action=actions)
 
 
 def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
     """Return the observations of `steps` as record fields; instructions are padded to `width` bytes."""
-    words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
-    arrays = (demos.images[steps], demos.state[steps], words)
+    instructions = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
+    arrays = (demos.images[steps], demos.state[steps], instructions)
     return {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}

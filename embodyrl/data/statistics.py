@@ -45,23 +45,23 @@ def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, 
     middle, half = (low + high) / 2, (high - low) / 2
     constant = half <= _CONSTANT * np.maximum(1.0, np.abs(middle))
     rare = ~constant & (2 * half > _RARE * (stats["q99"] - stats["q01"]))
-    ends = {"q01": low, "q99": high, "mean": middle, "std": half}
-    stats |= {name: np.where(rare, row, stats[name]) for name, row in ends.items()}
+    replacements = {"q01": low, "q99": high, "mean": middle, "std": half}
+    stats |= {name: np.where(rare, row, stats[name]) for name, row in replacements.items()}
     if unit:
-        ends = dict.fromkeys(("min", "q01"), middle - 1) | dict.fromkeys(("max", "q99"), middle + 1)
-        ends |= {"mean": middle, "std": np.ones_like(half)}
-        stats |= {name: np.where(constant, row, stats[name]) for name, row in ends.items()}
+        replacements = dict.fromkeys(("min", "q01"), middle - 1) | dict.fromkeys(("max", "q99"), middle + 1)
+        replacements |= {"mean": middle, "std": np.ones_like(half)}
+        stats |= {name: np.where(constant, row, stats[name]) for name, row in replacements.items()}
     return stats, constant, rare
 
 
 def scaling_text(actions: np.ndarray, states: np.ndarray) -> str:
     """Name the dimensions that are constant, and those that rarely differ from one value; empty if there are none."""
-    found: dict[str, list[str]] = {"constant": [], "rarely different, scaled by min and max": []}
+    dimensions: dict[str, list[str]] = {"constant": [], "rarely different, scaled by min and max": []}
     for part, values in (("action", actions), ("state", states)):
         masks = scaling_stats(values, unit=False)[1:]
-        for names, mask in zip(found.values(), masks, strict=True):
+        for names, mask in zip(dimensions.values(), masks, strict=True):
             names += [f"{part}[{index}]" for index in np.flatnonzero(mask)]
-    return " · ".join(f"{name}: {', '.join(names)}" for name, names in found.items() if names)
+    return " · ".join(f"{name}: {', '.join(names)}" for name, names in dimensions.items() if names)
 
 
 def pixel_counts(frames: np.ndarray) -> IntArray:
@@ -82,13 +82,15 @@ def image_stats(counts: IntArray, frames: int) -> Stats:
         "mean": mean,
         "std": np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 0.0)),
     }
-    stats |= {name: np.array([_quantile(row, q) for row in counts]) for name, q in QUANTILES.items()}
-    shaped = {name: value.reshape(3, 1, 1) for name, value in stats.items()}
-    return shaped | {"count": np.array([frames], np.float64)}
+    stats |= {name: np.array([_get_quantile(row, q) for row in counts]) for name, q in QUANTILES.items()}
+    reshaped = {name: value.reshape(3, 1, 1) for name, value in stats.items()}
+    return reshaped | {"count": np.array([frames], np.float64)}
 
 
-def _quantile(counts: IntArray, q: float) -> float:
+def _get_quantile(counts: IntArray, q: float) -> float:
     """Return a quantile from a histogram [256] of pixels, scaled to 0..1, with the interpolation of `np.quantile`."""
-    place, upto = (counts.sum() - 1) * q, np.cumsum(counts)
-    low, high = (int(np.searchsorted(upto, number, side="right")) for number in (np.floor(place), np.ceil(place)))
-    return (low + (high - low) * (place - np.floor(place))) / 255.0
+    position, cumulative = (counts.sum() - 1) * q, np.cumsum(counts)
+    low, high = (
+        int(np.searchsorted(cumulative, rank, side="right")) for rank in (np.floor(position), np.ceil(position))
+    )
+    return (low + (high - low) * (position - np.floor(position))) / 255.0

@@ -49,18 +49,20 @@ def read_info(root: Path) -> dict[str, Any]:
     """
     info = read_json(root / INFO_PATH)
     features = info.get("features") if isinstance(info, dict) else None
-    if not isinstance(features, dict) or not all(isinstance(f, dict) and "dtype" in f for f in features.values()):
+    if not isinstance(features, dict) or not all(
+        isinstance(feature, dict) and "dtype" in feature for feature in features.values()
+    ):
         raise EmbodyError(f"{root / INFO_PATH} has no features, or a feature has no dtype. {_FETCH}")
     version = info.get("codebase_version")
     if version not in VERSIONS:
-        cure = (
+        fix = (
             f"Convert it to {ONE_FILE_PER_EPISODE} with lerobot 0.3: "
             "python -m lerobot.datasets.v21.convert_dataset_v20_to_v21 --repo-id=OWNER/NAME."
             if version == "v2.0"
             else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
         )
         raise ConfigError(
-            f"data.path={root} has LeRobot's layout {version}, expected one of {', '.join(VERSIONS)}. {cure}"
+            f"data.path={root} has LeRobot's layout {version}, expected one of {', '.join(VERSIONS)}. {fix}"
         )
     return info
 
@@ -68,14 +70,14 @@ def read_info(root: Path) -> dict[str, Any]:
 def video_file(episode: Mapping[str, Any], column: str) -> str:
     """Return the video file of a camera in an episode, relative to the data set."""
     prefix = f"videos/{column}"
-    place = {name: int(episode[f"{prefix}/{name}"]) for name in ("chunk_index", "file_index")}
-    return episode.get(f"{prefix}/path") or VIDEO_PATH.format(video_key=column, **place)
+    indices = {name: int(episode[f"{prefix}/{name}"]) for name in ("chunk_index", "file_index")}
+    return episode.get(f"{prefix}/path") or VIDEO_PATH.format(video_key=column, **indices)
 
 
 def data_file(episode: Mapping[str, Any]) -> str:
     """Return the path of an episode's data file, relative to the data set, from the episode's row of meta/episodes."""
-    place = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
-    return DATA_PATH.format(**place)
+    indices = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
+    return DATA_PATH.format(**indices)
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
@@ -85,21 +87,21 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
         EmbodyError: a file of the table is damaged, or a path template refers to files outside the data set.
     """
     if is_ours(root) or not (root / INFO_PATH).is_file():
-        return _stored_episodes(root)
+        return _read_stored_episodes(root)
     info = read_info(root)
     if info["codebase_version"] == ONE_FILE_PER_EPISODE:
-        return _episodes_of_lines(root, info)
-    rows, template = _without_gaps(_stored_episodes(root)), info.get("video_path") or VIDEO_PATH
+        return _read_line_episodes(root, info)
+    rows, template = _renumber_steps(_read_stored_episodes(root)), info.get("video_path") or VIDEO_PATH
     for row in rows:
         for column in [name for name in row if name.startswith("videos/") and name.endswith("/chunk_index")]:
             key = column.removeprefix("videos/").removesuffix("/chunk_index")
-            place = {name: row.get(f"videos/{key}/{name}") for name in ("chunk_index", "file_index")}
-            if None not in place.values():  # reported where the videos are read
-                row[f"videos/{key}/path"] = fill_template(root, template, video_key=key, **place)
+            indices = {name: row.get(f"videos/{key}/{name}") for name in ("chunk_index", "file_index")}
+            if None not in indices.values():  # reported where the videos are read
+                row[f"videos/{key}/path"] = fill_template(root, template, video_key=key, **indices)
     return rows
 
 
-def _stored_episodes(root: Path) -> list[dict[str, Any]]:
+def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
         try:
@@ -109,16 +111,16 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
-def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _renumber_steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Renumber the steps in the episode rows of third-party data from 0, without gaps (see `find_rows`).
 
     Overlapping or inconsistent episodes stay unchanged, and are reported by the checks.
     """
     names = ("dataset_from_index", "dataset_to_index", "length")
-    ends: list[list[Any]] = [[row.get(name) for name in names] for row in rows]
-    if any(None in end or end[1] - end[0] != end[2] for end in ends):
+    bounds: list[list[Any]] = [[row.get(name) for name in names] for row in rows]
+    if any(None in bound or bound[1] - bound[0] != bound[2] for bound in bounds):
         return rows
-    if any(one[1] > other[0] for one, other in itertools.pairwise(ends)):
+    if any(first[1] > second[0] for first, second in itertools.pairwise(bounds)):
         return rows
     start = 0
     for row in rows:
@@ -127,7 +129,7 @@ def _without_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read_line_episodes(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Read the rows of meta/episodes.jsonl (v2.1), converted to the columns of v3.0."""
     cameras = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
     rows: list[dict[str, Any]] = []
@@ -136,15 +138,15 @@ def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, An
     for line in sorted(lines, key=lambda line: line["episode_index"]):
         number, length = line["episode_index"], line["length"]
         chunk = number // int(info.get("chunks_size") or CHUNKS_SIZE)
-        named = {"episode_chunk": chunk, "episode_index": number}
+        template_fields = {"episode_chunk": chunk, "episode_index": number}
         row = {"episode_index": number, "tasks": [*(line.get("tasks") or ())], "length": length}
-        row |= {DATA_FILE: fill_template(root, info.get("data_path"), **named)}
+        row |= {DATA_FILE: fill_template(root, info.get("data_path"), **template_fields)}
         row |= {"dataset_from_index": start, "dataset_to_index": start + length}
         for key in cameras:
-            place = {"chunk_index": chunk, "file_index": number, "from_timestamp": 0.0}
-            place |= {"to_timestamp": length / float(info["fps"])}
-            place |= {"path": fill_template(root, info.get("video_path"), video_key=key, **named)}
-            row |= {f"videos/{key}/{name}": value for name, value in place.items()}
+            video_fields = {"chunk_index": chunk, "file_index": number, "from_timestamp": 0.0}
+            video_fields |= {"to_timestamp": length / float(info["fps"])}
+            video_fields |= {"path": fill_template(root, info.get("video_path"), video_key=key, **template_fields)}
+            row |= {f"videos/{key}/{name}": value for name, value in video_fields.items()}
         rows.append(row)
         start += length
     if len(rows) != info.get("total_episodes", len(rows)):
@@ -163,7 +165,7 @@ def read_tasks(root: Path) -> dict[int, str]:
     """
     if not is_ours(root) and read_info(root)["codebase_version"] == ONE_FILE_PER_EPISODE:
         lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
-        return _numbered(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
+        return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
     try:
         table = pq.read_table(path)
@@ -177,28 +179,28 @@ def read_tasks(root: Path) -> dict[int, str]:
             f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task. "
             "Download the data set again."
         )
-    return _numbered(path, list(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)))
+    return _check_tasks(path, list(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)))
 
 
-def _numbered(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
+def _check_tasks(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
     """Return the instructions by task index, in ascending order.
 
     Raises:
         EmbodyError: an instruction has no number, or a number has two instructions.
     """
-    found: dict[int, str] = {}
+    tasks: dict[int, str] = {}
     for number, task in rows:
         if not isinstance(number, int | float) or number != int(number):
             raise EmbodyError(f"{path}: task_index of '{task}' is {number}, expected a number. {_FETCH}")
         text = str(task or "")
-        if (other := found.setdefault(int(number), text)) != text:
-            raise EmbodyError(f"{path}: task_index {number} has two instructions, '{other}' and '{text}'. {_FETCH}")
-    return dict(sorted(found.items()))
+        if (existing := tasks.setdefault(int(number), text)) != text:
+            raise EmbodyError(f"{path}: task_index {number} has two instructions, '{existing}' and '{text}'. {_FETCH}")
+    return dict(sorted(tasks.items()))
 
 
 def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
     """Read a file of JSON lines, and check the types of the given fields."""
-    path, found = root / name, []
+    path, rows = root / name, []
     if not path.is_file():
         raise EmbodyError(f"{path} is missing. {_FETCH}")
     try:
@@ -217,8 +219,8 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
                 raise EmbodyError(
                     f"{path}, line {number}: the field {field} is missing, or is not of type {kind.__name__}. {_FETCH}"
                 )
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def fill_template(root: Path, template: str | None, **values: Any) -> str:
@@ -230,16 +232,24 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
     if not template:
         raise EmbodyError(f"{root / INFO_PATH} has no path template for data or videos. {_FETCH}")
     try:
-        fields = [(name, spec, how) for _, name, spec, how in string.Formatter().parse(template) if name is not None]
-        wrong = [n for n, spec, how in fields if n not in values or how or not _NUMBER_FORMAT.fullmatch(spec or "")]
-        path = PurePosixPath("" if wrong else template.format(**values))
+        fields = [
+            (name, spec, conversion)
+            for _, name, spec, conversion in string.Formatter().parse(template)
+            if name is not None
+        ]
+        invalid = [
+            field
+            for field, spec, conversion in fields
+            if field not in values or conversion or not _NUMBER_FORMAT.fullmatch(spec or "")
+        ]
+        path = PurePosixPath("" if invalid else template.format(**values))
     except (ValueError, TypeError) as error:
         raise EmbodyError(
             f"{root / INFO_PATH}: the path {template!r} is not a valid template ({error}). Download the file again."
         ) from None
-    if wrong:
+    if invalid:
         raise EmbodyError(
-            f"{root / INFO_PATH}: the path {template!r} has the unknown field {{{wrong[0]}}}. Fields: "
+            f"{root / INFO_PATH}: the path {template!r} has the unknown field {{{invalid[0]}}}. Fields: "
             f"{', '.join(values)}."
         )
     if path.is_absolute() or ".." in path.parts:

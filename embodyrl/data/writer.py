@@ -54,9 +54,9 @@ class DatasetWriter:
         self._open()
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
-        self._vectors, self._pixels = self._known()
-        self._episodes = [_slim(row) for row in self._episodes]
-        self._files = 1 + max((_number(row) for row in self._episodes), default=-1)
+        self._vectors, self._pixels = self._read_existing()
+        self._episodes = [_remove_statistics(row) for row in self._episodes]
+        self._files = 1 + max((_get_file_number(row) for row in self._episodes), default=-1)
         self._batch: list[Future[_Pending]] = []
         self._batch_bytes = 0
         self._pool = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encoder")
@@ -79,12 +79,12 @@ class DatasetWriter:
         Raises:
             EmbodyError: a state, action or reward is not finite; the message names the step.
         """
-        for name, values in self._vectors_of(demonstration).items():
-            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-            if len(bad):
+        for name, values in self._get_vectors(demonstration).items():
+            invalid = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if len(invalid):
                 raise EmbodyError(
-                    f"{self.root}: {name} of step {bad[0]} of '{demonstration.instruction}' "
-                    f"(reset id {demonstration.source.reset_id}) is {values[bad[0]].tolist()}, "
+                    f"{self.root}: {name} of step {invalid[0]} of '{demonstration.instruction}' "
+                    f"(reset id {demonstration.source.reset_id}) is {values[invalid[0]].tolist()}, "
                     "expected finite numbers. Check the environment and the policy."
                 )
         self._batch.append(self._pool.submit(self._prepare, demonstration))
@@ -98,27 +98,27 @@ class DatasetWriter:
         self._batch, self._batch_bytes = [], 0
         if not batch:
             return
-        place = layout.file_place(self._files)
-        names = [p.demonstration.instruction for p in batch]
+        file_indices = layout.get_file_indices(self._files)
+        names = [item.demonstration.instruction for item in batch]
         self._tasks = list(dict.fromkeys([*self._tasks, *names]))
         rows, tables, start = [], [], self.num_frames
         elapsed = 0.0
         for offset, pending in enumerate(batch):
             index = len(self._episodes) + offset
-            tables.append(self._table(pending, index, start))
-            rows.append(self._episode_row(pending, index, start, place, elapsed))
+            tables.append(self._build_table(pending, index, start))
+            rows.append(self._build_episode_row(pending, index, start, file_indices, elapsed))
             start += len(pending.demonstration)
             elapsed += len(pending.demonstration) / self.card.fps
         if self.card.video:
-            self._write_videos([p.demonstration for p in batch], place)
-        self._write_parquet(layout.DATA_PATH.format(**place), *tables)
-        self._write_parquet(layout.EPISODES_PATH.format(**place), _episodes_table(rows))
+            self._write_videos([item.demonstration for item in batch], file_indices)
+        self._write_parquet(layout.DATA_PATH.format(**file_indices), *tables)
+        self._write_parquet(layout.EPISODES_PATH.format(**file_indices), _build_episodes_table(rows))
         self._files += 1
-        self._episodes += map(_slim, rows)
+        self._episodes += map(_remove_statistics, rows)
         for pending in batch:
-            for name, values in self._vectors_of(pending.demonstration).items():
+            for name, values in self._get_vectors(pending.demonstration).items():
                 self._vectors.setdefault(name, []).append(values)
-        self._pixels = _summed(rows, self._pixels)
+        self._pixels = _add_histograms(rows, self._pixels)
         self._write_summary()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class DatasetWriter:
     def _open(self) -> None:
         path = self.root / layout.CARD_PATH
         if path.is_file():
-            _refuse_other(path, self.card)
+            _require_same_settings(path, self.card)
             return
         # A process that was killed before it wrote the card leaves a scratch file.
         if any(entry.is_file() and not entry.name.startswith(SCRATCH) for entry in self.root.rglob("*")):
@@ -143,11 +143,11 @@ class DatasetWriter:
 
     def _drop_orphans(self) -> None:
         """Delete files of a crashed process: temporary files, and files that no row of meta/episodes refers to."""
-        known = {self.root / path for row in self._episodes for path in paths_of(self.card, row)}
+        referenced = {self.root / path for row in self._episodes for path in get_episode_paths(self.card, row)}
         for folder in ("data", "videos", "meta"):
             for path in sorted((self.root / folder).rglob("*")):
-                orphan = folder != "meta" and path not in known
-                if path.is_file() and (orphan or path.name.startswith(SCRATCH)):
+                is_orphan = folder != "meta" and path not in referenced
+                if path.is_file() and (is_orphan or path.name.startswith(SCRATCH)):
                     path.unlink()
 
     def _write_parquet(self, name: str, *groups: pa.Table) -> None:
@@ -158,24 +158,26 @@ class DatasetWriter:
                 file.write_table(group)
         layout.write_file(self.root / name, buffer.getvalue())
 
-    def _write_videos(self, batch: Sequence[Demonstration], place: dict[str, int]) -> None:
-        for c, camera in enumerate(self.card.env.cameras.names):
-            path = self.root / layout.VIDEO_PATH.format(video_key=image_key(camera), **place)
+    def _write_videos(self, batch: Sequence[Demonstration], file_indices: dict[str, int]) -> None:
+        for index, camera in enumerate(self.card.env.cameras.names):
+            path = self.root / layout.VIDEO_PATH.format(video_key=image_key(camera), **file_indices)
             path.parent.mkdir(parents=True, exist_ok=True)
-            encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
+            encode_mp4([demonstration.images[:, index] for demonstration in batch], self.card.fps, path)
 
     def _write_summary(self) -> None:
         """Write meta/info.json, stats.json and tasks.parquet, which are derived from meta/episodes."""
         self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
-        info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
+        info = layout.build_info(
+            self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks)
+        )
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
         parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
         # Computed over all frames: quantiles of episodes cannot be combined.
         parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._vectors.items()}
-        stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in parts.items()}
+        stats = {key: {name: value.tolist() for name, value in part.items()} for key, part in parts.items()}
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
 
-    def _known(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
+    def _read_existing(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
         """Read the numeric columns and pixel histograms of the episodes on disk, by feature."""
         if not self._episodes:
             return {}, {}
@@ -184,16 +186,16 @@ class DatasetWriter:
         widths |= {} if layout.REWARD in self.card.without else {layout.REWARD: 1}
         vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
         height, width = self.card.env.cameras.size
-        pixels, summed = height * width, _summed(self._episodes, {})
-        whole = {key for key, (counts, frames) in summed.items() if (counts.sum(axis=1) == frames * pixels).all()}
-        if {image_key(camera) for camera in self.card.env.cameras.names} - whole:
+        pixels, totals = height * width, _add_histograms(self._episodes, {})
+        complete = {key for key, (counts, frames) in totals.items() if (counts.sum(axis=1) == frames * pixels).all()}
+        if {image_key(camera) for camera in self.card.env.cameras.names} - complete:
             raise EmbodyError(
                 f"{self.root} was collected by an older version, whose image statistics cannot be extended. "
                 "Choose another collect.out, and combine both data sets with data.more in `embodyrl sft`."
             )
-        return vectors, summed
+        return vectors, totals
 
-    def _vectors_of(self, demonstration: Demonstration) -> dict[str, FloatArray]:
+    def _get_vectors(self, demonstration: Demonstration) -> dict[str, FloatArray]:
         d = demonstration
         state = {layout.STATE: d.state} if self.card.env.state_dim else {}
         reward = {} if layout.REWARD in self.card.without else {layout.REWARD: d.reward.reshape(-1, 1)}
@@ -205,16 +207,16 @@ class DatasetWriter:
         d = demonstration
         images: dict[str, list[bytes]] = {}
         pixels: dict[str, IntArray] = {}
-        for c, camera in enumerate(self.card.env.cameras.names):
+        for index, camera in enumerate(self.card.env.cameras.names):
             key = image_key(camera)
             if not self.card.video:
-                images[key] = [encode_png(frame) for frame in d.images[:, c]]
-            pixels[key] = pixel_counts(d.images[:, c])
+                images[key] = [encode_png(frame) for frame in d.images[:, index]]
+            pixels[key] = pixel_counts(d.images[:, index])
         # Encoded frames are small; the raw frames of a whole batch are not.
         return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, pixels)
 
-    def _table(self, pending: _Pending, index: int, start: int) -> pa.Table:
-        d, schema = pending.demonstration, layout.schema_of(self.card)
+    def _build_table(self, pending: _Pending, index: int, start: int) -> pa.Table:
+        d, schema = pending.demonstration, layout.build_schema(self.card)
         steps = np.arange(len(d))
         done = steps == len(d) - 1
         values: dict[str, Any] = {
@@ -243,22 +245,22 @@ class DatasetWriter:
                 columns.append(pa.array(np.asarray(values[field.name]).reshape(len(d)), field.type))
         return pa.Table.from_arrays(columns, schema=schema)
 
-    def _episode_row(
-        self, pending: _Pending, index: int, start: int, place: dict[str, int], elapsed: float
+    def _build_episode_row(
+        self, pending: _Pending, index: int, start: int, file_indices: dict[str, int], elapsed: float
     ) -> dict[str, Any]:
         d = pending.demonstration
         row: dict[str, Any] = {"episode_index": index, "tasks": [d.instruction], "length": len(d)}
         # Readers of the layout find an episode by these columns, without opening the data.
-        row |= {f"data/{name}": value for name, value in place.items()}
+        row |= {f"data/{name}": value for name, value in file_indices.items()}
         row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
         for camera in self.card.env.cameras.names if self.card.video else ():
             prefix = f"videos/{image_key(camera)}"
-            row |= {f"{prefix}/{name}": value for name, value in place.items()}
+            row |= {f"{prefix}/{name}": value for name, value in file_indices.items()}
             row[f"{prefix}/from_timestamp"] = elapsed
             row[f"{prefix}/to_timestamp"] = elapsed + len(d) / self.card.fps
-        row |= {f"meta/episodes/{name}": value for name, value in place.items()}
+        row |= {f"meta/episodes/{name}": value for name, value in file_indices.items()}
         parts = {key: image_stats(counts, len(d)) for key, counts in pending.pixels.items()}
-        parts |= {key: vector_stats(values) for key, values in self._vectors_of(d).items()}
+        parts |= {key: vector_stats(values) for key, values in self._get_vectors(d).items()}
         for key, stats in parts.items():
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
         row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
@@ -270,45 +272,50 @@ class DatasetWriter:
         return row
 
 
-def _episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
+def _build_episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
     """Return rows of meta/episodes as a table; columns without values, for example unknown success, have type bool."""
     table = pa.Table.from_pylist(rows)
-    fields = [pa.field(f.name, pa.bool_()) if pa.types.is_null(f.type) else f for f in table.schema]
+    fields = [pa.field(column.name, pa.bool_()) if pa.types.is_null(column.type) else column for column in table.schema]
     return table.cast(pa.schema(fields, table.schema.metadata))
 
 
-def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
+def get_episode_paths(card: Card, row: dict[str, Any]) -> list[str]:
     """Return the paths of the data and video files of an episode, relative to the data set."""
     cameras = card.env.cameras.names if card.video else ()
     return [data_file(row), *(video_file(row, image_key(camera)) for camera in cameras)]
 
 
-def _slim(row: dict[str, Any]) -> dict[str, Any]:
+def _remove_statistics(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of meta/episodes without its statistics, which are large."""
     return {name: value for name, value in row.items() if not name.startswith((_PIXELS, "stats/"))}
 
 
-def _number(row: dict[str, Any]) -> int:
+def _get_file_number(row: dict[str, Any]) -> int:
     return row["data/chunk_index"] * layout.CHUNKS_SIZE + row["data/file_index"]
 
 
-def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
-    """Return the totals in `before` plus the pixel histograms and frame counts of episodes, by feature."""
-    found = dict(before)
+def _add_histograms(
+    rows: Sequence[dict[str, Any]], totals: dict[str, tuple[IntArray, int]]
+) -> dict[str, tuple[IntArray, int]]:
+    """Return the totals in `totals` plus the pixel histograms and frame counts of episodes, by feature."""
+    result = dict(totals)
     for row in rows:
         for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
-            counts, frames = found.get(key, (np.zeros((3, 256), np.int64), 0))
-            more = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
-            found[key] = counts + more, frames + row["length"]
-    return found
+            counts, frames = result.get(key, (np.zeros((3, 256), np.int64), 0))
+            added = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
+            result[key] = counts + added, frames + row["length"]
+    return result
 
 
-def _refuse_other(path: Path, card: Card) -> None:
-    found = read_card(path.parents[1])
-    ours, theirs = ({k: v for k, v in flat(json.loads(c.to_json())).items() if v != {}} for c in (card, found))
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
+def _require_same_settings(path: Path, card: Card) -> None:
+    stored = read_card(path.parents[1])
+    expected, actual = (
+        {k: v for k, v in flat(json.loads(current.to_json())).items() if v != {}} for current in (card, stored)
+    )
+    for name in sorted({*expected, *actual}):
+        if expected.get(name) != actual.get(name):
             raise EmbodyError(
-                f"{path.parents[1]} was collected with other settings: {name} is {theirs.get(name)!r} in the data set, "
-                f"but {ours.get(name)!r} in this run. Use the same settings to resume, or choose another collect.out."
+                f"{path.parents[1]} was collected with other settings: {name} is {actual.get(name)!r} in the data set, "
+                f"but {expected.get(name)!r} in this run. Use the same settings to resume, or choose another "
+                "collect.out."
             )

@@ -22,7 +22,7 @@ from embodyrl.checkpoint.tensors import load_tensors, save_tensors
 from embodyrl.commands.facts import require_disk
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
-from embodyrl.data.layout import Card, info_of
+from embodyrl.data.layout import Card, build_info
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
 from embodyrl.plan import memory
@@ -260,7 +260,7 @@ def test_memory_plan_includes_loading_demonstrations(tmp_path):
     def plan(frames):
         card = Card(env=alone.env, fps=20, video=False, collected={})
         DatasetWriter(tmp_path / "demos", card).close()
-        info = info_of(card, episodes=1, frames=frames, tasks=1)
+        info = build_info(card, episodes=1, frames=frames, tasks=1)
         (tmp_path / "demos" / "meta" / "info.json").write_text(json.dumps(info))
         cfg = load_config("train", [*words, f"algorithm.demonstrations=[{tmp_path}/demos]"])
         return plan_memory(build_run_plan(cfg, training=True))

@@ -76,14 +76,14 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         ConfigError: the incomplete result was begun with other settings.
     """
     partial = out.with_name(out.name + _PARTIAL)
-    card = _resumed_card(partial, plan.card)
+    card = _load_partial_card(partial, plan.card)
     writer = DatasetWriter(partial, card)
     try:
         tasks = list(dict.fromkeys(row["tasks"][0] for row in writer.episodes))
         first = 1 + max((row["embodyrl/trial"] for row in writer.episodes), default=-1)
         progress(first, plan.episodes)
         for raw in source.episodes(first, list(plan.keys)):
-            demonstration = _demonstration(raw, plan, data, tasks)
+            demonstration = _build_demonstration(raw, plan, data, tasks)
             if demonstration is not None:
                 writer.append(demonstration)
             progress(raw.number + 1, plan.episodes)
@@ -95,20 +95,20 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
             f"No episode was converted to {out}: the source is empty, or every episode contains a non-finite number. "
             "Correct the source."
         )
-    done = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
-    write_file(partial / CARD_PATH, done.to_json().encode())
+    final_card = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
+    write_file(partial / CARD_PATH, final_card.to_json().encode())
     os.replace(partial, out)
-    converted = len(writer.episodes)
+    num_converted = len(writer.episodes)
     return ConvertResult(
         folder=out,
-        episodes=converted,
+        episodes=num_converted,
         frames=writer.num_frames,
         tasks=len(tasks),
-        left_out=plan.episodes - converted,
+        left_out=plan.episodes - num_converted,
     )
 
 
-def _resumed_card(partial: Path, card: Card) -> Card:
+def _load_partial_card(partial: Path, card: Card) -> Card:
     """Return the metadata card of the incomplete result in `partial`, or `card` if there is none.
 
     Raises:
@@ -118,22 +118,24 @@ def _resumed_card(partial: Path, card: Card) -> Card:
     if not path.is_file():
         return card
     try:
-        found = Card.from_json(read_small(path).decode("utf-8"))
+        stored = Card.from_json(read_small(path).decode("utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EmbodyError(f"{path} cannot be read: {error}. Delete {partial} and convert again.") from error
-    bare = replace(found, env=replace(found.env, tasks=(), states_per_task=()))
-    if bare.to_json() != card.to_json() and not (partial / "meta" / "episodes").exists():
+    without_tasks = replace(stored, env=replace(stored.env, tasks=(), states_per_task=()))
+    if without_tasks.to_json() != card.to_json() and not (partial / "meta" / "episodes").exists():
         shutil.rmtree(partial)  # the earlier conversion failed at its first episode
         return card
-    if bare.to_json() != card.to_json():
+    if without_tasks.to_json() != card.to_json():
         raise ConfigError(
             f"{partial} contains a conversion with different settings or another source. Use the same settings to "
             f"continue it, or delete the folder: rm -r {shlex.quote(str(partial))}."
         )
-    return found
+    return stored
 
 
-def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks: list[str]) -> Demonstration | None:
+def _build_demonstration(
+    raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks: list[str]
+) -> Demonstration | None:
     """Return an episode in the target format; None if the episode has non-finite numbers and is skipped.
 
     Raises:
@@ -146,29 +148,33 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
             "again."
         )
     (length,) = set(steps.values())
-    if not raw.acts_last:
-        raw, length = _without_last(raw, plan), length - 1
+    if not raw.last_has_action:
+        raw, length = _drop_last_step(raw, plan), length - 1
     env = plan.card.env
-    action, state = _joined(raw, plan, Target.action, length), _joined(raw, plan, Target.state, length)
-    reward = _joined(raw, plan, Target.reward, length)
+    action, state = (
+        _concatenate_columns(raw, plan, Target.action, length),
+        _concatenate_columns(raw, plan, Target.state, length),
+    )
+    reward = _concatenate_columns(raw, plan, Target.reward, length)
     reward = reward[:, 0] if reward.shape[1] else np.zeros(length, np.float32)
     for name, values in ((Target.action, action), (Target.state, state), (Target.reward, reward[:, None])):
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        if len(bad) and data.skip_nonfinite:
+        invalid = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(invalid) and data.skip_nonfinite:
             return None
-        if len(bad):
+        if len(invalid):
             raise EmbodyError(
-                f"{raw.where}: {name} of step {bad[0]} is {values[bad[0]].tolist()}, expected finite numbers. Correct "
+                f"{raw.where}: {name} of step {invalid[0]} is {values[invalid[0]].tolist()}, expected finite "
+                "numbers. Correct "
                 "the data, or set data.skip_nonfinite=true to skip such episodes."
             )
-    success, instruction = _success(raw, plan, reward), _instruction(raw, plan, data)
+    success, instruction = _get_success(raw, plan, reward), _get_instruction(raw, plan, data)
     check_gripper(raw.where, env.action.gripper, action)
     if instruction not in tasks:
         tasks.append(instruction)
     # `trial` is the index in the source, from which an interrupted conversion resumes.
     origin = Origin(task_id=tasks.index(instruction), reset_id=-1, trial=raw.number, seed=0)
     return Demonstration(
-        images=_images(raw, plan, length),
+        images=_stack_images(raw, plan, length),
         state=state,
         action=action,
         reward=reward,
@@ -178,24 +184,24 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
     )
 
 
-def _without_last(raw: RawEpisode, plan: Plan) -> RawEpisode:
+def _drop_last_step(raw: RawEpisode, plan: Plan) -> RawEpisode:
     """Remove the last step of an episode; a success flag or reward of 1 moves to the step before."""
     columns = {name: values[:-1] for name, values in raw.columns.items()}
-    for name in (*plan.columns_of(Target.reward), *plan.columns_of(Target.success)):
-        last, kept = raw.columns[name][-1:], columns[name].copy()
-        kept[-1:] = np.where((kept[-1:] == 0) & (last == 1), last, kept[-1:])
-        columns[name] = kept
+    for name in (*plan.get_columns(Target.reward), *plan.get_columns(Target.success)):
+        last, shortened = raw.columns[name][-1:], columns[name].copy()
+        shortened[-1:] = np.where((shortened[-1:] == 0) & (last == 1), last, shortened[-1:])
+        columns[name] = shortened
     if not all(map(len, columns.values())):
         raise EmbodyError(f"{raw.where} has no action, because its only step is marked as is_last. Correct the file.")
     return replace(raw, columns=columns, texts={name: texts[:-1] for name, texts in raw.texts.items()})
 
 
-def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
+def _stack_images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
     """Return the images of all cameras, [T, C, H, W, 3]."""
     cameras = plan.card.env.cameras
     images = np.zeros((length, len(cameras.names), *cameras.size, 3), np.uint8)
     for camera, name in enumerate(cameras.names):
-        (column,) = plan.columns_of(CAMERA + name)
+        (column,) = plan.get_columns(CAMERA + name)
         stored = raw.columns[column]
         if stored.dtype != np.uint8 or stored.shape[1:3] != cameras.size:
             raise EmbodyError(
@@ -206,10 +212,10 @@ def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
     return images
 
 
-def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatArray:
+def _concatenate_columns(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatArray:
     """Return the concatenated columns of a target, [T, n]."""
     with np.errstate(over="ignore"):  # reported as non-finite
-        parts = [raw.columns[name].astype(np.float32).reshape(length, -1) for name in plan.columns_of(target)]
+        parts = [raw.columns[name].astype(np.float32).reshape(length, -1) for name in plan.get_columns(target)]
     joined = np.concatenate(parts, axis=1) if parts else np.zeros((length, 0), np.float32)
     expected = {Target.action: plan.card.env.action.dim, Target.state: plan.card.env.state_dim}.get(target)
     if expected is not None and joined.shape[1] != expected:
@@ -219,7 +225,7 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
     return joined
 
 
-def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | None:
+def _get_success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | None:
     """Return the success flag of each step [T], or None if it is unknown.
 
     The flags come from the success column. Without such a column, they come from the reward if all rewards are 0 or 1.
@@ -227,7 +233,7 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | No
     Raises:
         EmbodyError: the success column contains other values than 0 and 1.
     """
-    for name in plan.columns_of(Target.success):
+    for name in plan.get_columns(Target.success):
         stored = raw.columns[name].reshape(len(reward), -1)
         if stored.shape[1] != 1 or not np.isin(stored, (0, 1)).all():
             raise EmbodyError(
@@ -238,17 +244,17 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray | No
     return reward == 1 if np.isin(reward, (0, 1)).all() else None
 
 
-def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
-    texts = {text for name in plan.columns_of(Target.task) for text in raw.texts[name]}
+def _get_instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
+    texts = {text for name in plan.get_columns(Target.task) for text in raw.texts[name]}
     if len(texts) > 1 and data.instruction is None:
         raise EmbodyError(
             f"{raw.where} has {len(texts)} instructions, expected one per episode. Set data.instruction=TEXT, or "
             "select another column: data.keys={COLUMN: task, ...}."
         )
-    found = data.instruction or next(iter(texts), raw.instruction)
-    if not found:
+    instruction = data.instruction or next(iter(texts), raw.instruction)
+    if not instruction:
         raise EmbodyError(
             f"{raw.where} has no instruction, expected one instruction per episode. Select a column with "
             "data.keys={COLUMN: task, ...}, or convert the episodes of each task separately with data.instruction=TEXT."
         )
-    return found
+    return instruction

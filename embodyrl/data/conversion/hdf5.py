@@ -70,66 +70,69 @@ class Hdf5Source:
                 "HDF5 files need h5py, which is not installed: pip install 'embodyrl[convert]'."
             )
         self._episodes: list[tuple[Path, str, str | None]] = []
-        self._known: dict[str, tuple[str, str]] = {}
+        self._declared: dict[str, tuple[str, str]] = {}
         left_out: Counter[str] = Counter()
         defaults, declares_rate = {"macros_image_convention": "opengl", "control_freq": data.fps or ASSUMED_FPS}, False
         columns: dict[str, Column] = {}
         for path in files:
-            with _opened(path) as file:
-                group = _group(file, "data")
+            with _open_file(path) as file:
+                group = _get_group(file, "data")
                 names = sorted(group, key=by_number)
-                demos = {name: _group(group, name) for name in names}
-                columns = columns or (dict(_columns(demos[names[0]])) if names else {})
-                masked = _masked(path, file, names, data.split)
+                demos = {name: _get_group(group, name) for name in names}
+                columns = columns or (dict(_list_columns(demos[names[0]])) if names else {})
+                excluded = _find_excluded(path, file, names, data.split)
                 for name, demo in demos.items():
                     where = f"{path}, data/{name}"
                     if "actions" not in demo:
                         raise EmbodyError(f"{where} has no dataset 'actions'. Download the file again.")
-                    attributes = [dict(each.attrs) for each in (demo, group, file)]
-                    if name in masked:
-                        left_out[masked[name]] += 1
-                    elif not _succeeded(where, attributes):
+                    attributes = [dict(holder.attrs) for holder in (demo, group, file)]
+                    if name in excluded:
+                        left_out[excluded[name]] += 1
+                    elif not _is_success(where, attributes):
                         left_out["success=False"] += 1
                     else:
-                        found = _conventions(attributes)
-                        declares_rate |= "control_freq" in found
-                        self._check_conventions(where, {**defaults, **found})
-                        self._episodes.append((path, name, _instruction(attributes)))
+                        conventions = _read_conventions(attributes)
+                        declares_rate |= "control_freq" in conventions
+                        self._check_conventions(where, {**defaults, **conventions})
+                        self._episodes.append((path, name, _find_instruction(attributes)))
         if left_out and not self._episodes:
-            raise EmbodyError(f"{source}: no demonstration is left; skipped: {_listed(left_out)}. Convert other files.")
+            raise EmbodyError(
+                f"{source}: no demonstration is left; skipped: {_format_counts(left_out)}. Convert other files."
+            )
         is_libero = _LIBERO.keys() <= columns.keys()
         if is_libero:
-            self._episodes = [(path, name, text or _instruction_of(path)) for path, name, text in self._episodes]
+            self._episodes = [(path, name, text or _parse_instruction(path)) for path, name, text in self._episodes]
         texts = {text for *_, text in self._episodes if text}
         if data.instruction and len(texts) > 1:
             raise ConfigError(
                 f"data.instruction: {source} has {len(texts)} instructions ({', '.join(sorted(texts)):.200}). Remove "
                 "data.instruction."
             )
-        known = {key: json.loads(value) for key, (value, _) in self._known.items()}
+        shared = {key: json.loads(value) for key, (value, _) in self._declared.items()}
         self._description = Description(
             kind=f"HDF5, {len(files)} files",
             name=source.stem.removesuffix("_demo"),
             episodes=len(self._episodes),
             columns=columns,
-            fps=known["control_freq"] if declares_rate else None,
-            conventions=_libero(source, known) if is_libero else Conventions(keys=_COMMON),
-            left_out=_listed(left_out),
-            warnings=(_ABSOLUTE,) if "control_delta" in known else (),
+            fps=shared["control_freq"] if declares_rate else None,
+            conventions=_get_libero_conventions(source, shared) if is_libero else Conventions(keys=_COMMON),
+            left_out=_format_counts(left_out),
+            warnings=(_ABSOLUTE,) if "control_delta" in shared else (),
         )
 
-    def _check_conventions(self, where: str, found: Mapping[str, Any]) -> None:
+    def _check_conventions(self, where: str, conventions: Mapping[str, Any]) -> None:
         """Check that the conventions of an episode equal those of all earlier episodes that declare them.
 
         Raises:
             ConfigError: they differ.
         """
-        for key, value in found.items():
-            shown = json.dumps(value, sort_keys=True)
-            other, place = self._known.setdefault(key, (shown, where))
-            if other != shown:
+        for key, value in conventions.items():
+            encoded = json.dumps(value, sort_keys=True)
+            other, other_episode = self._declared.setdefault(key, (encoded, where))
+            if other != encoded:
                 raise ConfigError(
-                    f"{where} has {key} {shown:.200}, but {place} has {other:.200}. Convert files with different "
+                    f"{where} has {key} {encoded:.200}, but {other_episode} has {other:.200}. Convert files with "
+                    "different "
                     "conventions to separate data sets."
                 )
 
@@ -143,12 +146,12 @@ class Hdf5Source:
         for number in range(first, len(self._episodes)):
             path, name, instruction = self._episodes[number]
             where = f"{path}, data/{name}"
-            with _opened(path, name) as file:
-                demo, arrays = _group(_group(file, "data"), name), {}
+            with _open_file(path, name) as file:
+                demo, arrays = _get_group(_get_group(file, "data"), name), {}
                 for column in columns:
                     if column not in demo:
                         raise EmbodyError(f"{where} has no dataset '{column}'. Download the file again.")
-                    if not _is_array(_member(demo, column)):
+                    if not _is_array(_get_member(demo, column)):
                         raise EmbodyError(
                             f"{where}: '{column}' is not a numeric array with one row per step. Download the file "
                             "again."
@@ -158,7 +161,7 @@ class Hdf5Source:
 
 
 @contextmanager
-def _opened(path: Path, name: str = "") -> Iterator[Any]:
+def _open_file(path: Path, name: str = "") -> Iterator[Any]:
     """Open a file for reading; error messages contain the file and the episode."""
     import h5py
 
@@ -166,22 +169,22 @@ def _opened(path: Path, name: str = "") -> Iterator[Any]:
         with h5py.File(path, "r") as file:
             yield file
     except (OSError, KeyError, RuntimeError, ValueError) as error:
-        place = f"{path}{f', data/{name}' if name else ''}"
+        position = f"{path}{f', data/{name}' if name else ''}"
         raise EmbodyError(
-            f"{place} cannot be read: {one_line(error)}. Download the file again, or write it in the layout of "
+            f"{position} cannot be read: {one_line(error)}. Download the file again, or write it in the layout of "
             "robomimic: data/demo_<i>/actions and obs."
         ) from error
 
 
-def _group(parent: Any, name: str) -> Any:
+def _get_group(parent: Any, name: str) -> Any:
     """Return the group `name` of `parent`; raise ValueError if it is missing or not a group."""
-    found = _member(parent, name)
-    if not hasattr(found, "keys"):
-        raise ValueError(f"'{found.name}' is an array instead of a group")
-    return found
+    group = _get_member(parent, name)
+    if not hasattr(group, "keys"):
+        raise ValueError(f"'{group.name}' is an array instead of a group")
+    return group
 
 
-def _member(parent: Any, name: str) -> Any:
+def _get_member(parent: Any, name: str) -> Any:
     """Return the member `name` of `parent`; raise ValueError if the member is missing or stored in another file.
 
     Links and external data are rejected, because they can refer to any file of the computer.
@@ -203,20 +206,20 @@ def _is_array(item: Any) -> bool:
     return bool(getattr(item, "shape", ())) and item.dtype.kind in "biuf"
 
 
-def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
+def _list_columns(demo: Any) -> Iterator[tuple[str, Column]]:
     """Yield the name and the description of each array of an episode that has one row per step."""
-    actions, found = _member(demo, "actions"), {}
+    actions, arrays = _get_member(demo, "actions"), {}
     if not _is_array(actions):
         raise ValueError(f"'{actions.name}' is not a numeric array with one row per step")
-    demo.visititems(lambda name, item: found.update({name: item}) if _is_array(item) else None)
-    for name, item in found.items():
+    demo.visititems(lambda name, item: arrays.update({name: item}) if _is_array(item) else None)
+    for name, item in arrays.items():
         if item.shape[0] == actions.shape[0]:
             shape = plain_shape(item.shape[1:])
             image = item.dtype == np.uint8 and len(shape) == 3 and shape[2] in (1, 3)
             yield name, Column(Kind.image if image else Kind.numbers, shape)
 
 
-def _masked(path: Path, file: Any, names: Sequence[str], split: str) -> dict[str, str]:
+def _find_excluded(path: Path, file: Any, names: Sequence[str], split: str) -> dict[str, str]:
     """Return the episodes outside the split `split` with the reason, by name (see robomimic's `mask/<split>`).
 
     Without a mask `train`, the split contains all episodes that no mask holds out.
@@ -225,84 +228,84 @@ def _masked(path: Path, file: Any, names: Sequence[str], split: str) -> dict[str
         ConfigError: the file has no such split.
         EmbodyError: a mask names an episode that the file does not contain.
     """
-    group = _group(file, "mask") if "mask" in file else {}
-    masks = {key: {_text(name) for name in _member(group, key)[()].ravel()} for key in group}
+    group = _get_group(file, "mask") if "mask" in file else {}
+    masks = {key: {_to_text(name) for name in _get_member(group, key)[()].ravel()} for key in group}
     if split not in masks and split != "train":
         raise ConfigError(f"data.split={split}: {path} has no mask '{split}'. Masks: {', '.join(masks) or 'none'}.")
-    for key, members in masks.items():
-        if unknown := sorted(members - set(names)):
+    for key, episodes in masks.items():
+        if unknown := sorted(episodes - set(names)):
             raise EmbodyError(f"{path}: mask/{key} names {unknown[0]}, which data does not contain. Correct the mask.")
     if split in masks:
         return dict.fromkeys((name for name in names if name not in masks[split]), f"not in mask/{split}")
     return {name: f"in mask/{key}" for key in _HELD_OUT for name in masks.get(key, ())}
 
 
-def _listed(left_out: Mapping[str, int]) -> str:
+def _format_counts(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count} demonstrations ({reason})" for reason, count in left_out.items())
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     """Return an attribute as text; attributes of fixed length are bytes, and values may be arrays of one element."""
     value = np.asarray(value).ravel()[0] if np.size(value) == 1 else value
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _json(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _parse_json(attributes: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the JSON object in an attribute; empty if there is none."""
     try:
-        found = json.loads(_text(attributes.get(name, "{}")))
+        parsed = json.loads(_to_text(attributes.get(name, "{}")))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
-def _succeeded(where: str, attributes: Sequence[Mapping[str, Any]]) -> bool:
+def _is_success(where: str, attributes: Sequence[Mapping[str, Any]]) -> bool:
     """Return False if an attribute such as `success` marks a failed attempt.
 
     Raises:
         EmbodyError: the attribute is neither true nor false.
     """
-    found = ((name, each[name]) for each in attributes for name in _SUCCESS if name in each)
-    name, value = next(found, ("success", True))
-    if (flag := _FLAGS.get(_text(value).lower())) is None:
-        raise EmbodyError(f"{where}: the attribute {name} is {_text(value)!r}, expected true or false. Correct it.")
+    flags = ((name, holder[name]) for holder in attributes for name in _SUCCESS if name in holder)
+    name, value = next(flags, ("success", True))
+    if (flag := _FLAGS.get(_to_text(value).lower())) is None:
+        raise EmbodyError(f"{where}: the attribute {name} is {_to_text(value)!r}, expected true or false. Correct it.")
     return flag
 
 
-def _instruction(attributes: Sequence[Mapping[str, Any]]) -> str | None:
+def _find_instruction(attributes: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the instruction in the attributes of the episode, of `data` or of the file, in this order."""
-    for each in attributes:
-        for found in (each, *(_json(each, name) for name in _TEXTS)):
-            text = next((found[name] for name in _INSTRUCTIONS if name in found), None)
-            text = " ".join(map(_text, text)) if isinstance(text, list) else "" if text is None else _text(text)
+    for holder in attributes:
+        for candidates in (holder, *(_parse_json(holder, name) for name in _TEXTS)):
+            text = next((candidates[name] for name in _INSTRUCTIONS if name in candidates), None)
+            text = " ".join(map(_to_text, text)) if isinstance(text, list) else "" if text is None else _to_text(text)
             if text := text.strip().strip('"'):
                 return text
     return None
 
 
-def _instruction_of(path: Path) -> str | None:
+def _parse_instruction(path: Path) -> str | None:
     """Return the instruction in the name of a file of LIBERO, `<scene>_<instruction>_demo.hdf5`."""
     if not path.stem.endswith("_demo"):
         return None
     return _SCENE.sub("", path.stem.removesuffix("_demo"), count=1).replace("_", " ").strip() or None
 
 
-def _conventions(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _read_conventions(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the declared image convention, control frequency and controller of an episode."""
-    found: dict[str, Any] = {}
-    for each in reversed(attributes):
-        if "macros_image_convention" in each:
-            found["macros_image_convention"] = _text(each["macros_image_convention"])
-        arguments = _json(each, "env_args").get("env_kwargs")
+    conventions: dict[str, Any] = {}
+    for holder in reversed(attributes):
+        if "macros_image_convention" in holder:
+            conventions["macros_image_convention"] = _to_text(holder["macros_image_convention"])
+        arguments = _parse_json(holder, "env_args").get("env_kwargs")
         arguments = arguments if isinstance(arguments, dict) else {}
-        frequency = arguments.get("control_freq", each.get("control_freq"))
-        if _is_absolute(arguments) or _text(each.get("control_delta", True)).lower() in ("false", "0"):
-            found["control_delta"] = False
+        frequency = arguments.get("control_freq", holder.get("control_freq"))
+        if _is_absolute(arguments) or _to_text(holder.get("control_delta", True)).lower() in ("false", "0"):
+            conventions["control_delta"] = False
         if isinstance(frequency, int | float | np.number) and 0 < frequency < math.inf:
-            found["control_freq"] = float(frequency)
+            conventions["control_freq"] = float(frequency)
         if "controller_configs" in arguments:
-            found["controller_configs"] = arguments["controller_configs"]
-    return found
+            conventions["controller_configs"] = arguments["controller_configs"]
+    return conventions
 
 
 _ABSOLUTE = "the actions are absolute (control_delta=false); most environments expect differences"
@@ -316,18 +319,18 @@ def _is_absolute(controller: Any) -> bool:
     return isinstance(controller, list) and any(map(_is_absolute, controller))
 
 
-def _libero(source: Path, known: Mapping[str, Any]) -> Conventions:
+def _get_libero_conventions(source: Path, conventions: Mapping[str, Any]) -> Conventions:
     """Return the conventions of LIBERO's files.
 
     Raises:
         ConfigError: the files have actions or images that differ from those of LIBERO.
     """
-    if "control_delta" in known:
+    if "control_delta" in conventions:
         raise ConfigError(
             f"{source} has the columns of LIBERO, but {_ABSOLUTE}, as env=libero does. Record the demonstrations with "
             "control_delta=true."
         )
-    rotations, convention = {"opengl": 180, "opencv": 0}, known.get("macros_image_convention")
+    rotations, convention = {"opengl": 180, "opencv": 0}, conventions.get("macros_image_convention")
     if convention not in rotations:
         raise ConfigError(
             f"{source}: macros_image_convention is {convention!r}, expected {' or '.join(rotations)}. Correct it."

@@ -65,10 +65,10 @@ class RldsSource:
         info, features = (_read_json(folder / name) for name in (INFO, FEATURES))
         try:
             step = features["featuresDict"]["features"][_STEPS]["sequence"]["feature"]
-            described = dict(_columns(step, ""))
+            columns = dict(_list_columns(step, ""))
             split = _find_split(folder, info, data.split)
             self._lengths = [int(length) for length in split["shardLengths"]]
-            self._shards = [folder / name for name in _shard_names(info, split, len(self._lengths))]
+            self._shards = [folder / name for name in _list_shard_names(info, split, len(self._lengths))]
             name = str(info["name"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EmbodyError(
@@ -77,7 +77,7 @@ class RldsSource:
             ) from error
         if missing := [path for path in self._shards if not path.is_file()]:
             raise EmbodyError(f"{missing[0]} is missing. Download the data set again.")
-        self._columns = {name: column for name, column in described.items() if isinstance(column, Column)}
+        self._columns = {name: column for name, column in columns.items() if isinstance(column, Column)}
         self._measure_images()
         is_libero = _LIBERO_NAME.match(name) is not None and _LIBERO.keys() <= self._columns.keys()
         # By the format's rules, the last step has no action; OpenVLA's copies of LIBERO store an action there.
@@ -90,14 +90,20 @@ class RldsSource:
             # OpenVLA's copies of LIBERO contain upright frames; the gripper is robosuite's.
             conventions=Conventions(keys=_LIBERO, gripper=(-1, 1)) if is_libero else Conventions(keys=_COMMON),
             left_out="steps marked as is_last, which have no action" if self._drops_last else "",
-            unread={name: reason for name, reason in described.items() if isinstance(reason, str)},
+            unsupported={name: reason for name, reason in columns.items() if isinstance(reason, str)},
         )
 
     def _measure_images(self) -> None:
         """Set the size of image columns without a declared size to the size of the first image."""
-        if not (unknown := [name for name, c in self._columns.items() if c.kind is Kind.image and 0 in c.shape]):
+        if not (
+            unknown := [
+                name for name, column in self._columns.items() if column.kind is Kind.image and 0 in column.shape
+            ]
+        ):
             return
-        path = next((p for p, length in zip(self._shards, self._lengths, strict=True) if length), self._shards[0])
+        path = next(
+            (shard for shard, length in zip(self._shards, self._lengths, strict=True) if length), self._shards[0]
+        )
         for content in itertools.islice(read_records(path), 1):
             features = _parse(f"{path}, record 0", content)
             for name in unknown:
@@ -139,7 +145,9 @@ class RldsSource:
                 if column.kind is Kind.text:
                     texts[name] = [value.decode("utf-8") for value in _as_bytes(stored)]
                 else:
-                    arrays[name] = _images(stored, column) if column.kind is Kind.image else _numbers(stored, column)
+                    arrays[name] = (
+                        _decode_images(stored, column) if column.kind is Kind.image else _decode_numbers(stored, column)
+                    )
             except (ValueError, EmbodyError) as error:
                 cause = str(error).partition(". ")[0]
                 raise EmbodyError(
@@ -152,8 +160,8 @@ class RldsSource:
             raise EmbodyError(
                 f"{where}: {_LAST} marks step {last.argmax()} of {len(last)}. Store one episode in each record."
             )
-        acts_last = not last[-1:].any()
-        return RawEpisode(number=number, where=where, columns=arrays, texts=texts, acts_last=acts_last)
+        last_has_action = not last[-1:].any()
+        return RawEpisode(number=number, where=where, columns=arrays, texts=texts, last_has_action=last_has_action)
 
 
 def _parse(where: str, content: bytes) -> dict[str, Feature]:
@@ -169,7 +177,7 @@ def _as_bytes(stored: Feature) -> list[bytes]:
     return stored
 
 
-def _images(stored: Feature, column: Column) -> np.ndarray:
+def _decode_images(stored: Feature, column: Column) -> np.ndarray:
     encoded = _as_bytes(stored)
     images = np.empty((len(encoded), *column.shape[:2], 3), np.uint8)
     for content, out in zip(encoded, images, strict=True):
@@ -177,7 +185,7 @@ def _images(stored: Feature, column: Column) -> np.ndarray:
     return images
 
 
-def _numbers(stored: Feature, column: Column) -> np.ndarray:
+def _decode_numbers(stored: Feature, column: Column) -> np.ndarray:
     if isinstance(stored, list):
         raise ValueError("the feature contains bytes instead of numbers")
     size = math.prod(column.shape)
@@ -187,14 +195,14 @@ def _numbers(stored: Feature, column: Column) -> np.ndarray:
     return stored.reshape(-1, *column.shape)
 
 
-def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Column | str]]:
+def _list_columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Column | str]]:
     """Yield the path and the description of each column of a step, or the reason why the column is not supported.
 
     Images without a declared size have height and width 0.
     """
     if "featuresDict" in feature:
         for name, part in feature["featuresDict"]["features"].items():
-            yield from _columns(part, f"{prefix}/{name}" if prefix else name)
+            yield from _list_columns(part, f"{prefix}/{name}" if prefix else name)
         return
     name = next((name for name in _LEAVES if name in feature), None)
     if name is None:
@@ -218,25 +226,25 @@ def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Col
 
 
 def _find_split(folder: Path, info: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = {split["name"]: split for split in info["splits"]}
-    if name not in found:
-        raise ConfigError(f"{folder} has no split '{name}' (data.split). Splits: {', '.join(found)}.")
+    splits = {split["name"]: split for split in info["splits"]}
+    if name not in splits:
+        raise ConfigError(f"{folder} has no split '{name}' (data.split). Splits: {', '.join(splits)}.")
     kind = info.get("fileFormat", "tfrecord")
     if kind != "tfrecord":
         raise ConfigError(
             f"{folder} has files of the format {kind}, expected tfrecord. Convert them: "
             "tfds convert_format --out_file_format=tfrecord."
         )
-    return found[name]
+    return splits[name]
 
 
-def _shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: int) -> Iterator[str]:
+def _list_shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: int) -> Iterator[str]:
     template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
     for shard in range(count):
         values = {"DATASET": info["name"], "SPLIT": split["name"], "FILEFORMAT": "tfrecord"}
         values |= {"SHARD_X_OF_Y": f"{shard:05d}-of-{count:05d}", "SHARD_INDEX": f"{shard:05d}"}
         values |= {"NUM_SHARDS": f"{count:05d}"}
-        name = re.sub(r"\{(\w+)\}", lambda found, values=values: values[found[1]], template)
+        name = re.sub(r"\{(\w+)\}", lambda match, values=values: values[match[1]], template)
         if Path(name).name != name:
             raise ConfigError(
                 f"{INFO}: the path {template!r} refers to files outside the data set. Do not use this data set."

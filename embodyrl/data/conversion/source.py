@@ -61,7 +61,7 @@ class Description:
     """Episodes or steps of the source that are not converted, for the start banner."""
     warnings: tuple[str, ...] = ()
     """Warnings about the source, one line each."""
-    unread: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     """Reason why a column of the source cannot be converted, by column name."""
 
 
@@ -79,7 +79,7 @@ class RawEpisode:
     """Texts [T] by column name."""
     instruction: str | None = None
     """Instruction of the episode, if the source stores the instruction outside its columns."""
-    acts_last: bool = True
+    last_has_action: bool = True
     """False if the last step has only an observation; its action is a placeholder."""
 
 
@@ -106,8 +106,8 @@ LIBERO_TARGETS = ("agentview", "robot0_eye_in_hand")
 def libero_keys(front: str, wrist: str, states: Sequence[str], action: str, **more: str) -> Mapping[str, str]:
     """Return the target column of each column of a LIBERO data set; cameras are named as in `env=libero`."""
     cameras = {column: f"{CAMERA}{name}" for column, name in zip((front, wrist), LIBERO_TARGETS, strict=True)}
-    named = {column: str(Target[target]) for target, column in more.items()}
-    return {**cameras, **dict.fromkeys(states, str(Target.state)), action: str(Target.action), **named}
+    targets = {column: str(Target[target]) for target, column in more.items()}
+    return {**cameras, **dict.fromkeys(states, str(Target.state)), action: str(Target.action), **targets}
 
 
 def plain_shape(shape: Sequence[Any]) -> tuple[int, ...]:

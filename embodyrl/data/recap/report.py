@@ -49,21 +49,21 @@ def write_report(folder: Path, rounds: Sequence[Round], commands: Sequence[str])
     """Write the report as JSON and as Markdown; return the lines of the table."""
     head = ["round", "success", "95 % interval", "pool", "solved", "positive", "V error", "V rank corr."]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    lines += [f"| {' | '.join(_cells(one))} |" for one in rounds]
-    listed = ["", "Commands of the stages:", "", *(f"    {command}" for command in commands)]
-    write_atomically(folder / REPORT_TEXT, "\n".join(["# RECAP", "", *lines, *listed]) + "\n")
-    found = {"rounds": [asdict(one) for one in rounds], "commands": list(commands)}
-    write_atomically(folder / REPORT_JSON, json_text(found))
+    lines += [f"| {' | '.join(_format_cells(round_))} |" for round_ in rounds]
+    command_lines = ["", "Commands of the stages:", "", *(f"    {command}" for command in commands)]
+    write_atomically(folder / REPORT_TEXT, "\n".join(["# RECAP", "", *lines, *command_lines]) + "\n")
+    content = {"rounds": [asdict(round_) for round_ in rounds], "commands": list(commands)}
+    write_atomically(folder / REPORT_JSON, json_text(content))
     return lines
 
 
-def _cells(one: Round) -> list[str]:
-    values = one.values
-    share = "" if one.success is None else f"{one.success:.3f} ({one.episodes})"
-    bounds = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+def _format_cells(round_: Round) -> list[str]:
+    values = round_.values
+    success_text = "" if round_.success is None else f"{round_.success:.3f} ({round_.episodes})"
+    bounds = "" if round_.low is None or round_.high is None else f"{round_.low:.3f} to {round_.high:.3f}"
     if not values:
-        return [str(one.number), share, bounds, "", "", "", "", ""]
+        return [str(round_.number), success_text, bounds, "", "", "", "", ""]
     pool = f"{values['episodes']:.0f} episodes"
     solved = f"{values['successes'] / values['episodes']:.2f}"
     numbers = (f"{values[name]:.3f}" for name in ("positive", "value_error", "value_rank_correlation"))
-    return [str(one.number), share, bounds, pool, solved, *numbers]
+    return [str(round_.number), success_text, bounds, pool, solved, *numbers]

@@ -35,27 +35,27 @@ class Outcomes:
         """
         success, end = [], []
         for start, stop in zip(demos.start.tolist(), demos.stop.tolist(), strict=True):
-            reached = np.flatnonzero(demos.success[start:stop])
-            foreign = not len(reached) and bool((demos.actor[start:stop] == Actor.unknown).all())
-            success.append(foreign or len(reached) > 0)
-            end.append(start + int(reached[0]) + 1 if len(reached) else stop)
+            successes = np.flatnonzero(demos.success[start:stop])
+            third_party = not len(successes) and bool((demos.actor[start:stop] == Actor.unknown).all())
+            success.append(third_party or len(successes) > 0)
+            end.append(start + int(successes[0]) + 1 if len(successes) else stop)
         names = [str(demos.instruction[start]) for start in demos.start]
-        known = {name: number for number, name in enumerate(sorted(set(names)))}
+        task_ids = {name: number for number, name in enumerate(sorted(set(names)))}
         return cls(
             start=demos.start,
             end=np.array(end, np.int64),
             success=np.array(success, np.bool_),
-            task=np.array([known[name] for name in names], np.int64),
+            task=np.array([task_ids[name] for name in names], np.int64),
             frames=len(demos.action),
         )
 
     @property
     def task_of_frame(self) -> IntArray:
         """[N] task of each frame up to the first success; -1 for later frames."""
-        found = np.full(self.frames, -1, np.int64)
+        tasks = np.full(self.frames, -1, np.int64)
         for start, end, task in zip(self.start, self.end, self.task, strict=True):
-            found[start:end] = task
-        return found
+            tasks[start:end] = task
+        return tasks
 
 
 def normalised_returns(outcomes: Outcomes, failure_penalty: float) -> DoubleArray:
@@ -80,20 +80,20 @@ def advantages(outcomes: Outcomes, g: DoubleArray, value: DoubleArray, steps: in
 
     The advantage is g_t - V_t if the episode ends within n steps, or if `steps` is None.
     """
-    found = np.zeros(outcomes.frames)
+    result = np.zeros(outcomes.frames)
     for start, end in zip(outcomes.start.tolist(), outcomes.end.tolist(), strict=True):
-        found[start:end] = g[start:end] - value[start:end]
+        result[start:end] = g[start:end] - value[start:end]
         if steps is not None and (inner := end - start - steps) > 0:
-            later = slice(start + steps, end)
-            found[start : start + inner] += value[later] - g[later]
-    return found
+            bootstrap = slice(start + steps, end)
+            result[start : start + inner] += value[bootstrap] - g[bootstrap]
+    return result
 
 
 def thresholds(outcomes: Outcomes, advantage: DoubleArray, positive_share: float) -> dict[int, float]:
     """Return an advantage threshold per task: the quantile 1 - `positive_share` over frames up to the first success."""
     task = outcomes.task_of_frame
-    found = np.unique(outcomes.task).tolist()
-    return {one: float(np.quantile(advantage[task == one], 1.0 - positive_share)) for one in found}
+    task_ids = np.unique(outcomes.task).tolist()
+    return {task_id: float(np.quantile(advantage[task == task_id], 1.0 - positive_share)) for task_id in task_ids}
 
 
 def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, float]) -> BoolArray:
@@ -103,8 +103,8 @@ def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, 
     """
     task = outcomes.task_of_frame
     labels = np.zeros(outcomes.frames, np.bool_)
-    for one, limit in limits.items():
-        labels |= (task == one) & (advantage >= limit)
+    for task_id, limit in limits.items():
+        labels |= (task == task_id) & (advantage >= limit)
     return labels
 
 
@@ -115,20 +115,20 @@ def forced(demos: Demonstrations) -> BoolArray:
 
 def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
     """Return a copy of the labels [N]; the labels selected by the mask `free` [N] are shuffled within each task."""
-    found, task = labels.copy(), outcomes.task_of_frame
+    result, task = labels.copy(), outcomes.task_of_frame
     rng = np.random.default_rng(seed)
-    for one in np.unique(outcomes.task).tolist():
-        rows = np.flatnonzero(free & (task == one))
-        found[rows] = labels[rng.permutation(rows)]
-    return found
+    for task_id in np.unique(outcomes.task).tolist():
+        rows = np.flatnonzero(free & (task == task_id))
+        result[rows] = labels[rng.permutation(rows)]
+    return result
 
 
 def two_hot(g: DoubleArray, bins: int) -> DoubleArray:
     """Return two-hot targets [N, bins] for returns g [N] on the bins linspace(-1, 0); the mean of row i is g_i."""
-    place = (np.clip(g, -1.0, 0.0) + 1.0) * (bins - 1)
-    low = np.minimum(np.floor(place), bins - 2).astype(np.int64)
+    position = (np.clip(g, -1.0, 0.0) + 1.0) * (bins - 1)
+    low = np.minimum(np.floor(position), bins - 2).astype(np.int64)
     target, rows = np.zeros((len(g), bins)), np.arange(len(g))
-    target[rows, low], target[rows, low + 1] = 1.0 - (place - low), place - low
+    target[rows, low], target[rows, low + 1] = 1.0 - (position - low), position - low
     return target
 
 
@@ -139,12 +139,12 @@ def folds_of(episodes: int, folds: int, seed: int) -> IntArray:
 
 def rank_correlation(one: Sequence[float] | DoubleArray, other: Sequence[float] | DoubleArray) -> float:
     """Return Spearman's rank correlation of two sequences; ties get their mean rank. 0 if a sequence is constant."""
-    a, b = (_ranks(np.asarray(values, np.float64)) for values in (one, other))
+    a, b = (_get_ranks(np.asarray(values, np.float64)) for values in (one, other))
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size else 0.0
 
 
-def _ranks(values: DoubleArray) -> DoubleArray:
+def _get_ranks(values: DoubleArray) -> DoubleArray:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2.0)[inverse]

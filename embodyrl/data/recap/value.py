@@ -51,18 +51,18 @@ def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
     parts: list[Tensor] = []
     for start in range(0, len(demos.action), ROWS_AT_A_TIME):
         obs = observations(demos, np.arange(start, min(start + ROWS_AT_A_TIME, len(demos.action))))
-        found = policy.features(obs).float()
-        parts.append(torch.cat([found, torch.from_numpy(obs.state).to(found)], 1))
+        features = policy.features(obs).float()
+        parts.append(torch.cat([features, torch.from_numpy(obs.state).to(features)], 1))
     return torch.cat(parts)
 
 
 def train_value(
-    make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
+    build_model: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
 ) -> ValueModel:
     """Train a value model on selected frames, with cross-entropy between its distribution and the two-hot returns.
 
     Args:
-        make: function that builds a value model.
+        build_model: function that builds a value model.
         frames: [n] indices of the training frames.
         g: [N] normalised return of every frame.
         training: settings of the training.
@@ -72,10 +72,10 @@ def train_value(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
-        model = make().train()
-        used = [*model.parameters()]
-        device = used[0].device
-        optimizer = torch.optim.AdamW(used, lr=training.lr, weight_decay=0.1)
+        model = build_model().train()
+        parameters = [*model.parameters()]
+        device = parameters[0].device
+        optimizer = torch.optim.AdamW(parameters, lr=training.lr, weight_decay=0.1)
         rng = np.random.default_rng(training.seed)
         for step in range(training.steps):
             share = 0.5 * (1.0 + math.cos(math.pi * step / training.steps))
@@ -86,7 +86,7 @@ def train_value(
             loss = nn.functional.cross_entropy(model(rows), target)
             optimizer.zero_grad()
             loss.backward()
-            if not (norm := nn.utils.clip_grad_norm_(used, 1.0)).isfinite():
+            if not (norm := nn.utils.clip_grad_norm_(parameters, 1.0)).isfinite():
                 raise NonFiniteError(
                     f"Non-finite gradient norm {norm.item()} of a value model in optimizer step {step + 1}; the policy "
                     f"is unchanged, and no labels were written. Lower recap.value_lr."
@@ -111,5 +111,5 @@ def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
 
 def observations(demos: Demonstrations, frames: IntArray) -> Observation:
     """Return the observations of the frames with the indices `frames`."""
-    words = tuple(str(text) for text in demos.instruction[frames])
-    return Observation(images=demos.images[frames], state=demos.state[frames], instructions=words)
+    instructions = tuple(str(text) for text in demos.instruction[frames])
+    return Observation(images=demos.images[frames], state=demos.state[frames], instructions=instructions)
