@@ -124,7 +124,7 @@ def test_preset_dry_run_matches_the_recorded_output(preset, tmp_path, monkeypatc
     if preset.startswith("libero"):
         pytest.importorskip("libero.libero")
     # ManiSkill would build the task on a GPU; this is what it says on a CPU.
-    monkeypatch.setattr(maniskill, "describe_apart", lambda cfg: PANDA)
+    monkeypatch.setattr(maniskill, "describe_in_subprocess", lambda cfg: PANDA)
     folder = tmp_path / "model"
     folder.mkdir()
     said = dry_run(preset, folder, monkeypatch)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory
-from embodyrl.envs.maniskill.install import Description, describe_apart
+from embodyrl.envs.maniskill.install import Description, describe_in_subprocess
 from embodyrl.envs.maniskill.settings import (
     BRIDGE_EPISODES,
-    DEMONSTRATED,
     EE_DELTA_POSE,
+    EXPERT_TASKS,
     SEEDS,
     ManiSkillSettings,
     ObsMode,
@@ -59,8 +59,9 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         }
         for key in sorted(reserved):
             yield f"env.kwargs.{key}={cfg.kwargs[key]} is reserved. Set it with env.{key} or env.train."
-        if sized := _sizes(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
-            yield f"{', '.join(sized)}: set env.init_params.camera_heights and camera_widths instead, for all cameras."
+        if size_keys := _find_sizes(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
+            keys = ", ".join(size_keys)
+            yield f"{keys}: set env.init_params.camera_heights and camera_widths instead, for all cameras."
 
     def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
         """Return the task's spec, read in a separate process that builds the task, which takes some seconds.
@@ -69,7 +70,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
             MissingDependencyError: ManiSkill, its Vulkan driver or an asset is missing.
             ConfigError: the task is unknown, rejects its settings, or lacks a camera.
         """
-        return _spec(cfg, describe_apart(cfg))
+        return _build_spec(cfg, describe_in_subprocess(cfg))
 
     def costs(self, cfg: ManiSkillSettings, spec: EnvSpec) -> EnvCosts:
         """Estimate the GPU memory of a batch; zeros for a simulator on the CPU."""
@@ -83,21 +84,21 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
-        spec = _spec(cfg, describe(cfg))
+        spec = _build_spec(cfg, describe(cfg))
         return BatchSims(spec, cfg, context.num_slots) if spec.simulator.lockstep else ManiSkillSims(spec, cfg)
 
 
-def _sizes(sensors: object, where: str) -> list[str]:
+def _find_sizes(sensors: object, prefix: str) -> list[str]:
     """Return the entries of `env.kwargs` that set the image size of one or all cameras."""
-    inner = sensors if isinstance(sensors, dict) else {}
-    here = [f"{where}.{key}" for key in ("height", "width") if key in inner]
-    return here + [name for key, value in inner.items() for name in _sizes(value, f"{where}.{key}")]
+    configs = sensors if isinstance(sensors, dict) else {}
+    names = [f"{prefix}.{key}" for key in ("height", "width") if key in configs]
+    return names + [name for key, value in configs.items() for name in _find_sizes(value, f"{prefix}.{key}")]
 
 
-def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
+def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
     name = cfg.id
     assert name is not None, "validate first"
-    if found.draws_scene:
+    if description.samples_scene:
         raise ConfigError(
             f"env.sim_backend=gpu: env.id={name} samples objects only when its scene is built, once for all "
             "episodes of a batch, so a reset id would not determine the episode. Set env.sim_backend=cpu, or "
@@ -105,38 +106,38 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
         )
     cameras = tuple(cfg.init_params.camera_names) if cfg.obs_mode is ObsMode.rgb else ()
     for camera in cameras:
-        if camera not in found.cameras:
+        if camera not in description.cameras:
             raise ConfigError(
                 f"env.init_params.camera_names: env.id={name} has no camera '{camera}'."
-                f"{closest(camera, found.cameras)} Cameras: {', '.join(found.cameras)}."
+                f"{closest(camera, description.cameras)} Cameras: {', '.join(description.cameras)}."
             )
     height, width = cfg.init_params.camera_heights, cfg.init_params.camera_widths
-    poses = found.control_mode == EE_DELTA_POSE
-    gripper = GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None
+    uses_poses = description.control_mode == EE_DELTA_POSE
+    gripper = GripperConvention(open=1.0, closed=-1.0) if description.has_gripper else None
     controls = None
-    if poses and gripper:  # as seen by a camera that faces the robot
+    if uses_poses and gripper:  # as seen by a camera that faces the robot
         turns = ((3, _TURN), (4, _TURN), (5, _TURN))
         controls = arm_controls(right=(1, _STEP), away=(0, -_STEP), up=(2, _STEP), turns=turns, gripper=gripper)
-    bridge, batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
+    is_bridge, is_batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
     return EnvSpec(
         name=name,
         action=ActionSpec(
-            dim=len(found.action_low),
+            dim=len(description.action_low),
             gripper=gripper,
             controls=controls,
             kind=ActionKind.box,
-            low=found.action_low,
-            high=found.action_high,
+            low=description.action_low,
+            high=description.action_high,
         ),
         tasks=(instruction(name),),
         states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
         cameras=CameraSpec(names=cameras, size=(height, width) if cameras else (0, 0)),
-        state_dim=found.state_dim,
-        benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None),
-        max_episode_steps=found.max_episode_steps or cfg.longest_episode,
-        expert=ExpertSpec(tasks=(0,) if poses and not batched and name in DEMONSTRATED else ()),
+        state_dim=description.state_dim,
+        benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if is_bridge else "maniskill" if uses_poses else None),
+        max_episode_steps=description.max_episode_steps or cfg.longest_episode,
+        expert=ExpertSpec(tasks=(0,) if uses_poses and not is_batched and name in EXPERT_TASKS else ()),
         reward=RewardSpec(success="info['success']", dense=cfg.reward_mode not in ("sparse", "none")),
-        simulator=SimulatorSpec(lockstep=batched, on_gpu=batched),
+        simulator=SimulatorSpec(lockstep=is_batched, on_gpu=is_batched),
     )
 
 

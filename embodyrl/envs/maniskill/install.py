@@ -50,7 +50,7 @@ class Description:
     cameras: tuple[str, ...]
     max_episode_steps: int
     """Time limit of the task itself, in env steps; 0: no limit."""
-    draws_scene: bool = False
+    samples_scene: bool = False
     """True if objects are sampled when the scene is built, so that a reset id does not determine an episode of a
     batch."""
 
@@ -66,8 +66,8 @@ def vulkan_problem(device: str) -> str | None:
 
 def physx_file() -> Path:
     """Return the path to which SAPIEN downloads the GPU library of PhysX."""
-    found = run_isolated(_FIND_PHYSX)
-    version = found.output.strip() if found.code == 0 else "VERSION"
+    result = run_isolated(_FIND_PHYSX)
+    version = result.output.strip() if result.code == 0 else "VERSION"
     return Path.home() / ".sapien" / "physx" / version / PHYSX
 
 
@@ -88,7 +88,7 @@ def fetch_physx() -> None:
         )
 
 
-def describe_apart(cfg: ManiSkillSettings) -> Description:
+def describe_in_subprocess(cfg: ManiSkillSettings) -> Description:
     """Return the properties of a task, read in a separate process.
 
     Building a task takes seconds, may crash in a driver, and may prompt for input.
@@ -101,14 +101,14 @@ def describe_apart(cfg: ManiSkillSettings) -> Description:
     if cfg.sim_backend is SimBackend.gpu and visible_gpus():
         fetch_physx()
     task = {name: to_builtin(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
-    return _described(json.dumps(task))
+    return _describe_cached(json.dumps(task))
 
 
 @functools.lru_cache(maxsize=8)
-def _described(cfg: str) -> Description:
+def _describe_cached(cfg: str) -> Description:
     try:
-        given = ManiSkillSettings.model_validate_json(cfg)
-        return call_isolated("embodyrl.envs.maniskill.simulator:describe", given, kind=Description)
+        settings = ManiSkillSettings.model_validate_json(cfg)
+        return call_isolated("embodyrl.envs.maniskill.simulator:describe", settings, kind=Description)
     except NoAnswerError as error:
         raise MissingDependencyError(
             f"ManiSkill cannot build the task of env.id: {error}. Fix: {INSTALL}; {VULKAN_FIX}"

@@ -41,14 +41,14 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
 SEEDS = 100_000
 """Number of reset ids of a task; each reset id is the seed of an episode."""
 
-_TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
+_TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
-BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
+BRIDGE_EPISODES: dict[str, int] = _TASKS["bridge_episodes"]
 """Number of initial states of each Bridge task, which has numbered object placements instead of seeds."""
 
 TASK_IDS = {
     f"ManiSkill-{name}": ("maniskill_bridge" if name in BRIDGE_EPISODES else "maniskill", f"env.id={name}")
-    for name in _TOLD["instructions"]
+    for name in _TASKS["instructions"]
 }
 """Config overrides that select a task with an instruction in `tasks.toml`, by Gymnasium id."""
 
@@ -58,11 +58,11 @@ EE_DELTA_POSE = "pd_ee_delta_pose"
 """Control mode with 7-D actions: hand translation (1 is 0.1 m), hand rotation (1 is 0.1 rad), gripper (1 opens, -1
 closes)."""
 
-DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
+EXPERT_TASKS = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
 """Tasks with a scripted expert, whose actions are those of control mode `EE_DELTA_POSE`."""
 
 
 def instruction(env_id: str) -> str:
     """Return the language instruction of a task, derived from the id if `tasks.toml` has no entry."""
     name = env_id.split("-v")[0]
-    return _TOLD["instructions"].get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()
+    return _TASKS["instructions"].get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()

@@ -26,26 +26,26 @@ MAX_FACES = 400
 
 
 @contextlib.contextmanager
-def lean_visuals() -> Iterator[None]:
+def load_lean_visuals() -> Iterator[None]:
     """Make SAPIEN's builders load reduced copies of GLB meshes inside this context."""
     from sapien.wrapper.actor_builder import ActorBuilder  # pyright: ignore[reportMissingImports]
 
     original = ActorBuilder.add_visual_from_file
 
-    def add(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+    def add_visual(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         path = Path(filename)
         if path.suffix.lower() == ".glb":
-            path = small_copy(path, f"{MAX_FACES} faces", ".glb", _reduced)
+            path = small_copy(path, f"{MAX_FACES} faces", ".glb", _reduce_mesh)
         return original(self, str(path), *args, **kwargs)
 
-    ActorBuilder.add_visual_from_file = add
+    ActorBuilder.add_visual_from_file = add_visual
     try:
         yield
     finally:
         ActorBuilder.add_visual_from_file = original
 
 
-def _reduced(path: Path) -> bytes:
+def _reduce_mesh(path: Path) -> bytes:
     import trimesh  # pyright: ignore[reportMissingImports]
     from trimesh.visual import TextureVisuals  # pyright: ignore[reportMissingImports]
 
@@ -55,14 +55,14 @@ def _reduced(path: Path) -> bytes:
             continue
         uv, faces = getattr(part.visual, "uv", None), np.asarray(part.faces)
         textured = uv is not None and len(uv) == len(part.vertices)
-        painted = (np.asarray(uv, np.float32), faces) if textured else None
-        mesh = weld(np.asarray(part.vertices, np.float32), faces, painted)
-        small = decimate(mesh, MAX_FACES)
+        texture = (np.asarray(uv, np.float32), faces) if textured else None
+        mesh = weld(np.asarray(part.vertices, np.float32), faces, texture)
+        reduced = decimate(mesh, MAX_FACES)
         visual = TextureVisuals(
-            uv=small.texcoord if textured else None, material=getattr(part.visual, "material", None)
+            uv=reduced.texcoord if textured else None, material=getattr(part.visual, "material", None)
         )
         scene.geometry[name] = trimesh.Trimesh(
-            small.position, small.faces, vertex_normals=small.normal, visual=visual, process=False
+            reduced.position, reduced.faces, vertex_normals=reduced.normal, visual=visual, process=False
         )
     return scene.export(file_type="glb", include_normals=True)
 
@@ -72,7 +72,7 @@ _FRAME_PIXELS = 320
 
 _HAND_CAMERA_PIXELS = 128
 
-_NO_VULKAN = ("ErrorIncompatibleDriver", "supported physical device", "rendering device", "createInstance")
+_VULKAN_ERRORS = ("ErrorIncompatibleDriver", "supported physical device", "rendering device", "createInstance")
 
 
 def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
@@ -83,7 +83,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         UnknownNameError: the task does not exist.
         ConfigError: the task rejects its settings.
     """
-    task = _task(cfg)
+    task = _find_task(cfg)
     size = {"height": cfg.init_params.camera_heights, "width": cfg.init_params.camera_widths}
     rgb = "rgb+segmentation" if cfg.id in BRIDGE_EPISODES else "rgb"
     settings = {
@@ -96,7 +96,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         "human_render_camera_configs": {"height": _FRAME_PIXELS, "width": _FRAME_PIXELS, "shader_pack": "minimal"},
     }
     try:
-        with _quiet(), _lean(cfg):
+        with _suppress_output(), _use_lean_visuals(cfg):
             # The user's own arguments last: they may replace all but the reserved ones (`problems`).
             sensors = {**size, "shader_pack": "minimal", **cfg.kwargs.get("sensor_configs", {})}
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs, "sensor_configs": sensors})
@@ -108,7 +108,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         if isinstance(error, EmbodyError):
             raise
         text = one_line(error)
-        if any(mark in text for mark in _NO_VULKAN):
+        if any(pattern in text for pattern in _VULKAN_ERRORS):
             raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Fix: {VULKAN_FIX}") from error
         raise ConfigError(
             f"env.id={cfg.id} cannot be built with sim_backend={cfg.sim_backend.value}, obs_mode={obs_mode.value}, "
@@ -135,19 +135,19 @@ def restart_rows(
     ManiSkill samples all rows from the first row's seed, so that an episode depends on the other rows. This function
     samples each row from its own seed; the expensive parts of a reset on the GPU run once for all rows.
     """
-    draw = env._initialize_episode
+    initialize = env._initialize_episode
 
-    def draw_each(rows: Any, options: dict[str, Any]) -> None:
-        everybody = env.scene._reset_mask
+    def initialize_each(rows: Any, options: dict[str, Any]) -> None:
+        reset_mask = env.scene._reset_mask
         for row, reset_id in zip(rows, reset_ids.values(), strict=True):
-            env.scene._reset_mask = torch.zeros_like(everybody)
+            env.scene._reset_mask = torch.zeros_like(reset_mask)
             env.scene._reset_mask[row] = True
             env._episode_rng = np.random.RandomState(reset_id)
             torch.manual_seed(reset_id)
-            draw(row[None], options)
-        env.scene._reset_mask = everybody
+            initialize(row[None], options)
+        env.scene._reset_mask = reset_mask
 
-    env._initialize_episode = draw_each
+    env._initialize_episode = initialize_each
     try:
         rows = torch.tensor(list(reset_ids), device=env.device)
         return _reset(cfg, env, list(reset_ids.values()), cameras, {"env_idx": rows})
@@ -161,7 +161,7 @@ def _reset(
     if cfg.obs_mode is ObsMode.rgb:
         # Resets and steps would render all cameras; `observe` renders those of the spec when needed.
         env._obs_mode = "none"
-    with _quiet(), _lean(cfg):
+    with _suppress_output(), _use_lean_visuals(cfg):
         info = env.reset(seed=seeds, options=options)[1]
     for camera in [name for name in env.scene.sensors if name not in cameras]:
         del env.scene.sensors[camera]
@@ -182,47 +182,47 @@ def describe(cfg: ManiSkillSettings) -> Description:
             raise ConfigError(f"env.id={cfg.id}: the actions are {space}, but only tasks with one robot are supported.")
         return Description(
             control_mode=agent.control_mode,
-            action_low=tuple(float(x) for x in space.low),
-            action_high=tuple(float(x) for x in space.high),
+            action_low=tuple(float(bound) for bound in space.low),
+            action_high=tuple(float(bound) for bound in space.high),
             has_gripper="gripper" in getattr(agent.controller, "controllers", {}),
-            state_dim=state(env, cfg.obs_mode, env.get_info()).shape[1],
+            state_dim=get_state(env, cfg.obs_mode, env.get_info()).shape[1],
             cameras=tuple(env.scene.sensors),
-            max_episode_steps=_task(cfg).max_episode_steps or 0,
-            draws_scene=cfg.sim_backend is SimBackend.gpu and draws_scene(env),
+            max_episode_steps=_find_task(cfg).max_episode_steps or 0,
+            samples_scene=cfg.sim_backend is SimBackend.gpu and samples_scene(env),
         )
     finally:
         env.close()
 
 
-def draws_scene(env: Any) -> bool:
+def samples_scene(env: Any) -> bool:
     """Return True if building the scene samples objects, sizes or colours."""
-    build, drawn = env._reconfigure, []
+    reconfigure, has_sampled = env._reconfigure, []
 
-    def watched(options: dict[str, Any]) -> None:
-        before = _generators(env)
-        build(options)
-        drawn.append(_generators(env) != before)
+    def reconfigure_and_compare(options: dict[str, Any]) -> None:
+        states_before = _get_generator_states(env)
+        reconfigure(options)
+        has_sampled.append(_get_generator_states(env) != states_before)
 
     # Set on the object and removed again: other environments of the process keep the method of the class.
-    env._reconfigure = watched
+    env._reconfigure = reconfigure_and_compare
     try:
-        with _quiet():
+        with _suppress_output():
             env.reset(seed=0, options={"reconfigure": True})
     finally:
         del env._reconfigure
-    return any(drawn)
+    return any(has_sampled)
 
 
-def _generators(env: Any) -> list[bytes]:
+def _get_generator_states(env: Any) -> list[bytes]:
     """Return the states of all random generators that tasks use."""
-    torches = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
-    numpies = [np.random.get_state(), *(rng.get_state() for rng in env._batched_episode_rng.rngs)]
-    return [t.numpy().tobytes() for t in torches] + [
-        repr(state[1:3]).encode() + state[1].tobytes() for state in numpies
+    torch_states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+    numpy_states = [np.random.get_state(), *(rng.get_state() for rng in env._batched_episode_rng.rngs)]
+    return [torch_state.numpy().tobytes() for torch_state in torch_states] + [
+        repr(state[1:3]).encode() + state[1].tobytes() for state in numpy_states
     ]
 
 
-def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
+def get_state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
     """Return the state [N, S]: all observations of the task, or only joint angles and hand pose if there are images."""
     from mani_skill.utils import common  # pyright: ignore[reportMissingImports]
 
@@ -234,7 +234,7 @@ def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
     return common.flatten_state_dict(parts, use_torch=True)
 
 
-def _task(cfg: ManiSkillSettings) -> Any:
+def _find_task(cfg: ManiSkillSettings) -> Any:
     """Return the task's entry in ManiSkill's registry, after checking that its asset files exist."""
     _prepare_process()
     from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
@@ -266,21 +266,21 @@ def _task(cfg: ManiSkillSettings) -> Any:
 @functools.cache
 def _prepare_process() -> None:
     try:
-        with _quiet():
+        with _suppress_output():
             importlib.import_module("mani_skill.envs")  # registers the tasks
             from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingDependencyError.of_import("ManiSkill", error, INSTALL) from error
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
     robot: Any = Panda
-    robot._sensor_configs = property(_hand_camera)
+    robot._sensor_configs = property(_get_hand_camera)
     # ManiSkill runs the garbage collector for each scene; with the objects of all imports frozen that takes 1 ms, not
     # 150.
     gc.collect()
     gc.freeze()
 
 
-def _hand_camera(panda: Any) -> list[Any]:
+def _get_hand_camera(panda: Any) -> list[Any]:
     """Return the camera config of the plain Panda: a wrist camera, like `panda_wristcam` without the housing."""
     import sapien  # pyright: ignore[reportMissingImports]
     from mani_skill.sensors.camera import CameraConfig  # pyright: ignore[reportMissingImports]
@@ -292,12 +292,12 @@ def _hand_camera(panda: Any) -> list[Any]:
     ]
 
 
-def _lean(cfg: ManiSkillSettings) -> contextlib.AbstractContextManager[None]:
-    return lean_visuals() if cfg.render_profile is RenderProfile.lean else contextlib.nullcontext()
+def _use_lean_visuals(cfg: ManiSkillSettings) -> contextlib.AbstractContextManager[None]:
+    return load_lean_visuals() if cfg.render_profile is RenderProfile.lean else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_output() -> Iterator[None]:
     """Suppress output and warnings of ManiSkill during import and construction."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -44,7 +44,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
                 "(3.1 has additional dependencies)."
             )
         names, params = cfg.names, cfg.init_params
-        which = len(names) if len(names) > 1 else 0
+        num_task_columns = len(names) if len(names) > 1 else 0
         return EnvSpec(
             name=f"metaworld {cfg.id}",
             action=ActionSpec(
@@ -63,7 +63,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
                 rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
                 needed=cfg.pixels,
             ),
-            state_dim=PROPRIOCEPTION if cfg.pixels else STATE + which,
+            state_dim=PROPRIOCEPTION if cfg.pixels else STATE + num_task_columns,
             max_episode_steps=500,
             expert=ExpertSpec(tasks=tuple(range(len(names)))),
             reward=RewardSpec(success="info['success']", dense=True),
@@ -76,7 +76,9 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         choose_device()
         from embodyrl.envs.metaworld.sims import MetaWorldSims
 
-        return MetaWorldSims(self.describe(cfg, context), cfg, hidden=cfg.id in HIDDEN_GOALS, pictures=context.pictures)
+        return MetaWorldSims(
+            self.describe(cfg, context), cfg, hides_goal=cfg.id in HIDDEN_GOALS, renders=context.pictures
+        )
 
 
 FACTORY = MetaWorldFactory()

@@ -32,68 +32,70 @@ class MetaWorldSims(PerSlot):
     those of the package with `seeded_rand_vec`. The package never terminates episodes; here a success does.
     """
 
-    def __init__(self, spec: EnvSpec, cfg: MetaWorldSettings, *, hidden: bool, pictures: bool) -> None:
+    def __init__(self, spec: EnvSpec, cfg: MetaWorldSettings, *, hides_goal: bool, renders: bool) -> None:
         super().__init__(spec)
-        self._cfg, self._hidden, self._pictures = cfg, hidden, pictures
-        self._idle: defaultdict[int, list[Any]] = defaultdict(list)
+        self._cfg, self._hides_goal, self._renders = cfg, hides_goal, renders
+        self._idle_envs: defaultdict[int, list[Any]] = defaultdict(list)
         self._envs: dict[int, tuple[int, Any]] = {}
-        self._seen: dict[int, np.ndarray] = {}
+        self._observations: dict[int, np.ndarray] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         """Sample the goal and the objects with the reset id as seed; there is no other randomness."""
         task, state = self.spec.task_of(reset_id)
         if slot in self._envs and self._envs[slot][0] != task:
-            before, env = self._envs.pop(slot)
-            self._idle[before].append(env)
+            previous_task, env = self._envs.pop(slot)
+            self._idle_envs[previous_task].append(env)
         if slot not in self._envs:
-            self._envs[slot] = task, self._idle[task].pop() if self._idle[task] else self._build(task)
+            self._envs[slot] = task, self._idle_envs[task].pop() if self._idle_envs[task] else self._build(task)
         env = self._envs[slot][1]
         env.seed(state)
-        self._seen[slot] = env.reset()[0]
-        self.note_start(slot, solved=_goal_holds(env))
+        self._observations[slot] = env.reset()[0]
+        self.note_start(slot, solved=_is_goal_reached(env))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [4], clipped to -1..1 in all dimensions; the package clips only the first three."""
-        self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
+        self._observations[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Write images, hand position and gripper (with `pixels`), or the 39-dimensional state and one-hot task id."""
-        seen = self._seen[slot]
+        observation = self._observations[slot]
         if self._cfg.pixels:
-            out.state[:] = seen[:PROPRIOCEPTION]
-            for place, camera in enumerate(self.spec.cameras.names):
-                out.images[place] = self._draw(slot, camera)
+            out.state[:] = observation[:PROPRIOCEPTION]
+            for index, camera in enumerate(self.spec.cameras.names):
+                out.images[index] = self._render_camera(slot, camera)
             return
         out.state[:] = 0.0
-        out.state[:STATE] = seen
-        if self._hidden:
+        out.state[:STATE] = observation
+        if self._hides_goal:
             out.state[_GOAL] = 0.0
         if len(out.state) > STATE:
             out.state[STATE + self._envs[slot][0]] = 1.0
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright image of the first camera."""
-        return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras.names, "corner2")[0])[::-1, ::-1])
+        return np.ascontiguousarray(self._render_camera(slot, (*self.spec.cameras.names, "corner2")[0])[::-1, ::-1])
 
     def expert(self, slot: int) -> FloatArray:
         """Return the action of the package's scripted policy, which uses the goal."""
         task = self._cfg.names[self._envs[slot][0]]
-        return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._seen[slot]), -1.0, 1.0).astype(np.float32)
+        return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._observations[slot]), -1.0, 1.0).astype(
+            np.float32
+        )
 
     def close(self) -> None:
         """Free simulators and renderers; idempotent."""
-        for env in [env for _, env in self._envs.values()] + [env for envs in self._idle.values() for env in envs]:
+        for env in [env for _, env in self._envs.values()] + [env for envs in self._idle_envs.values() for env in envs]:
             env.close()
         self._envs.clear()
-        self._idle.clear()
+        self._idle_envs.clear()
 
     def _build(self, task: int) -> Any:
         params = self._cfg.init_params
-        draws = bool(self.spec.cameras.names) or self._pictures
+        renders = bool(self.spec.cameras.names) or self._renders
         env: Any = ALL_V3_ENVIRONMENTS[self._cfg.names[task]](
-            render_mode="rgb_array" if draws else None,
+            render_mode="rgb_array" if renders else None,
             camera_name="corner2",
             height=params.camera_heights,
             width=params.camera_widths,
@@ -110,25 +112,25 @@ class MetaWorldSims(PerSlot):
             env.model.vis.quality.shadowsize = 0
         return env
 
-    def _draw(self, slot: int, camera: str) -> ByteArray:
+    def _render_camera(self, slot: int, camera: str) -> ByteArray:
         env = self._envs[slot][1]
         env.mujoco_renderer.camera_id = mujoco.mj_name2id(env.model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
         return env.mujoco_renderer.render("rgb_array")
 
 
-def _goal_holds(env: Any) -> bool:
+def _is_goal_reached(env: Any) -> bool:
     """Return True if the goal is already reached after a reset, without changing the environment.
 
     The observation of `reset` contains outdated object poses (a window that is still closed). The current poses
     need a forward pass, here on a copy: the next step must start from the package's own state.
     """
     space = env.sawyer_observation_space  # cached at its first use
-    before = dict(vars(env))
+    attributes = dict(vars(env))
     try:
         env.data = copy.copy(env.data)
         mujoco.mj_forward(env.model, env.data)
-        seen = np.clip(env._get_obs(), space.low, space.high)
-        return bool(env.evaluate_state(seen, np.zeros(4, np.float32))[1]["success"])
+        observation = np.clip(env._get_obs(), space.low, space.high)
+        return bool(env.evaluate_state(observation, np.zeros(4, np.float32))[1]["success"])
     finally:
         vars(env).clear()
-        vars(env).update(before)
+        vars(env).update(attributes)

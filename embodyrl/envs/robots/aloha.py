@@ -20,7 +20,7 @@ from embodyrl.envs.robots.aloha_expert import TransferExpert
 from embodyrl.envs.robots.aloha_insertion import InsertionExpert
 
 
-class _CheapObservation(sim.BimanualViperXTask):
+class _StateObservation(sim.BimanualViperXTask):
     """Base class of tasks whose observation omits the images, because rendering is slow."""
 
     def get_observation(self, physics: Any) -> Mapping[str, Any]:
@@ -28,21 +28,21 @@ class _CheapObservation(sim.BimanualViperXTask):
         return {"qpos": self.get_qpos(physics), "env_state": self.get_env_state(physics)}
 
 
-class _TransferCube(_CheapObservation, sim.TransferCubeTask):
+class _TransferCube(_StateObservation, sim.TransferCubeTask):
     pass
 
 
-class _Insertion(_CheapObservation, sim.InsertionTask):
+class _Insertion(_StateObservation, sim.InsertionTask):
     pass
 
 
-def _insertion_poses(seed: int | None) -> np.ndarray:
+def _sample_insertion_poses(seed: int | None) -> np.ndarray:
     return np.concatenate(utils.sample_insertion_pose(seed))
 
 
 _TASKS = {
     "transfer_cube": (_TransferCube, utils.sample_box_pose, 7, TransferExpert),
-    "insertion": (_Insertion, _insertion_poses, 14, InsertionExpert),
+    "insertion": (_Insertion, _sample_insertion_poses, 14, InsertionExpert),
 }
 
 
@@ -71,21 +71,23 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
             observation_width: width of the image, pixels.
             render_mode: rgb_array, or None.
         """
-        kind, self._sample, poses, expert = _TASKS[task]
+        task_class, self._sample, num_poses, expert = _TASKS[task]
         self.render_mode = render_mode
         self._camera, self._size = camera, (observation_height, observation_width)
-        self._seen: Mapping[str, Any] = {}
+        self._last_observation: Mapping[str, Any] = {}
         self._renderers: dict[tuple[int, int], Any] = {}
         scene = constants.ASSETS_DIR / f"bimanual_viperx_{task}.xml"
         self._env = control.Environment(
-            Physics.from_xml_path(str(scene)), kind(), float("inf"), control_timestep=constants.DT
+            Physics.from_xml_path(str(scene)), task_class(), float("inf"), control_timestep=constants.DT
         )
-        joints = spaces.Box(-1000.0, 1000.0, (len(constants.JOINTS),), np.float64)
-        seen: Any = spaces.Box(-np.inf, np.inf, (poses,), np.float64)
+        joint_space = spaces.Box(-1000.0, 1000.0, (len(constants.JOINTS),), np.float64)
+        space: Any = spaces.Box(-np.inf, np.inf, (num_poses,), np.float64)
         if camera is not None:
-            seen = spaces.Dict({camera: spaces.Box(0, 255, (*self._size, 3), np.uint8)})
-        self.observation_space = spaces.Dict({"agent_pos": joints, "env_state" if camera is None else "pixels": seen})
-        self.action_space = self._joint_targets()
+            space = spaces.Dict({camera: spaces.Box(0, 255, (*self._size, 3), np.uint8)})
+        self.observation_space = spaces.Dict(
+            {"agent_pos": joint_space, "env_state" if camera is None else "pixels": space}
+        )
+        self.action_space = self._build_action_space()
         self._expert = expert(self._env.physics.model.ptr, self._env.physics.data.ptr)
         self.expert_action = self._expert.action
 
@@ -94,14 +96,14 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         super().reset(seed=seed)
         # gym-aloha's tasks read the poses from this list.
         sim.BOX_POSE[0] = self._sample(seed)
-        self._seen = self._env.reset().observation
+        self._last_observation = self._env.reset().observation
         self._expert.reset()
         return self._observation(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute one action [14] of joint targets; success or an unstable simulation ends the episode."""
         try:
-            _, reward, _, self._seen = self._env.step(action)
+            _, reward, _, self._last_observation = self._env.step(action)
         except PhysicsError:  # arms that are pressed together; the last observation remains
             return self._observation(), 0.0, True, False, {"is_success": False}
         success = reward == self._env.task.max_reward
@@ -116,11 +118,11 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         while self._renderers:
             self._renderers.popitem()[1].close()
 
-    def _joint_targets(self) -> spaces.Box:
+    def _build_action_space(self) -> spaces.Box:
         """Return the box of joint targets [14]; gym-aloha declares -1..1, but does not clip its actions."""
         low, high = self._env.physics.model.actuator_ctrlrange.T
         # A gripper has two actuators, one for each finger, but one target in 0..1.
-        low, high = ([*b[:6], gripper, *b[8:14], gripper] for b, gripper in ((low, 0.0), (high, 1.0)))
+        low, high = ([*bounds[:6], gripper, *bounds[8:14], gripper] for bounds, gripper in ((low, 0.0), (high, 1.0)))
         return spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
 
     def _image(self, camera: str, size: tuple[int, int]) -> np.ndarray:
@@ -133,7 +135,7 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         return renderer.render()
 
     def _observation(self) -> dict[str, Any]:
-        joints = self._seen["qpos"]
+        joints = self._last_observation["qpos"]
         if self._camera is None:
-            return {"agent_pos": joints, "env_state": self._seen["env_state"]}
+            return {"agent_pos": joints, "env_state": self._last_observation["env_state"]}
         return {"agent_pos": joints, "pixels": {self._camera: self._image(self._camera, self._size)}}

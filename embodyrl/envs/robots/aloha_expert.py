@@ -6,7 +6,7 @@ from typing import Any
 import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from embodyrl.envs.robots.kinematics import Arm, Pose, rotated
+from embodyrl.envs.robots.kinematics import Arm, Pose, rotation_matrix
 from embodyrl.types import DoubleArray
 
 mujoco: Any = _mujoco
@@ -16,25 +16,25 @@ FINGERTIP = 0.137
 """Distance in metres from the last link to the middle of the fingertips."""
 _STEP, _TURN = 0.006, 0.06
 """Maximum distance in metres and angle in rad by which the target of a gripper moves in a step."""
-_MEETING = np.array([0.0, 0.5, 0.25])
+_MEETING_POINT = np.array([0.0, 0.5, 0.25])
 """Position in metres to which the right arm carries the cube."""
-_ABOVE = np.array([0.0, 0.0, 0.08])
-_GRASP = np.array([0.0, 0.0, 0.003])
-_ASIDE = np.array([-0.12, 0.0, 0.0])
-_BESIDE = np.array([-0.012, 0.0, 0.0])
+_APPROACH_OFFSET = np.array([0.0, 0.0, 0.08])
+_GRASP_OFFSET_RIGHT = np.array([0.0, 0.0, 0.003])
+_WAIT_OFFSET = np.array([-0.12, 0.0, 0.0])
+_GRASP_OFFSET_LEFT = np.array([-0.012, 0.0, 0.0])
 """Offsets in metres of the left gripper from the cube: its fingers overlap the cube's left part."""
 _CLOSING_STEPS = 20
 _CLOSING_SPEED = 0.04
 """Decrease of the left gripper's target per step; demonstrations end at the first touch, so it closes slowly."""
-_DROPPED = 0.05
+_DROP_DISTANCE = 0.05
 """Distance in metres between right gripper and cube from which the cube counts as dropped."""
-_DOWN = rotated((0, 0, 1), np.pi) @ rotated((0, 1, 0), np.pi / 3)
+_RIGHT_ORIENTATION = rotation_matrix((0, 0, 1), np.pi) @ rotation_matrix((0, 1, 0), np.pi / 3)
 """Orientation of the right gripper: it points to the left arm, 60 degrees down, and closes horizontally."""
-_LEVEL = rotated((1, 0, 0), np.pi / 2)
+_LEFT_ORIENTATION = rotation_matrix((1, 0, 0), np.pi / 2)
 """Orientation of the left gripper: it points to the right arm and closes vertically."""
 
 
-class Stage(IntEnum):
+class Phase(IntEnum):
     """Stages of a transfer, in order."""
 
     approach = 0
@@ -50,7 +50,7 @@ class TransferExpert:
 
     def __init__(self, model: Any, data: Any) -> None:
         """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""
-        self._data, self._seen, self._planned = data, mujoco.MjData(model), mujoco.MjData(model)
+        self._data, self._measured, self._planned = data, mujoco.MjData(model), mujoco.MjData(model)
         self._left, self._right = (
             Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in JOINTS], FINGERTIP)
             for side in ("left", "right")
@@ -60,47 +60,48 @@ class TransferExpert:
 
     def reset(self) -> None:
         """Start an episode in the current state of the simulation."""
-        self._stage, self._stage_steps = Stage.approach, 0
-        self._place = np.zeros(3)
+        self._phase, self._phase_steps = Phase.approach, 0
+        self._cube_position = np.zeros(3)
         # Targets move at a constant speed from here; the joints follow them at different speeds.
         self._planned.qpos[:] = self._data.qpos
         self._targets = self._left.pose(self._planned), self._right.pose(self._planned)
 
     def action(self) -> DoubleArray:
         """Return the joint targets [14] for the current state; call it once per step."""
-        self._seen.qpos[:] = self._data.qpos
+        self._measured.qpos[:] = self._data.qpos
         cube = self._data.qpos[self._cube_column :][:3].copy()
-        self._advance(cube, self._left.pose(self._seen), self._right.pose(self._seen))
+        self._update_phase(cube, self._left.pose(self._measured), self._right.pose(self._measured))
         left, right = (
-            target.towards(goal, _STEP, _TURN) for target, goal in zip(self._targets, self._goals(cube), strict=True)
+            target.move_towards(goal, _STEP, _TURN)
+            for target, goal in zip(self._targets, self._get_goals(cube), strict=True)
         )
         self._targets = left, right
         left_joints, right_joints = self._left.solve(self._planned, left), self._right.solve(self._planned, right)
-        closed = _CLOSING_SPEED * self._stage_steps if self._stage is Stage.grasp else 0.0
-        return np.concatenate([left_joints, [max(0.0, 1 - closed)], right_joints, [self._stage < Stage.close]])
+        closing = _CLOSING_SPEED * self._phase_steps if self._phase is Phase.grasp else 0.0
+        return np.concatenate([left_joints, [max(0.0, 1 - closing)], right_joints, [self._phase < Phase.close]])
 
-    def _advance(self, cube: DoubleArray, left: Pose, right: Pose) -> None:
+    def _update_phase(self, cube: DoubleArray, left: Pose, right: Pose) -> None:
         """Select the stage; a dropped cube is grasped again."""
-        if self._stage > Stage.close and np.linalg.norm(cube - right.position) > _DROPPED:
-            self._stage, self._stage_steps = Stage.approach, 0
-        if self._stage is Stage.approach:
-            self._place = cube
-        self._stage_steps += 1
-        left_goal, right_goal = self._goals(cube)
+        if self._phase > Phase.close and np.linalg.norm(cube - right.position) > _DROP_DISTANCE:
+            self._phase, self._phase_steps = Phase.approach, 0
+        if self._phase is Phase.approach:
+            self._cube_position = cube
+        self._phase_steps += 1
+        left_goal, right_goal = self._get_goals(cube)
         done = {
-            Stage.approach: right.is_near(right_goal, 0.01, 0.1),
-            Stage.lower: right.is_near(right_goal, 0.006, 0.1),
-            Stage.close: self._stage_steps == _CLOSING_STEPS,
-            Stage.carry: right.is_near(right_goal, 0.02, 0.1),
-            Stage.reach: left.is_near(left_goal, 0.02, 0.1),
+            Phase.approach: right.is_near(right_goal, 0.01, 0.1),
+            Phase.lower: right.is_near(right_goal, 0.006, 0.1),
+            Phase.close: self._phase_steps == _CLOSING_STEPS,
+            Phase.carry: right.is_near(right_goal, 0.02, 0.1),
+            Phase.reach: left.is_near(left_goal, 0.02, 0.1),
         }
-        if done.get(self._stage):
-            self._stage, self._stage_steps = Stage(self._stage + 1), 0
+        if done.get(self._phase):
+            self._phase, self._phase_steps = Phase(self._phase + 1), 0
 
-    def _goals(self, cube: DoubleArray) -> tuple[Pose, Pose]:
+    def _get_goals(self, cube: DoubleArray) -> tuple[Pose, Pose]:
         """Return the goals of the left and the right gripper in the current stage."""
-        left = cube + _BESIDE if self._stage >= Stage.reach else _MEETING + _ASIDE
-        right = _MEETING
-        if self._stage < Stage.carry:
-            right = self._place + (_ABOVE if self._stage is Stage.approach else _GRASP)
-        return Pose(left, _LEVEL), Pose(right, _DOWN)
+        left = cube + _GRASP_OFFSET_LEFT if self._phase >= Phase.reach else _MEETING_POINT + _WAIT_OFFSET
+        right = _MEETING_POINT
+        if self._phase < Phase.carry:
+            right = self._cube_position + (_APPROACH_OFFSET if self._phase is Phase.approach else _GRASP_OFFSET_RIGHT)
+        return Pose(left, _LEFT_ORIENTATION), Pose(right, _RIGHT_ORIENTATION)

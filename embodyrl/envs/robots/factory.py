@@ -39,7 +39,7 @@ class RobotFactory(SimFactory[RobotSettings]):
             raise MissingDependencyError(
                 f"env={cfg.robot} needs the package {preset.package}. Fix: pip install {preset.package}."
             )
-        return _declared(cfg, GYM.describe(cfg.gym, context))
+        return _apply_preset(cfg, GYM.describe(cfg.gym, context))
 
     def facts(self, cfg: RobotSettings) -> list[tuple[str, str]]:
         """Return the banner line about a preset: actions, action rate and success condition."""
@@ -49,7 +49,7 @@ class RobotFactory(SimFactory[RobotSettings]):
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
         """Build the simulators; each slot's environment is built at its first reset."""
         sims = GYM.simulators(cfg.gym, context)
-        sims.spec = _declared(cfg, sims.spec)
+        sims.spec = _apply_preset(cfg, sims.spec)
         return sims
 
     def judge(self, cfg: RobotSettings) -> GoalReward:
@@ -57,41 +57,45 @@ class RobotFactory(SimFactory[RobotSettings]):
         return GYM.judge(cfg.gym)
 
 
-def _declared(cfg: RobotSettings, found: EnvSpec) -> EnvSpec:
+def _apply_preset(cfg: RobotSettings, spec: EnvSpec) -> EnvSpec:
     """Add the preset's action names and gripper convention to the spec.
 
     Raises EnvError if the environment differs from the preset.
     """
     preset = cfg.preset
-    if not cfg.wrappers and (problems := differences(preset, found)):
+    if not cfg.wrappers and (problems := find_differences(preset, spec)):
         raise EnvError(
             f"env={cfg.robot}: the installed {preset.package} differs from the preset: {'; '.join(problems)}. "
             f"Fix: install another version of {preset.package}, or use env=gym env.id={preset.id}."
         )
-    action = found.action
+    action = spec.action
     if action.controls is None and len(preset.action) == action.dim:
-        labels = [f"{preset.action[one.index]} {one.label[-1]}" for one in controls_of(action)]
+        labels = [f"{preset.action[control.index]} {control.label[-1]}" for control in controls_of(action)]
         action = replace(
             action,
-            controls=tuple(replace(one, label=text) for one, text in zip(controls_of(action), labels, strict=True)),
+            controls=tuple(
+                replace(control, label=text) for control, text in zip(controls_of(action), labels, strict=True)
+            ),
         )
     if preset.gripper is not None:
-        opened, closed = preset.gripper
-        action = replace(action, gripper=GripperConvention(open=opened, closed=closed))
-    reward = replace(found.reward, dense=preset.dense or found.reward.dense)
-    return replace(found, name=cfg.robot, action=action, reward=reward)
+        open_value, closed_value = preset.gripper
+        action = replace(action, gripper=GripperConvention(open=open_value, closed=closed_value))
+    reward = replace(spec.reward, dense=preset.dense or spec.reward.dense)
+    return replace(spec, name=cfg.robot, action=action, reward=reward)
 
 
-def differences(preset: Preset, found: EnvSpec) -> list[str]:
+def find_differences(preset: Preset, spec: EnvSpec) -> list[str]:
     """Return the differences between a preset and the measured spec, one line each."""
     pairs = {
-        "cameras": (preset.cameras, found.cameras.names),
-        "state columns": (sum(preset.state.values()), found.state_dim),
-        "action dimensions": (len(preset.action), found.action.dim),
-        "time limit": (preset.horizon, found.max_episode_steps),
-        "reported success": (True, found.reward.reports_success),
+        "cameras": (preset.cameras, spec.cameras.names),
+        "state columns": (sum(preset.state.values()), spec.state_dim),
+        "action dimensions": (len(preset.action), spec.action.dim),
+        "time limit": (preset.horizon, spec.max_episode_steps),
+        "reported success": (True, spec.reward.reports_success),
     }
-    return [f"{name}: {actual}, expected {said}" for name, (said, actual) in pairs.items() if said != actual]
+    return [
+        f"{name}: {actual}, expected {expected}" for name, (expected, actual) in pairs.items() if expected != actual
+    ]
 
 
 FACTORY = RobotFactory()

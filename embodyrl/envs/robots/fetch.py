@@ -13,13 +13,13 @@ _GAIN = 26.0
 """Action per metre of distance; an action of 1 moves the target of the gripper by 5 cm."""
 _HEIGHT, _CLEARANCE = 0.42, 0.09
 """Height of the gripper while it pushes, and height above it while it moves around the block, metres."""
-_BEHIND, _NEAR = 0.08, 0.025
+_PUSH_OFFSET, _START_RADIUS = 0.08, 0.025
 """Distance in metres between the block and the start of a push; a start below 2.5 cm away counts as reached."""
-_FINISHED = 0.01
+_GOAL_RADIUS = 0.01
 """A push ends at 1 cm from the goal."""
-_ALIGNED, _GRASPABLE = 0.02, 0.015
+_MAX_HORIZONTAL_ERROR, _MAX_VERTICAL_ERROR = 0.02, 0.015
 """A grasp begins below 2 cm of horizontal and 1.5 cm of vertical distance."""
-_CLOSED = 0.056
+_GRASP_WIDTH = 0.056
 """Sum of the finger positions in metres below which the fingers hold the block."""
 
 
@@ -28,17 +28,17 @@ class _FetchExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self._seen: dict[str, DoubleArray] = {}
+        self._observation: dict[str, DoubleArray] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment."""
-        self._seen, info = self.env.reset(seed=seed, options=options)
-        return self._seen, info
+        self._observation, info = self.env.reset(seed=seed, options=options)
+        return self._observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Execute an action of any policy."""
-        self._seen, reward, terminated, truncated, info = self.env.step(action)
-        return self._seen, reward, terminated, truncated, info
+        self._observation, reward, terminated, truncated, info = self.env.step(action)
+        return self._observation, reward, terminated, truncated, info
 
 
 class FetchPushExpert(_FetchExpert):
@@ -46,24 +46,30 @@ class FetchPushExpert(_FetchExpert):
 
     def expert_action(self) -> FloatArray:
         """Return the change of the gripper's position and the opening of the closed fingers [4]."""
-        gripper, block, goal = self._seen["observation"][:3], self._seen["achieved_goal"], self._seen["desired_goal"]
-        way = (goal - block)[:2]
-        distance = float(np.linalg.norm(way))
-        forward = way / max(distance, 1e-9)
+        gripper, block, goal = (
+            self._observation["observation"][:3],
+            self._observation["achieved_goal"],
+            self._observation["desired_goal"],
+        )
+        to_goal = (goal - block)[:2]
+        distance = float(np.linalg.norm(to_goal))
+        forward = to_goal / max(distance, 1e-9)
         offset = gripper[:2] - block[:2]
         along = float(offset @ forward)
-        aside = offset - along * forward
-        low = gripper[2] < _HEIGHT + 0.02
-        if distance < _FINISHED:
-            return _action(gripper, gripper, -1.0)
-        if low and -0.12 < along < -0.02 and np.linalg.norm(aside) < 0.02:
-            ahead = min(0.05, 0.02 + 0.3 * distance)
-            return _action(np.array([*(gripper[:2] + ahead * forward - 0.8 * aside), _HEIGHT]), gripper, -1.0)
-        start = block[:2] - _BEHIND * forward
-        if np.linalg.norm(start - gripper[:2]) < _NEAR:
-            return _action(np.array([*start, _HEIGHT]), gripper, -1.0)
+        lateral_offset = offset - along * forward
+        is_low = gripper[2] < _HEIGHT + 0.02
+        if distance < _GOAL_RADIUS:
+            return _build_action(gripper, gripper, -1.0)
+        if is_low and -0.12 < along < -0.02 and np.linalg.norm(lateral_offset) < 0.02:
+            step = min(0.05, 0.02 + 0.3 * distance)
+            return _build_action(
+                np.array([*(gripper[:2] + step * forward - 0.8 * lateral_offset), _HEIGHT]), gripper, -1.0
+            )
+        start = block[:2] - _PUSH_OFFSET * forward
+        if np.linalg.norm(start - gripper[:2]) < _START_RADIUS:
+            return _build_action(np.array([*start, _HEIGHT]), gripper, -1.0)
         rises = gripper[2] < _HEIGHT + 0.06 and np.linalg.norm(offset) < 0.09
-        return _action(np.array([*(gripper[:2] if rises else start), _HEIGHT + _CLEARANCE]), gripper, -1.0)
+        return _build_action(np.array([*(gripper[:2] if rises else start), _HEIGHT + _CLEARANCE]), gripper, -1.0)
 
 
 class FetchPickExpert(_FetchExpert):
@@ -71,18 +77,20 @@ class FetchPickExpert(_FetchExpert):
 
     def expert_action(self) -> FloatArray:
         """Return the change of the gripper's position and the opening of the fingers [4]."""
-        seen, block = self._seen["observation"], self._seen["achieved_goal"]
-        gripper, fingers = seen[:3], float(seen[9:11].sum())
+        state, block = self._observation["observation"], self._observation["achieved_goal"]
+        gripper, fingers = state[:3], float(state[9:11].sum())
         offset = block - gripper
-        aligned = bool(np.linalg.norm(offset[:2]) < _ALIGNED)
-        if aligned and abs(offset[2]) < _GRASPABLE:
-            return _action(self._seen["desired_goal"] - offset if fingers < _CLOSED else gripper, gripper, -1.0)
+        aligned = bool(np.linalg.norm(offset[:2]) < _MAX_HORIZONTAL_ERROR)
+        if aligned and abs(offset[2]) < _MAX_VERTICAL_ERROR:
+            return _build_action(
+                self._observation["desired_goal"] - offset if fingers < _GRASP_WIDTH else gripper, gripper, -1.0
+            )
         if aligned:
-            return _action(block, gripper, 1.0)
+            return _build_action(block, gripper, 1.0)
         rises = gripper[2] < block[2] + 0.05
-        return _action(np.array([*(gripper if rises else block)[:2], block[2] + 0.08]), gripper, 1.0)
+        return _build_action(np.array([*(gripper if rises else block)[:2], block[2] + 0.08]), gripper, 1.0)
 
 
-def _action(target: DoubleArray, gripper: DoubleArray, opening: float) -> FloatArray:
+def _build_action(target: DoubleArray, gripper: DoubleArray, opening: float) -> FloatArray:
     """Return the action [4] that moves the gripper towards a target position [3]."""
     return np.array([*np.clip(_GAIN * (target - gripper), -1.0, 1.0), opening], np.float32)

@@ -12,7 +12,7 @@ from embodyrl.types import BoolArray, DoubleArray, FloatArray
 
 mujoco: Any = _mujoco
 
-_GAIN, _SLOW, _LEAST = 0.5, 0.02, 0.15
+_GAIN, _SLOWDOWN_RADIUS, _MIN_FRACTION = 0.5, 0.02, 0.15
 """Fraction of the solved change of joint targets per step; below 2 cm of error, the fraction decreases, to 15 %."""
 _DAMPING = 1e-4
 _DELAY_S = 0.04
@@ -32,12 +32,12 @@ class HandReachExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         base: Any = env.unwrapped
         self._model, self._data = base.model, base.data
         names = [self._model.actuator(i).name.replace(":A_", ":") for i in range(self._model.nu)]
-        self._driven = np.zeros((self._model.nv, self._model.nu))
+        self._joint_coupling = np.zeros((self._model.nv, self._model.nu))
         """[V, 20] change of each joint per change of each joint target."""
         for column, name in enumerate(names):
-            self._driven[self._model.joint(name).dofadr[0], column] = 1.0
+            self._joint_coupling[self._model.joint(name).dofadr[0], column] = 1.0
             if name.endswith(("FFJ1", "MFJ1", "RFJ1", "LFJ1")):
-                self._driven[self._model.joint(f"{name[:-1]}0").dofadr[0], column] = _COUPLING
+                self._joint_coupling[self._model.joint(f"{name[:-1]}0").dofadr[0], column] = _COUPLING
         self._tips = [self._model.site(f"robot0:S_{finger}tip").id for finger in ("ff", "mf", "rf", "lf", "th")]
         self._low, self._high = self._model.actuator_ctrlrange.T
 
@@ -48,19 +48,21 @@ class HandReachExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
             mujoco.mj_jacSite(self._model, self._data, jacobian[3 * i : 3 * i + 3], None, tip)
         goal: Any = self.get_wrapper_attr("goal")
         error = goal - self._data.site_xpos[self._tips].ravel()
-        change = self._solved(jacobian @ self._driven, error - _DELAY_S * (jacobian @ self._data.qvel))
-        step = _GAIN * np.clip(np.linalg.norm(error) / _SLOW, _LEAST, 1.0)
+        change = self._solve(jacobian @ self._joint_coupling, error - _DELAY_S * (jacobian @ self._data.qvel))
+        step = _GAIN * np.clip(np.linalg.norm(error) / _SLOWDOWN_RADIUS, _MIN_FRACTION, 1.0)
         targets = np.clip(self._data.ctrl + step * change, self._low, self._high)
         return (2 * (targets - self._low) / (self._high - self._low) - 1).astype(np.float32)
 
-    def _solved(self, jacobian: DoubleArray, error: DoubleArray) -> DoubleArray:
+    def _solve(self, jacobian: DoubleArray, error: DoubleArray) -> DoubleArray:
         """Return the change [20] of the joint targets for an error [15]; targets at a limit are left out."""
         free: BoolArray = np.ones(self._model.nu, np.bool_)
         while True:
-            part = jacobian * free
-            change = part.T @ np.linalg.solve(part @ part.T + _DAMPING * np.eye(len(error)), error)
-            up, down = self._data.ctrl >= self._high - 1e-6, self._data.ctrl <= self._low + 1e-6
-            blocked = free & ((up & (change > 0)) | (down & (change < 0)))
+            free_jacobian = jacobian * free
+            change = free_jacobian.T @ np.linalg.solve(
+                free_jacobian @ free_jacobian.T + _DAMPING * np.eye(len(error)), error
+            )
+            at_upper_limit, at_lower_limit = self._data.ctrl >= self._high - 1e-6, self._data.ctrl <= self._low + 1e-6
+            blocked = free & ((at_upper_limit & (change > 0)) | (at_lower_limit & (change < 0)))
             if not blocked.any():
                 return change
             free = free & ~blocked

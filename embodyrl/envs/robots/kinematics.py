@@ -23,17 +23,17 @@ class Pose:
     rotation: DoubleArray
     """[3, 3] rotation matrix; its columns are the axes of the gripper."""
 
-    def towards(self, goal: "Pose", distance: float, angle: float) -> "Pose":
+    def move_towards(self, goal: "Pose", distance: float, angle: float) -> "Pose":
         """Move towards `goal` by at most `distance` metres and `angle` rad, and return the pose."""
-        way, turn = goal.position - self.position, rotation_between(self.rotation, goal.rotation)
-        left, total = np.linalg.norm(way), float(np.linalg.norm(turn))
-        position = self.position + way * min(1.0, distance / max(left, 1e-9))
-        return Pose(position, rotated(turn, min(total, angle)) @ self.rotation)
+        shift, rotation = goal.position - self.position, rotation_between(self.rotation, goal.rotation)
+        distance_left, total_angle = np.linalg.norm(shift), float(np.linalg.norm(rotation))
+        position = self.position + shift * min(1.0, distance / max(distance_left, 1e-9))
+        return Pose(position, rotation_matrix(rotation, min(total_angle, angle)) @ self.rotation)
 
     def is_near(self, goal: "Pose", distance: float, angle: float) -> bool:
         """Return True if `goal` is at most `distance` metres and `angle` rad away."""
-        turn = rotation_between(self.rotation, goal.rotation)
-        return bool(np.linalg.norm(goal.position - self.position) <= distance and np.linalg.norm(turn) <= angle)
+        rotation = rotation_between(self.rotation, goal.rotation)
+        return bool(np.linalg.norm(goal.position - self.position) <= distance and np.linalg.norm(rotation) <= angle)
 
 
 class Arm:
@@ -42,10 +42,10 @@ class Arm:
     def __init__(self, model: Any, link: str, joints: Sequence[str], offset: float) -> None:
         """Find link and joints by name in a MuJoCo model; `offset`: distance of the point from the link, metres."""
         self._model, self._link, self._offset = model, model.body(link).id, np.array([offset, 0.0, 0.0])
-        found = [model.joint(name) for name in joints]
-        self._columns = np.array([joint.qposadr[0] for joint in found])
-        self._dofs = np.array([joint.dofadr[0] for joint in found])
-        self._low, self._high = np.array([joint.range for joint in found]).T
+        joint_handles = [model.joint(name) for name in joints]
+        self._columns = np.array([joint.qposadr[0] for joint in joint_handles])
+        self._dofs = np.array([joint.dofadr[0] for joint in joint_handles])
+        self._low, self._high = np.array([joint.range for joint in joint_handles]).T
 
     def pose(self, data: Any) -> Pose:
         """Return the gripper's pose, computed from the joint angles in `data`."""
@@ -60,15 +60,15 @@ class Arm:
         Starts from the joint angles in `data`, which it overwrites. Damping keeps steps small near singular poses, so
         the result can be inexact there.
         """
-        shift, turn = np.zeros((3, self._model.nv)), np.zeros((3, self._model.nv))
+        position_jacobian, rotation_jacobian = np.zeros((3, self._model.nv)), np.zeros((3, self._model.nv))
         angles = data.qpos[self._columns].copy()
         for _ in range(_ITERATIONS):
             pose = self.pose(data)
             error = np.concatenate([goal.position - pose.position, rotation_between(pose.rotation, goal.rotation)])
             if np.abs(error).max() < _TOLERANCE:
                 break
-            mujoco.mj_jac(self._model, data, shift, turn, pose.position, self._link)
-            jacobian = np.concatenate([shift, turn])[:, self._dofs]
+            mujoco.mj_jac(self._model, data, position_jacobian, rotation_jacobian, pose.position, self._link)
+            jacobian = np.concatenate([position_jacobian, rotation_jacobian])[:, self._dofs]
             damped = jacobian @ jacobian.T + _DAMPING * np.eye(6)
             angles = np.clip(angles + jacobian.T @ np.linalg.solve(damped, error), self._low, self._high)
             data.qpos[self._columns] = angles
@@ -83,7 +83,7 @@ def rotation_between(start: DoubleArray, end: DoubleArray) -> DoubleArray:
     return vector
 
 
-def rotated(axis: Sequence[float] | DoubleArray, angle: float) -> DoubleArray:
+def rotation_matrix(axis: Sequence[float] | DoubleArray, angle: float) -> DoubleArray:
     """Return the matrix [3, 3] of a rotation by `angle` rad about an axis [3] of any length."""
     unit = np.asarray(axis, np.float64) / max(float(np.linalg.norm(axis)), 1e-9)
     quaternion, matrix = np.zeros(4), np.zeros(9)

@@ -13,9 +13,9 @@ _STEP = 0.025
 """Change of the target position at an action of 1, metres, as in gym-hil's own environments for teleoperation."""
 _GAIN = 0.5
 """Change of the target position per metre of distance."""
-_ABOVE, _ALIGNED, _LOW = 0.06, 0.015, 0.012
+_APPROACH_HEIGHT, _MAX_HORIZONTAL_ERROR, _MAX_VERTICAL_ERROR = 0.06, 0.015, 0.012
 """Height above the cube while approaching; horizontal and vertical distances in metres at which a grasp begins."""
-_CLOSED, _CLOSING = 250.0, 0.2
+_CLOSED_COMMAND, _CLOSING_STEP = 250.0, 0.2
 """Command of the closed gripper (255 is the maximum), and change of the command per step as a fraction of it."""
 
 
@@ -46,9 +46,9 @@ class PandaPickExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Return changes of the gripper's position and closing [4]."""
         env: Any = self.env.unwrapped
         offset = env.data.sensor("block_pos").data - env.data.sensor("2f85/pinch_pos").data
-        aligned = bool(np.linalg.norm(offset[:2]) < _ALIGNED)
-        if aligned and offset[2] > -_LOW:
-            closed = float(np.ravel(env.get_gripper_pose())[0]) >= _CLOSED
-            return np.array([0, 0, 1.0 if closed else 0.0, _CLOSING], np.float32)
-        goal = offset + np.array([0.0, 0.0, 0.0 if aligned else _ABOVE])
-        return np.array([*np.clip(_GAIN / _STEP * goal, -1.0, 1.0), -_CLOSING], np.float32)
+        aligned = bool(np.linalg.norm(offset[:2]) < _MAX_HORIZONTAL_ERROR)
+        if aligned and offset[2] > -_MAX_VERTICAL_ERROR:
+            closed = float(np.ravel(env.get_gripper_pose())[0]) >= _CLOSED_COMMAND
+            return np.array([0, 0, 1.0 if closed else 0.0, _CLOSING_STEP], np.float32)
+        goal = offset + np.array([0.0, 0.0, 0.0 if aligned else _APPROACH_HEIGHT])
+        return np.array([*np.clip(_GAIN / _STEP * goal, -1.0, 1.0), -_CLOSING_STEP], np.float32)

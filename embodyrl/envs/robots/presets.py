@@ -42,22 +42,22 @@ class Preset:
     wrappers: tuple[str | dict[str, Any], ...] = ()
 
 
-_FILE = Path(__file__).with_name("robots.toml")
+_PRESETS_FILE = Path(__file__).with_name("robots.toml")
 
 
-def _read() -> tuple[dict[str, Preset], dict[str, Preset]]:
-    raw: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
-    views = {name: of.pop("pixels") for name, of in raw.items() if "pixels" in of}
+def _read_presets() -> tuple[dict[str, Preset], dict[str, Preset]]:
+    raw: dict[str, dict[str, Any]] = tomllib.loads(_PRESETS_FILE.read_text(encoding="utf-8"))
+    pixel_values = {name: values.pop("pixels") for name, values in raw.items() if "pixels" in values}
     return (
-        {name: _preset(of) for name, of in raw.items()},
-        {name: _preset(raw[name] | view) for name, view in views.items()},
+        {name: _build_preset(values) for name, values in raw.items()},
+        {name: _build_preset(raw[name] | pixels) for name, pixels in pixel_values.items()},
     )
 
 
-def _preset(values: Mapping[str, Any]) -> Preset:
-    frozen: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return Preset(**frozen)
+def _build_preset(values: Mapping[str, Any]) -> Preset:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Preset(**fields)
 
 
-PRESETS, PIXEL_PRESETS = _read()
+PRESETS, PIXEL_PRESETS = _read_presets()
 """Presets by name: PRESETS have state observations, PIXEL_PRESETS have camera images."""

@@ -12,22 +12,22 @@ from scipy.sparse.csgraph import dijkstra
 from embodyrl.envs.robots.pusht_pushes import GAP, RADIUS, Push, PushTable, rotation
 from embodyrl.types import DoubleArray, FloatArray
 
-_AHEAD, _AHEAD_PUSHING = 40.0, 20.0
+_TARGET_DISTANCE, _PUSH_TARGET_DISTANCE = 40.0, 20.0
 """Distance in pixels between the agent and its target position; determines the agent's speed."""
 _MARGIN, _CLEARANCE = 8.0, 2.0
 """Distances in pixels between agent and block at the corners of a path and on its lines."""
-_NEAR, _FINISHED, _LEAD, _STOP = 12.0, 2.0, 0.1, 0.05
+_START_RADIUS, _END_MARGIN, _LINE_LOOKAHEAD_S, _END_LOOKAHEAD_S = 12.0, 2.0, 0.1, 0.05
 """A push begins 12 pixels from its start and ends 2 pixels before its end. Both use the position after the current
 motion: in 0.1 s for the distance from the line, in 0.05 s for the end."""
-_ON_LINE, _SLOWDOWN = 2.0, 2.0
+_LINE_TOLERANCE, _SLOWDOWN = 2.0, 2.0
 """Beyond 2 pixels, each pixel between agent and line brings the target position 2 pixels closer."""
-_MOVED, _TURNED, _OFF_LINE = 3.0, 0.05, 6.0
+_MAX_BLOCK_SHIFT, _MAX_BLOCK_ROTATION, _MAX_LINE_DISTANCE = 3.0, 0.05, 6.0
 """The push is discarded if the block moves by 3 pixels or 0.05 rad before the push, or the agent leaves the line."""
-_LONGEST = 40
+_MAX_PUSH_STEPS = 40
 """Maximum number of env steps to reach or to execute a push."""
 
 
-_REACH = 60.0
+_MAX_DISPLACEMENT = 60.0
 """Largest displacement of the target position in pixels, for actions in the block's frame."""
 
 
@@ -41,7 +41,7 @@ class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._table: PushTable | None = None
         self._push: Push | None = None
-        self._planned_at = np.zeros(3)
+        self._planned_pose = np.zeros(3)
         self._pushing, self._steps = False, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -60,33 +60,35 @@ class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         agent = np.array(state.agent.position)
         pose = np.array([*state.block.position, state.block.angle])
         table = self._table = self._table or PushTable()
-        if self._push is None or self._over(self._push, pose, agent, np.array(state.agent.velocity)):
+        if self._push is None or self._is_finished(self._push, pose, agent, np.array(state.agent.velocity)):
             self._push = table.find(pose, agent, np.array(state.goal_pose))
-            self._planned_at, self._pushing, self._steps = pose, False, 0
+            self._planned_pose, self._pushing, self._steps = pose, False, 0
         push = self._push
         if push is None:  # the block is out of reach, next to the walls
             return np.clip(agent, 0.0, 512.0).astype(np.float32)
-        if not self._pushing and np.linalg.norm(agent - push.start) < _NEAR:
+        if not self._pushing and np.linalg.norm(agent - push.start) < _START_RADIUS:
             self._pushing, self._steps = True, 0
         if self._pushing:
             # Continuous in the agent's position: an expert that stops at the start of a push is hard to imitate.
-            along, off = push.place(agent + _LEAD * np.array(state.agent.velocity))
-            ahead = along + _AHEAD_PUSHING - _SLOWDOWN * max(0.0, off - _ON_LINE)
-            target = push.start + push.direction * float(np.clip(ahead, 0.0, push.length))
+            distance, line_distance = push.project(agent + _LINE_LOOKAHEAD_S * np.array(state.agent.velocity))
+            target_distance = distance + _PUSH_TARGET_DISTANCE - _SLOWDOWN * max(0.0, line_distance - _LINE_TOLERANCE)
+            target = push.start + push.direction * float(np.clip(target_distance, 0.0, push.length))
         else:
-            target = _next_point(_around(_placed(table, pose), agent, push.start))
+            target = _get_next_target(_find_path_around(_place_outline(table, pose), agent, push.start))
         return target.astype(np.float32)
 
-    def _over(self, push: Push, pose: DoubleArray, agent: DoubleArray, velocity: DoubleArray) -> bool:
+    def _is_finished(self, push: Push, pose: DoubleArray, agent: DoubleArray, velocity: DoubleArray) -> bool:
         """Return True if the push is finished or can no longer be executed."""
-        if self._steps > _LONGEST:
+        if self._steps > _MAX_PUSH_STEPS:
             return True
         if not self._pushing:
-            change = np.abs(pose - self._planned_at)
-            return bool(change[:2].max() > _MOVED or change[2] > _TURNED)
-        along, off = push.place(agent)
-        stop = push.place(agent + _STOP * velocity)[0]
-        return bool((off > _OFF_LINE and along > GAP) or stop > push.length - _FINISHED)
+            change = np.abs(pose - self._planned_pose)
+            return bool(change[:2].max() > _MAX_BLOCK_SHIFT or change[2] > _MAX_BLOCK_ROTATION)
+        distance, line_distance = push.project(agent)
+        final_distance = push.project(agent + _END_LOOKAHEAD_S * velocity)[0]
+        return bool(
+            (line_distance > _MAX_LINE_DISTANCE and distance > GAP) or final_distance > push.length - _END_MARGIN
+        )
 
 
 class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -99,7 +101,7 @@ class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (8,), np.float64)
-        self.action_space = gymnasium.spaces.Box(-_REACH, _REACH, (2,), np.float32)
+        self.action_space = gymnasium.spaces.Box(-_MAX_DISPLACEMENT, _MAX_DISPLACEMENT, (2,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment; return the observation in the block's frame."""
@@ -108,45 +110,51 @@ class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Execute a displacement [2] in the block's frame."""
-        agent, turn = self._agent()
-        target = np.clip(agent + turn @ np.asarray(action, np.float64), 0.0, 512.0).astype(np.float32)
+        agent, rotation_matrix = self._get_agent()
+        target = np.clip(agent + rotation_matrix @ np.asarray(action, np.float64), 0.0, 512.0).astype(np.float32)
         _, reward, terminated, truncated, info = self.env.step(target)
         return self._observation(), reward, terminated, truncated, info
 
     def expert_action(self) -> FloatArray:
         """Return the expert's displacement [2] in the block's frame."""
-        agent, turn = self._agent()
-        action = turn.T @ (self.env.get_wrapper_attr("expert_action")() - agent)
-        return np.clip(action, -_REACH, _REACH).astype(np.float32)
+        agent, rotation_matrix = self._get_agent()
+        action = rotation_matrix.T @ (self.env.get_wrapper_attr("expert_action")() - agent)
+        return np.clip(action, -_MAX_DISPLACEMENT, _MAX_DISPLACEMENT).astype(np.float32)
 
-    def _agent(self) -> tuple[DoubleArray, DoubleArray]:
+    def _get_agent(self) -> tuple[DoubleArray, DoubleArray]:
         """Return the agent's position [2] and the rotation [2, 2] from the block's frame to the window."""
         state: Any = self.env.unwrapped
         return np.array(state.agent.position), rotation(np.array(state.block.angle))
 
     def _observation(self) -> DoubleArray:
         state: Any = self.env.unwrapped
-        (agent, turn), block, goal = self._agent(), np.array(state.block.position), state.goal_pose
+        (agent, rotation_matrix), block, goal = self._get_agent(), np.array(state.block.position), state.goal_pose
         angle = goal[2] - state.block.angle
-        moving = turn.T @ np.array(state.agent.velocity)
+        velocity = rotation_matrix.T @ np.array(state.agent.velocity)
         return np.array(
-            [*(turn.T @ (agent - block)), *moving, *(turn.T @ (goal[:2] - block)), np.cos(angle), np.sin(angle)]
+            [
+                *(rotation_matrix.T @ (agent - block)),
+                *velocity,
+                *(rotation_matrix.T @ (goal[:2] - block)),
+                np.cos(angle),
+                np.sin(angle),
+            ]
         )
 
 
-def _placed(table: PushTable, pose: DoubleArray) -> shapely.Polygon:
+def _place_outline(table: PushTable, pose: DoubleArray) -> shapely.Polygon:
     return shapely.Polygon(table.outline @ rotation(pose[2]).T + pose[:2])
 
 
-def _around(block: shapely.Polygon, start: DoubleArray, end: DoubleArray) -> DoubleArray:
+def _find_path_around(block: shapely.Polygon, start: DoubleArray, end: DoubleArray) -> DoubleArray:
     """Return the shortest path [P, 2] around the block, by a visibility graph; a straight line if there is none."""
     corners = np.array(block.buffer(RADIUS + _MARGIN, join_style="mitre").exterior.coords)[:-1]
     corners = corners[((corners > RADIUS + 3) & (corners < 512 - RADIUS - 3)).all(1)]
     points = np.concatenate([start[None], end[None], corners])
     # An agent in contact may leave the block.
-    gap = min(RADIUS + _CLEARANCE, block.distance(shapely.Point(*start)) - 0.5)
+    margin = min(RADIUS + _CLEARANCE, block.distance(shapely.Point(*start)) - 0.5)
     pairs = np.array(np.triu_indices(len(points), 1))
-    blocked = shapely.intersects(block.buffer(max(0.1, gap)), shapely.linestrings(points[pairs.T]))
+    blocked = shapely.intersects(block.buffer(max(0.1, margin)), shapely.linestrings(points[pairs.T]))
     lengths = np.zeros((len(points), len(points)))  # 0: no edge
     rows, columns = pairs[:, ~blocked]
     lengths[rows, columns] = np.linalg.norm(points[rows] - points[columns], axis=1)
@@ -158,10 +166,10 @@ def _around(block: shapely.Polygon, start: DoubleArray, end: DoubleArray) -> Dou
     return points[[0, *reversed(path)]]
 
 
-def _next_point(path: DoubleArray) -> DoubleArray:
+def _get_next_target(path: DoubleArray) -> DoubleArray:
     """Return the target position [2]: the next corner of the path, or a point before this corner."""
-    here, corner = path[0], path[1]
-    if len(path) > 2 and np.linalg.norm(corner - here) < 12.0:
-        here, corner = corner, path[2]
-    distance = float(np.linalg.norm(corner - here))
-    return corner if distance <= _AHEAD else here + (corner - here) * (_AHEAD / distance)
+    position, corner = path[0], path[1]
+    if len(path) > 2 and np.linalg.norm(corner - position) < 12.0:
+        position, corner = corner, path[2]
+    distance = float(np.linalg.norm(corner - position))
+    return corner if distance <= _TARGET_DISTANCE else position + (corner - position) * (_TARGET_DISTANCE / distance)

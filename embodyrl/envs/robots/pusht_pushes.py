@@ -18,16 +18,16 @@ from embodyrl.types import BoolArray, DoubleArray, IntArray
 
 RADIUS = 15.0
 """Radius of the agent."""
-GAP, _DEPTH, _STRIDE = 6.0, 150.0, 2.0
+GAP, _DEPTH, _STEP_LENGTH = 6.0, 150.0, 2.0
 """Distance between block and agent before a push, longest push, and agent motion per physics step."""
-_SPACING, _CORNER = 10.0, 3.0
+_SPACING, _CORNER_MARGIN = 10.0, 3.0
 """Distance between contact points, and from a contact point to the next corner."""
-_LOW, _HIGH, _WALL = 21.0, 491.0, 8.0
+_MIN_POSITION, _MAX_POSITION, _WALL_MARGIN = 21.0, 491.0, 8.0
 """Range of agent positions during pushes, and smallest distance between block and the window's edge."""
-_BEAM, _PUSHES, _RANKED = 40, 4, 2000
-_STEP_COST, _EXTRA_STEPS, _TRAVEL, _PUSHED = 0.02, 5.0, 22.5, 13.0
+_BEAM_WIDTH, _MAX_PUSHES, _MAX_CANDIDATES = 40, 4, 2000
+_STEP_COST, _EXTRA_STEPS, _TRAVEL_MOTION, _PUSH_MOTION = 0.02, 5.0, 22.5, 13.0
 """Cost of an env step in the search; env steps per push without motion; agent motion per step around and on pushes."""
-_CELL = np.array([6.0, 6.0, 0.1])
+_CELL_SIZE = np.array([6.0, 6.0, 0.1])
 """Poses in the same cell (pixels, pixels, rad) count as equal in the beam."""
 
 
@@ -44,10 +44,10 @@ class Push:
         """Last position [2] of the agent."""
         return self.start + self.direction * self.length
 
-    def place(self, point: DoubleArray) -> tuple[float, float]:
+    def project(self, point: DoubleArray) -> tuple[float, float]:
         """Return the distance of a point [2] along the line from `start`, and its distance from the line."""
-        way = point - self.start
-        return float(way @ self.direction), float(abs(way[0] * self.direction[1] - way[1] * self.direction[0]))
+        offset = point - self.start
+        return float(offset @ self.direction), float(abs(offset[0] * self.direction[1] - offset[1] * self.direction[0]))
 
 
 def rotation(angle: DoubleArray) -> DoubleArray:
@@ -64,88 +64,88 @@ class PushTable:
     """
 
     def __init__(self) -> None:
-        *_, shapes = _scene(np.full(2, -500.0))
+        *_, shapes = _build_scene(np.full(2, -500.0))
         corners = [[tuple(corner) for corner in shape.get_vertices()] for shape in shapes]
-        block = shapely.union_all([shapely.Polygon(each) for each in corners]).simplify(0.01)
+        block = shapely.union_all([shapely.Polygon(vertices) for vertices in corners]).simplify(0.01)
         ring = shapely.get_exterior_ring(block)
         self.outline = shapely.get_coordinates(ring)[:: 1 if shapely.is_ccw(ring) else -1]
         self.corners = np.array(corners).reshape(-1, 2)
-        count = int(_DEPTH / _STRIDE)
+        count = int(_DEPTH / _STEP_LENGTH)
         depths = [*range(16), *range(16, count, 3)]
         starts, directions, motions = [], [], []
         for first, last in pairwise(self.outline):
             length = float(np.linalg.norm(last - first))
             along = (last - first) / length
             inward = np.array([-along[1], along[0]])
-            for offset in np.linspace(_CORNER, length - _CORNER, max(2, round(length / _SPACING))):
+            for offset in np.linspace(_CORNER_MARGIN, length - _CORNER_MARGIN, max(2, round(length / _SPACING))):
                 contact = first + along * offset
                 start = contact - inward * (RADIUS + GAP)
                 # Excludes contacts next to the inner corners, which the agent touches on two sides.
                 if block.distance(shapely.Point(*start)) > RADIUS + GAP - 0.1:
                     starts.append(start)
                     directions.append(inward)
-                    motions.append(_pushed(contact - inward * RADIUS, inward, count)[depths])
+                    motions.append(_simulate_push(contact - inward * RADIUS, inward, count)[depths])
         self.starts, self.directions, self.motions = map(np.array, (starts, directions, motions))
-        self.lengths = GAP + _STRIDE * (np.array(depths) + 1)
+        self.lengths = GAP + _STEP_LENGTH * (np.array(depths) + 1)
 
-    def placed(self, pose: DoubleArray) -> DoubleArray:
+    def transform_corners(self, pose: DoubleArray) -> DoubleArray:
         """Return the corners [..., 8, 2] of the block at poses [..., 3]."""
-        turned = np.einsum("...ij,kj->...ki", rotation(pose[..., 2]), self.corners)
-        return turned + pose[..., None, :2]
+        rotated = np.einsum("...ij,kj->...ki", rotation(pose[..., 2]), self.corners)
+        return rotated + pose[..., None, :2]
 
     def find(self, pose: DoubleArray, agent: DoubleArray, goal: DoubleArray) -> Push | None:
         """Return the first push of the best sequence of at most four pushes; None if the block cannot be pushed.
 
         Beam search: minimizes log(mean distance of the corners to their goals) + a cost per env step.
         """
-        front = _Front(pose[None], agent[None], np.zeros(1), None)
-        best, lowest = -1, np.inf
-        for _ in range(_PUSHES):
-            values, following = self._expanded(front, self.placed(goal))
-            if following is None or following.first is None:
+        beam = _Beam(pose[None], agent[None], np.zeros(1), None)
+        best, best_value = -1, np.inf
+        for _ in range(_MAX_PUSHES):
+            values, next_beam = self._expand_beam(beam, self.transform_corners(goal))
+            if next_beam is None or next_beam.first is None:
                 break
-            if values[0] < lowest - 1e-3:
-                best, lowest = int(following.first[0]), values[0]
-            front = following
+            if values[0] < best_value - 1e-3:
+                best, best_value = int(next_beam.first[0]), values[0]
+            beam = next_beam
         if best < 0:
             return None
         contact, depth = divmod(best, len(self.lengths))
-        turn = rotation(pose[2])
-        start, direction = turn @ self.starts[contact] + pose[:2], turn @ self.directions[contact]
+        rotation_matrix = rotation(pose[2])
+        start, direction = rotation_matrix @ self.starts[contact] + pose[:2], rotation_matrix @ self.directions[contact]
         return Push(start, direction, float(self.lengths[depth]))
 
-    def _expanded(self, front: _Front, goal: DoubleArray) -> tuple[DoubleArray, _Front | None]:
+    def _expand_beam(self, beam: _Beam, goal: DoubleArray) -> tuple[DoubleArray, _Beam | None]:
         """Append each push to each sequence of the beam; return costs and sequences of the next beam, best first."""
-        turn, origin = rotation(front.poses[:, 2]), front.poses[:, None, :2]
-        starts = np.einsum("nij,cj->nci", turn, self.starts) + origin
-        directions = np.einsum("nij,cj->nci", turn, self.directions)
+        rotations, origin = rotation(beam.poses[:, 2]), beam.poses[:, None, :2]
+        starts = np.einsum("nij,cj->nci", rotations, self.starts) + origin
+        directions = np.einsum("nij,cj->nci", rotations, self.directions)
         ends = starts[:, :, None] + directions[:, :, None] * self.lengths[:, None]
-        places = np.einsum("nij,ckj->ncki", turn, self.motions[..., :2]) + origin[:, :, None]
-        angles = front.poses[:, None, None, 2] + self.motions[..., 2]
-        poses = np.concatenate([places, angles[..., None]], -1)
-        corners = self.placed(poses)
-        free = _inside(starts)[:, :, None] & _inside(ends)
-        free &= ((corners > _WALL) & (corners < 512 - 1 - _WALL)).all((-1, -2))
-        travel = np.linalg.norm(starts - front.agents[:, None], axis=-1) / _TRAVEL
-        steps = _EXTRA_STEPS + travel[:, :, None] + self.lengths / _PUSHED
-        costs = front.costs[:, None, None] + _STEP_COST * np.where(free, steps, np.inf)
+        positions = np.einsum("nij,ckj->ncki", rotations, self.motions[..., :2]) + origin[:, :, None]
+        angles = beam.poses[:, None, None, 2] + self.motions[..., 2]
+        poses = np.concatenate([positions, angles[..., None]], -1)
+        corners = self.transform_corners(poses)
+        free = _are_inside(starts)[:, :, None] & _are_inside(ends)
+        free &= ((corners > _WALL_MARGIN) & (corners < 512 - 1 - _WALL_MARGIN)).all((-1, -2))
+        travel = np.linalg.norm(starts - beam.agents[:, None], axis=-1) / _TRAVEL_MOTION
+        steps = _EXTRA_STEPS + travel[:, :, None] + self.lengths / _PUSH_MOTION
+        costs = beam.costs[:, None, None] + _STEP_COST * np.where(free, steps, np.inf)
         error = np.linalg.norm(corners - goal, axis=-1).mean(-1)
         values = (np.log(error + 0.5) + costs).ravel()
-        order = np.argsort(values, kind="stable")[:_RANKED]
+        order = np.argsort(values, kind="stable")[:_MAX_CANDIDATES]
         order = order[np.isfinite(values[order])]
         if not order.size:
             return values, None
-        _, kept = np.unique(np.round(poses.reshape(-1, 3)[order] / _CELL), axis=0, return_index=True)
-        order = order[np.sort(kept)[:_BEAM]]
-        each = self.motions.shape[0] * self.motions.shape[1]
-        first = order if front.first is None else front.first[order // each]
-        return values[order], _Front(
+        _, unique_rows = np.unique(np.round(poses.reshape(-1, 3)[order] / _CELL_SIZE), axis=0, return_index=True)
+        order = order[np.sort(unique_rows)[:_BEAM_WIDTH]]
+        pushes_per_sequence = self.motions.shape[0] * self.motions.shape[1]
+        first = order if beam.first is None else beam.first[order // pushes_per_sequence]
+        return values[order], _Beam(
             poses.reshape(-1, 3)[order], ends.reshape(-1, 2)[order], costs.ravel()[order], first
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Front:
+class _Beam:
     """Beam of N push sequences: block poses [N, 3], agents [N, 2], costs [N] and the index of the first push [N]."""
 
     poses: DoubleArray
@@ -154,11 +154,11 @@ class _Front:
     first: IntArray | None
 
 
-def _inside(points: DoubleArray) -> BoolArray:
-    return np.asarray(((points > _LOW) & (points < _HIGH)).all(-1))
+def _are_inside(points: DoubleArray) -> BoolArray:
+    return np.asarray(((points > _MIN_POSITION) & (points < _MAX_POSITION)).all(-1))
 
 
-def _scene(agent: DoubleArray) -> tuple[pymunk.Space, pymunk.Body, pymunk.Body, list[pymunk.Poly]]:
+def _build_scene(agent: DoubleArray) -> tuple[pymunk.Space, pymunk.Body, pymunk.Body, list[pymunk.Poly]]:
     """Build a space with the agent and the block at the origin."""
     space = pymunk.Space()
     space.damping = 0.0
@@ -167,11 +167,11 @@ def _scene(agent: DoubleArray) -> tuple[pymunk.Space, pymunk.Body, pymunk.Body, 
     return space, body, block, shapes
 
 
-def _pushed(start: DoubleArray, direction: DoubleArray, steps: int) -> DoubleArray:
+def _simulate_push(start: DoubleArray, direction: DoubleArray, steps: int) -> DoubleArray:
     """Return the block's poses [steps, 3] while the agent moves at constant speed."""
-    space, agent, block, _ = _scene(start)
+    space, agent, block, _ = _build_scene(start)
     time_step = 0.01
-    agent.velocity = tuple(direction * _STRIDE / time_step)
+    agent.velocity = tuple(direction * _STEP_LENGTH / time_step)
     poses = []
     for _ in range(steps):
         space.step(time_step)

@@ -50,43 +50,43 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         self.render_mode, self._python = render_mode, python or sys.executable
         self._script = ForeignScript(self._python, robosuite_server.__file__, key="env.python", program="robosuite")
         renders = render_mode is not None or camera is not None
-        found = self._ask(("make", task, camera, (height, width), renders, options or {}), _LOAD_S)
-        state = spaces.Box(-np.inf, np.inf, (found["state"],), np.float64)
+        description = self._request(("make", task, camera, (height, width), renders, options or {}), _LOAD_S)
+        state = spaces.Box(-np.inf, np.inf, (description["state"],), np.float64)
         image = {} if camera is None else {camera: spaces.Box(0, 255, (height, width, 3), np.uint8)}
         self._camera = camera
         self.observation_space = spaces.Dict({**image, "state": state})
-        low, high = (np.array(found[bound], np.float32) for bound in ("low", "high"))
+        low, high = (np.array(description[bound], np.float32) for bound in ("low", "high"))
         self.action_space = spaces.Box(low, high)
-        if found["expert"]:
+        if description["expert"]:
             self.expert_action = self._expert_action
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode; the seed determines the initial state."""
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
-        return self._observation(self._ask(("reset", number))), {}
+        return self._unpack_observation(self._request(("reset", number))), {}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute an action [7]: changes of the gripper's position and rotation, and the gripper command."""
-        seen, reward, success = self._ask(("step", action.tolist()))
-        return self._observation(seen), reward, success, False, {"is_success": success}
+        observation, reward, success = self._request(("step", action.tolist()))
+        return self._unpack_observation(observation), reward, success, False, {"is_success": success}
 
     def render(self) -> np.ndarray:
         """Return an image of the front camera, [256, 256, 3] uint8."""
-        return _unpacked(self._ask(("render",)))
+        return _unpack_array(self._request(("render",)))
 
     def close(self) -> None:
         """Stop the process; idempotent."""
         self._script.close()
 
     def _expert_action(self) -> np.ndarray:
-        return _unpacked(self._ask(("expert",)))
+        return _unpack_array(self._request(("expert",)))
 
-    def _observation(self, seen: Any) -> dict[str, np.ndarray]:
-        state, image = seen
-        return {"state": _unpacked(state)} | ({} if self._camera is None else {self._camera: _unpacked(image)})
+    def _unpack_observation(self, observation: Any) -> dict[str, np.ndarray]:
+        state, image = observation
+        return {"state": _unpack_array(state)} | ({} if self._camera is None else {self._camera: _unpack_array(image)})
 
-    def _ask(self, request: tuple[Any, ...], limit_s: float = _STEP_S) -> Any:
+    def _request(self, request: tuple[Any, ...], limit_s: float = _STEP_S) -> Any:
         level, reply = self._script.ask(request, limit_s, "a fixed limit")
         if level == "missing":
             raise MissingDependencyError(
@@ -98,6 +98,6 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         return reply
 
 
-def _unpacked(parts: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+def _unpack_array(parts: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
     kind, shape, data = parts
     return np.frombuffer(data, kind).reshape(shape)

@@ -28,10 +28,10 @@ _UNLOCKED = 1.0
 """Angle of the handle in rad at which the door opens."""
 
 
-def packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+def pack_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
     """Convert an array to (dtype, shape, bytes)."""
-    found = np.ascontiguousarray(array)
-    return found.dtype.str, found.shape, found.tobytes()
+    contiguous = np.ascontiguousarray(array)
+    return contiguous.dtype.str, contiguous.shape, contiguous.tobytes()
 
 
 class Task:
@@ -58,12 +58,12 @@ class Task:
             seed=0,
             **options,
         )
-        self._seen: dict[str, Any] = {}
+        self._observation_dict: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
         """Return a dict with the state dimension, the action bounds, and `expert`: True with a scripted expert."""
         low, high = self._env.action_spec
-        self._seen = self._env.reset()
+        self._observation_dict = self._env.reset()
         return {
             "state": len(self._state()),
             "low": low.tolist(),
@@ -75,22 +75,22 @@ class Task:
         """Start an episode; the seed determines the initial state."""
         # Samplers of robots and objects share this generator.
         self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
-        self._seen = self._env.reset()
+        self._observation_dict = self._env.reset()
         return self._observation()
 
     def step(self, action: list[float]) -> Any:
         """Execute one action; return the observation, the reward and the success."""
-        self._seen, reward, _, _ = self._env.step(np.array(action))
+        self._observation_dict, reward, _, _ = self._env.step(np.array(action))
         return self._observation(), float(reward), bool(self._env._check_success())
 
     def expert(self) -> Any:
         """Return the action of the scripted expert."""
         assert self._expert is not None
-        return packed(self._expert(self._seen))
+        return pack_array(self._expert(self._observation_dict))
 
     def render(self) -> Any:
         """Return an image of the front camera, [256, 256, 3]."""
-        return packed(self._image("agentview", (256, 256)))
+        return pack_array(self._image("agentview", (256, 256)))
 
     def _image(self, camera: str, size: tuple[int, int]) -> Any:
         height, width = size
@@ -99,57 +99,57 @@ class Task:
 
     def _state(self) -> Any:
         names = STATE if self._camera else (*STATE, "object-state")
-        return np.concatenate([np.atleast_1d(self._seen[name]) for name in names])
+        return np.concatenate([np.atleast_1d(self._observation_dict[name]) for name in names])
 
     def _observation(self) -> Any:
-        image = None if self._camera is None else packed(self._image(self._camera, self._size))
-        return packed(self._state()), image
+        image = None if self._camera is None else pack_array(self._image(self._camera, self._size))
+        return pack_array(self._state()), image
 
 
-def lift(seen: Any) -> Any:
+def lift(observation: Any) -> Any:
     """Return the action of the Lift expert: grasp the cube, then lift it."""
-    if holds(seen, seen["cube_pos"]):
+    if is_holding(observation, observation["cube_pos"]):
         return motion((0.0, 0.0, _ABOVE), CLOSED)
-    return grasp(seen, seen["cube_pos"])
+    return grasp(observation, observation["cube_pos"])
 
 
-def stack(seen: Any) -> Any:
+def stack(observation: Any) -> Any:
     """Return the action of the Stack expert: grasp cube A, then put it on cube B."""
-    cube, base = seen["cubeA_pos"], seen["cubeB_pos"]
-    way = base - cube + np.array([0.0, 0.0, 0.045])
-    aside = np.linalg.norm(way[:2])
-    if aside < 0.02 and abs(way[2]) < 0.008:
+    cube, base = observation["cubeA_pos"], observation["cubeB_pos"]
+    offset = base - cube + np.array([0.0, 0.0, 0.045])
+    lateral_distance = np.linalg.norm(offset[:2])
+    if lateral_distance < 0.02 and abs(offset[2]) < 0.008:
         # Rise once the fingers are open.
-        opened = np.abs(seen["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
-        return motion((0.0, 0.0, _ABOVE if opened else 0.0), OPEN)
-    if not holds(seen, cube):
-        return grasp(seen, cube)
+        is_open = np.abs(observation["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
+        return motion((0.0, 0.0, _ABOVE if is_open else 0.0), OPEN)
+    if not is_holding(observation, cube):
+        return grasp(observation, cube)
     # Up, across, then down.
-    lower, high = aside < 0.01, way[2] < -0.6 * _ABOVE
-    height = way[2] if lower else way[2] + _ABOVE
-    return motion((*(way[:2] if lower or high else (0.0, 0.0)), height), CLOSED)
+    descends, is_low = lateral_distance < 0.01, offset[2] < -0.6 * _ABOVE
+    height = offset[2] if descends else offset[2] + _ABOVE
+    return motion((*(offset[:2] if descends or is_low else (0.0, 0.0)), height), CLOSED)
 
 
-def door(seen: Any) -> Any:
+def door(observation: Any) -> Any:
     """Return the action of the Door expert: grasp the handle from the front, turn it down, then pull the door."""
-    way = seen["handle_pos"] - seen["robot0_eef_pos"]
-    width = np.abs(seen["robot0_gripper_qpos"]).sum()
-    angle = tilt(seen["robot0_eef_quat"]) - _TILT
+    offset = observation["handle_pos"] - observation["robot0_eef_pos"]
+    width = np.abs(observation["robot0_gripper_qpos"]).sum()
+    angle = tilt(observation["robot0_eef_quat"]) - _TILT
     turn = np.array([angle, 0.0, 0.0])
-    near = np.linalg.norm(way)
-    if near < _HANDLE_NEAR and width < _HANDLE_WIDTH:
-        turned = float(seen["handle_qpos"])
-        if turned > _UNLOCKED or seen["hinge_qpos"] > 0.02:
-            return motion((way[0], 0.05, way[2]), CLOSED)
+    distance = np.linalg.norm(offset)
+    if distance < _HANDLE_NEAR and width < _HANDLE_WIDTH:
+        handle_angle = float(observation["handle_qpos"])
+        if handle_angle > _UNLOCKED or observation["hinge_qpos"] > 0.02:
+            return motion((offset[0], 0.05, offset[2]), CLOSED)
         # Tangent of the arc on which the handle moves.
-        return motion(way + 0.05 * np.array([np.sin(turned), 0.0, -np.cos(turned)]), CLOSED)
-    if near < 0.012:
+        return motion(offset + 0.05 * np.array([np.sin(handle_angle), 0.0, -np.cos(handle_angle)]), CLOSED)
+    if distance < 0.012:
         return motion((0.0, 0.0, 0.0), CLOSED, turn)
     if abs(angle) > 0.2:
-        return motion((way[0], 0.0, way[2]), OPEN, turn)
-    aside = np.linalg.norm(way[[0, 2]])
-    forward = aside < 0.01 or (aside < 0.02 and way[1] > -0.05)
-    return motion((way[0], way[1] if forward else way[1] + 0.12, way[2]), OPEN, turn)
+        return motion((offset[0], 0.0, offset[2]), OPEN, turn)
+    lateral_distance = np.linalg.norm(offset[[0, 2]])
+    approaches = lateral_distance < 0.01 or (lateral_distance < 0.02 and offset[1] > -0.05)
+    return motion((offset[0], offset[1] if approaches else offset[1] + 0.12, offset[2]), OPEN, turn)
 
 
 def tilt(quaternion: Any) -> float:
@@ -158,28 +158,28 @@ def tilt(quaternion: Any) -> float:
     return float(np.arctan2(2 * (x * w - y * z), 2 * (x * x + y * y) - 1))
 
 
-def holds(seen: Any, cube: Any) -> bool:
+def is_holding(observation: Any, cube: Any) -> bool:
     """Return True if the closed fingers hold the cube."""
-    width = np.abs(seen["robot0_gripper_qpos"]).sum()
-    still = np.abs(seen["robot0_gripper_qvel"]).max() < 0.02
-    return bool(np.linalg.norm(seen["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and still)
+    width = np.abs(observation["robot0_gripper_qpos"]).sum()
+    is_still = np.abs(observation["robot0_gripper_qvel"]).max() < 0.02
+    return bool(np.linalg.norm(observation["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and is_still)
 
 
-def grasp(seen: Any, cube: Any) -> Any:
+def grasp(observation: Any, cube: Any) -> Any:
     """Return an action that approaches the cube from above or, at the cube, closes the fingers."""
-    way = cube - seen["robot0_eef_pos"]
-    aside = np.linalg.norm(way[:2])
-    if aside < 0.01 and abs(way[2]) < 0.01:
+    offset = cube - observation["robot0_eef_pos"]
+    lateral_distance = np.linalg.norm(offset[:2])
+    if lateral_distance < 0.01 and abs(offset[2]) < 0.01:
         return motion((0.0, 0.0, 0.0), CLOSED)
-    lower = aside < 0.015 or (aside < 0.03 and way[2] > -0.03)
-    height = way[2] if lower else way[2] + _ABOVE
-    return motion((way[0], way[1], height), OPEN)
+    descends = lateral_distance < 0.015 or (lateral_distance < 0.03 and offset[2] > -0.03)
+    height = offset[2] if descends else offset[2] + _ABOVE
+    return motion((offset[0], offset[1], height), OPEN)
 
 
-def motion(way: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
-    """Return the action that moves the gripper by `way` [3] in metres, and turns it by a rotation vector [3] in rad."""
+def motion(offset: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
+    """Return the action that moves the gripper by `offset` [3] in metres, and rotates it by the vector `turn` [3]."""
     # The controller lags behind, so that small actions do not move the arm.
-    moves = np.clip(_GAIN * np.array(way) / _REACH, -1.0, 1.0), np.clip(np.array(turn) / _TURN, -1.0, 1.0)
+    moves = np.clip(_GAIN * np.array(offset) / _REACH, -1.0, 1.0), np.clip(np.array(turn) / _TURN, -1.0, 1.0)
     return np.array([*np.concatenate(moves), gripper], np.float32)
 
 

@@ -9,7 +9,7 @@ from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.envs.sim_checks import camera_problems, task_problems
-from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, suite_name
+from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, get_suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS, Axis
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, SimulatorSpec
@@ -19,7 +19,7 @@ STATES_PER_TASK = 4000
 HORIZON = 48
 """Time limit in env steps, about twice the steps of the expert."""
 
-SMALLEST_IMAGE = 32
+MIN_IMAGE_SIZE = 32
 """Minimum height and width of an image in pixels; in smaller images, a block has less than three pixels."""
 
 
@@ -37,7 +37,7 @@ class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     @property
     def title(self) -> str:
         """Name of the environment in evaluation protocols."""
-        return suite_name(self.axis)
+        return get_suite_name(self.axis)
 
 
 class TabletopFactory(SimFactory[TabletopSettings]):
@@ -50,8 +50,8 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         yield from task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
         sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
         for key, value in sizes.items():
-            if not SMALLEST_IMAGE <= value <= MAX_SIZE:
-                bounds = f"{SMALLEST_IMAGE}..{MAX_SIZE}"
+            if not MIN_IMAGE_SIZE <= value <= MAX_SIZE:
+                bounds = f"{MIN_IMAGE_SIZE}..{MAX_SIZE}"
                 yield f"env.init_params.{key}={value} is outside {bounds}, the sizes at which blocks are visible."
         if len({*sizes.values()}) > 1:
             yield (
@@ -74,16 +74,19 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         tasks = [(axis, task) for axis in axes for task in TASKS]
         return EnvSpec(
             simulator=SimulatorSpec(on_gpu=False, saves_state=True),
-            name=suite_name(cfg.axis),
+            name=get_suite_name(cfg.axis),
             action=ActionSpec(
                 dim=7,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0, binary=True)),
                 # As seen by the front camera.
                 controls=arm_controls(right=(0, 1.0), away=(1, 1.0), up=(2, 1.0), gripper=gripper),
             ),
-            tasks=tuple(t.other_words if axis is Axis.phrasings else t.instruction for axis, t in tasks),
+            tasks=tuple(
+                variant.rephrased_instruction if axis is Axis.phrasings else variant.instruction
+                for axis, variant in tasks
+            ),
             benchmark=BenchmarkSpec(
-                suites=tuple(suite_name(axis) for axis, _ in tasks) if context.suites else (), unnorm_key="tabletop"
+                suites=tuple(get_suite_name(axis) for axis, _ in tasks) if context.suites else (), unnorm_key="tabletop"
             ),
             states_per_task=(STATES_PER_TASK,) * len(tasks),
             cameras=CameraSpec(

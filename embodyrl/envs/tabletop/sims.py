@@ -24,11 +24,11 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 OPEN, CLOSED = -1.0, 1.0
 
-_ABOVE = 0.02
+_DESCENT_RADIUS = 0.02
 """Maximum horizontal distance in metres from the target at which the closed, empty gripper descends."""
-_CONE = 0.05
+_OPEN_DESCENT_RADIUS = 0.05
 """Maximum horizontal distance in metres from the target at which an open or block-holding gripper descends."""
-_HALF = STEP / 2
+_HALF_STEP = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
 Command = tuple[float, float, float, float]
@@ -49,18 +49,18 @@ def expert_action(world: World) -> FloatArray:
 
 
 def _touch(world: World) -> Command:
-    return _go_down_at(world, world.blocks[world.task.block], OPEN)
+    return _descend_to(world, world.blocks[world.task.block], OPEN)
 
 
 def _put(world: World) -> Command:
     block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
     if world.held == world.task.block:
-        lower = world.z < GRASP_HEIGHT and world.distance(plate) < _ABOVE
-        return (0.0, 0.0, 0.0, OPEN) if lower else _go_down_at(world, plate, CLOSED)
+        is_low = world.z < GRASP_HEIGHT and world.distance(plate) < _DESCENT_RADIUS
+        return (0.0, 0.0, 0.0, OPEN) if is_low else _descend_to(world, plate, CLOSED)
     if world.closed:
         return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
-    lower = world.z < GRASP_HEIGHT and world.distance(block) < _ABOVE
-    return (0.0, 0.0, 0.0, CLOSED) if lower else _go_down_at(world, block, OPEN)
+    is_low = world.z < GRASP_HEIGHT and world.distance(block) < _DESCENT_RADIUS
+    return (0.0, 0.0, 0.0, CLOSED) if is_low else _descend_to(world, block, OPEN)
 
 
 def _push(world: World) -> Command:
@@ -68,29 +68,29 @@ def _push(world: World) -> Command:
     if world.held is not None:
         return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
     dx, dy = plate[0] - block[0], plate[1] - block[1]
-    way = max(math.hypot(dx, dy), 1e-6)
-    ux, uy = dx / way, dy / way
+    distance = max(math.hypot(dx, dy), 1e-6)
+    ux, uy = dx / distance, dy / distance
     ex, ey = block[0] - world.x, block[1] - world.y
-    along, aside = ex * ux + ey * uy, abs(ex * uy - ey * ux)
-    low = world.z < PUSH_HEIGHT
-    if low and aside < 0.75 * PUSH_RADIUS and 0.0 < along < PUSH_RADIUS + 2 * STEP:
-        free = max(along - PUSH_RADIUS, 0.0)
-        dx, dy = dx + free * ux, dy + free * uy
+    along, lateral_distance = ex * ux + ey * uy, abs(ex * uy - ey * ux)
+    is_low = world.z < PUSH_HEIGHT
+    if is_low and lateral_distance < 0.75 * PUSH_RADIUS and 0.0 < along < PUSH_RADIUS + 2 * STEP:
+        gap = max(along - PUSH_RADIUS, 0.0)
+        dx, dy = dx + gap * ux, dy + gap * uy
         # Without rotation: it would lose the block.
-        slower = min(1.0, STEP / max(abs(dx), abs(dy), 1e-6))
-        return slower * dx, slower * dy, -world.z, CLOSED
+        scale = min(1.0, STEP / max(abs(dx), abs(dy), 1e-6))
+        return scale * dx, scale * dy, -world.z, CLOSED
     behind = block[0] - _PUSH_GAP * ux, block[1] - _PUSH_GAP * uy
-    return _go_down_at(world, behind, CLOSED)
+    return _descend_to(world, behind, CLOSED)
 
 
-def _go_down_at(world: World, point: Point, gripper: float) -> Command:
+def _descend_to(world: World, point: Point, gripper: float) -> Command:
     """Return the next command towards a point: move at travel height, and descend when the gripper is above it."""
-    near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
-    height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
+    radius = _DESCENT_RADIUS if gripper == CLOSED and world.held is None else _OPEN_DESCENT_RADIUS
+    height = 0.0 if world.distance(point) < radius else TRAVEL_HEIGHT
     # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:
     # few distinct numbers are easier to learn for a small policy than diagonal motions.
-    way = np.array((point[0] - world.x, point[1] - world.y, height - world.z))
-    dx, dy, dz = np.round(way / _HALF) * _HALF
+    delta = np.array((point[0] - world.x, point[1] - world.y, height - world.z))
+    dx, dy, dz = np.round(delta / _HALF_STEP) * _HALF_STEP
     return float(dx), float(dy), float(dz), gripper
 
 
@@ -103,14 +103,14 @@ FRAME_SIZE = 288
 """Height and width in pixels (P) of each image in a video frame."""
 
 
-def suite_name(axis: Axis) -> str:
+def get_suite_name(axis: Axis) -> str:
     """Return the suite name of a variation: `tabletop` for the base, else `tabletop_<axis>`."""
     return "tabletop" if axis is Axis.base else f"tabletop_{axis}"
 
 
-def axis_of(suite: str) -> Axis:
-    """Return the variation of a suite name; the inverse of `suite_name`."""
-    return next(axis for axis in Axis if suite_name(axis) == suite)
+def get_axis(suite: str) -> Axis:
+    """Return the variation of a suite name; the inverse of `get_suite_name`."""
+    return next(axis for axis in Axis if get_suite_name(axis) == suite)
 
 
 class TabletopSims(PerSlot):
@@ -125,7 +125,7 @@ class TabletopSims(PerSlot):
         task, _ = self.spec.task_of(reset_id)
         # The same tables in every variation: reset ids of other suites are offset.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
-        self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, axis_of(self.spec.suite_of(task)))
+        self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, get_axis(self.spec.suite_of(task)))
         self.note_start(slot, solved=self._worlds[slot].success())
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
@@ -151,8 +151,8 @@ class TabletopSims(PerSlot):
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Write the camera images and proprioception [4] into the arrays of `out`."""
         world = self._worlds[slot]
-        for view, camera in zip(out.images, self.spec.cameras.names, strict=True):
-            view[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(view))
+        for image, camera in zip(out.images, self.spec.cameras.names, strict=True):
+            image[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(image))
         out.state[:] = world.x, world.y, world.z, float(not world.closed)
 
     def render(self, slot: int) -> ByteArray:

@@ -34,9 +34,9 @@ _WALL = np.array((222, 228, 232), np.float32)
 _WOOD = np.array((192, 164, 130), np.float32)
 _TABLE_EDGE = np.array((134, 108, 82), np.float32)
 
-_SLANT = 0.82
+_Y_SCALE = 0.82
 """Image rows per metre in y, relative to columns per metre in x, in the front view (sine of the camera angle)."""
-_RISE = 0.57
+_Z_SCALE = 0.57
 """Image rows per metre in z, relative to columns per metre in x, in the front view (cosine of the camera angle)."""
 _FRONT_WIDTH = 0.72
 _FRONT_BOTTOM = -0.32
@@ -51,7 +51,7 @@ _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
 """Distance in metres between each finger and the middle of the gripper: open, closed around a block, fully closed."""
 
 
-_COUNT = np.arange(MAX_SIZE, dtype=np.float32)
+_INDICES = np.arange(MAX_SIZE, dtype=np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 """Preallocated constants, because numpy's overhead dominates for shapes of few pixels."""
 
@@ -77,9 +77,9 @@ class _Canvas:
         strength: float = 1.0,
     ) -> None:
         """Blend an axis-aligned box into the image; edges fade over `blur` metres, or at least one pixel."""
-        soft = max(blur * self.scale, 1.0)
-        rows, cover_v = self._ramp((self.top - v) * self.scale, half_v * self.scale, soft)
-        cols, cover_u = self._ramp((u - self.left) * self.scale, half_u * self.scale, soft)
+        fade = max(blur * self.scale, 1.0)
+        rows, cover_v = self._compute_coverage((self.top - v) * self.scale, half_v * self.scale, fade)
+        cols, cover_u = self._compute_coverage((u - self.left) * self.scale, half_u * self.scale, fade)
         if strength < 1.0:
             cover_v *= np.float32(strength)
         self._blend(rows, cols, cover_v[:, None] * cover_u, colour)
@@ -88,26 +88,26 @@ class _Canvas:
         """Blend an ellipse with the half axes `radius` and `flat * radius` into the image."""
         size = len(self.pixels)
         x, y, r = (u - self.left) * self.scale, (self.top - v) * self.scale, radius * self.scale
-        rows, cols = _span(y, flat * r + 1.0, size), _span(x, r + 1.0, size)
-        dy = (_COUNT[rows] - np.float32(y - 0.5)) / np.float32(flat)
-        dx = _COUNT[cols] - np.float32(x - 0.5)
+        rows, cols = _get_pixel_slice(y, flat * r + 1.0, size), _get_pixel_slice(x, r + 1.0, size)
+        dy = (_INDICES[rows] - np.float32(y - 0.5)) / np.float32(flat)
+        dx = _INDICES[cols] - np.float32(x - 0.5)
         cover = np.float32(r + 0.5) - np.sqrt((dy * dy)[:, None] + dx * dx)
         np.maximum(np.minimum(cover, _ONE, out=cover), _ZERO, out=cover)
         self._blend(rows, cols, cover, colour)
 
-    def finish(self) -> ByteArray:
+    def to_uint8(self) -> ByteArray:
         """Return the image rounded to uint8."""
         return (self.pixels + 0.5).astype(np.uint8)
 
-    def _ramp(self, centre: float, half: float, soft: float) -> tuple[slice, FloatArray]:
+    def _compute_coverage(self, centre: float, half: float, fade: float) -> tuple[slice, FloatArray]:
         """Return the slice of pixels that an interval covers, and the coverage (0 to 1) of each pixel."""
-        where = _span(centre, half + 0.5 * soft, len(self.pixels))
-        cover = np.abs(_COUNT[where] - np.float32(centre - 0.5))
-        cover *= np.float32(-1.0 / soft)
-        cover += np.float32(half / soft + 0.5)
+        pixels = _get_pixel_slice(centre, half + 0.5 * fade, len(self.pixels))
+        cover = np.abs(_INDICES[pixels] - np.float32(centre - 0.5))
+        cover *= np.float32(-1.0 / fade)
+        cover += np.float32(half / fade + 0.5)
         # If a stripe is thinner than its fading edges, no pixel is fully covered.
-        np.minimum(cover, np.float32(min(1.0, 2.0 * half / soft)), out=cover)
-        return where, np.maximum(cover, _ZERO, out=cover)
+        np.minimum(cover, np.float32(min(1.0, 2.0 * half / fade)), out=cover)
+        return pixels, np.maximum(cover, _ZERO, out=cover)
 
     def _blend(self, rows: slice, cols: slice, cover: FloatArray, colour: Colour) -> None:
         window = self.pixels[rows, cols]
@@ -117,101 +117,107 @@ class _Canvas:
 def draw_front(world: World, size: int) -> ByteArray:
     """Render the front view [size, size, 3] uint8; the near edge of the table is at the bottom."""
     canvas = _Canvas(
-        _front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
+        _get_front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
     )
     for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
-        _front_plate(canvas, x, y * _SLANT, colour)
+        _draw_front_plate(canvas, x, y * _Y_SCALE, colour)
     heights = [world.z if index == world.held else 0.0 for index in range(len(world.blocks))]
     for (x, y), z in zip(world.blocks, heights, strict=True):
         shift = 0.012 + 0.4 * z
         half = BLOCK_SIDE / 2
         canvas.box(
-            x + shift, (y - 0.3 * shift) * _SLANT, half, half * _SLANT, _SHADOW, blur=0.02 + 0.2 * z, strength=0.45
+            x + shift, (y - 0.3 * shift) * _Y_SCALE, half, half * _Y_SCALE, _SHADOW, blur=0.02 + 0.2 * z, strength=0.45
         )
-    canvas.box(world.x, world.y * _SLANT, 0.045, 0.02, _SHADOW, blur=0.02 + 0.15 * world.z, strength=0.5)
+    canvas.box(world.x, world.y * _Y_SCALE, 0.045, 0.02, _SHADOW, blur=0.02 + 0.15 * world.z, strength=0.5)
     # Painter's order, far objects first; the gripper is painted with the block that it could hold.
-    things = [(y, index) for index, (_, y) in enumerate(world.blocks)]
-    things.append((world.y - 0.005, -1))
-    for _, index in sorted(things, reverse=True):
+    objects = [(y, index) for index, (_, y) in enumerate(world.blocks)]
+    objects.append((world.y - 0.005, -1))
+    for _, index in sorted(objects, reverse=True):
         if index < 0:
-            _front_gripper(canvas, world)
+            _draw_front_gripper(canvas, world)
         else:
-            _front_block(canvas, world.blocks[index], heights[index], _BLOCK_RGB[world.palette][index])
-    return canvas.finish()
+            _draw_front_block(canvas, world.blocks[index], heights[index], _BLOCK_RGB[world.palette][index])
+    return canvas.to_uint8()
 
 
 def draw_wrist(world: World, size: int) -> ByteArray:
     """Render the wrist view [size, size, 3] uint8, centred on the gripper; the view widens with height."""
     half = _WRIST_LOW + _WRIST_RISE * world.z
-    canvas = _Canvas(_texture_window(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
+    canvas = _Canvas(_crop_texture(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
     for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
         if max(abs(x - world.x), abs(y - world.y)) < half + PLATE_RADIUS:
-            canvas.disc(x, y, PLATE_RADIUS, 1.0, _shade(colour, 0.8))
+            canvas.disc(x, y, PLATE_RADIUS, 1.0, _scale_colour(colour, 0.8))
             canvas.disc(x, y, PLATE_RADIUS * 0.82, 1.0, colour)
     side = BLOCK_SIDE / 2
     for index, (x, y) in enumerate(world.blocks):
         if index != world.held and max(abs(x - world.x), abs(y - world.y)) < half + BLOCK_SIDE:
             canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW, blur=0.02, strength=0.45)
-            canvas.box(x, y, side, side, _shade(_BLOCK_RGB[world.palette][index], 0.75))
+            canvas.box(x, y, side, side, _scale_colour(_BLOCK_RGB[world.palette][index], 0.75))
             canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][index])
     # Fingers and a held block move with the camera, so their size in the image is constant.
     hand = _Canvas(canvas.pixels, size / (2 * _WRIST_LOW), -_WRIST_LOW, _WRIST_LOW)
     if world.held is not None:
-        hand.box(0.0, 0.0, side, side, _shade(_BLOCK_RGB[world.palette][world.held], 0.75))
+        hand.box(0.0, 0.0, side, side, _scale_colour(_BLOCK_RGB[world.palette][world.held], 0.75))
         hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][world.held])
-    apart = _finger_distance(world)
+    finger_distance = _get_finger_distance(world)
     for sign in (-1.0, 1.0):
-        hand.box(sign * apart, 0.0, 0.007, 0.022, _FINGER)
-        hand.box(sign * apart, 0.0, 0.0035, 0.018, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
-    return canvas.finish()
+        hand.box(sign * finger_distance, 0.0, 0.007, 0.022, _FINGER)
+        hand.box(sign * finger_distance, 0.0, 0.0035, 0.018, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
+    return canvas.to_uint8()
 
 
-def _front_plate(canvas: _Canvas, u: float, v: float, colour: Colour) -> None:
-    canvas.disc(u + 0.008, v - 0.006, PLATE_RADIUS, _SLANT, _shade(tuple(_WOOD.tolist()), 0.72))
-    canvas.disc(u, v, PLATE_RADIUS, _SLANT, _shade(colour, 0.8))
-    canvas.disc(u, v + 0.001, PLATE_RADIUS * 0.82, _SLANT, colour)
+def _draw_front_plate(canvas: _Canvas, u: float, v: float, colour: Colour) -> None:
+    canvas.disc(u + 0.008, v - 0.006, PLATE_RADIUS, _Y_SCALE, _scale_colour(tuple(_WOOD.tolist()), 0.72))
+    canvas.disc(u, v, PLATE_RADIUS, _Y_SCALE, _scale_colour(colour, 0.8))
+    canvas.disc(u, v + 0.001, PLATE_RADIUS * 0.82, _Y_SCALE, colour)
 
 
-def _front_block(canvas: _Canvas, at: Point, z: float, colour: Colour) -> None:
-    half, deep, tall = BLOCK_SIDE / 2, BLOCK_SIDE / 2 * _SLANT, BLOCK_HEIGHT * _RISE
-    foot = at[1] * _SLANT + z * _RISE - deep
-    canvas.box(at[0], foot + tall / 2, half, tall / 2, _shade(colour, 0.68))
-    canvas.box(at[0], foot + tall + deep, half, deep, colour)
-    canvas.box(at[0], foot + tall + deep, half * 0.8, deep * 0.8, _shade(colour, 1.12))
+def _draw_front_block(canvas: _Canvas, position: Point, z: float, colour: Colour) -> None:
+    half, half_depth, height = BLOCK_SIDE / 2, BLOCK_SIDE / 2 * _Y_SCALE, BLOCK_HEIGHT * _Z_SCALE
+    bottom = position[1] * _Y_SCALE + z * _Z_SCALE - half_depth
+    canvas.box(position[0], bottom + height / 2, half, height / 2, _scale_colour(colour, 0.68))
+    canvas.box(position[0], bottom + height + half_depth, half, half_depth, colour)
+    canvas.box(position[0], bottom + height + half_depth, half * 0.8, half_depth * 0.8, _scale_colour(colour, 1.12))
 
 
-def _front_gripper(canvas: _Canvas, world: World) -> None:
-    v = world.y * _SLANT + world.z * _RISE
-    apart = _finger_distance(world)
-    long = 0.075 * _RISE
-    palm = v + 2 * long
-    canvas.box(world.x, palm + 0.06, 0.012, 0.05, _shade(_STEEL, 1.5))
+def _draw_front_gripper(canvas: _Canvas, world: World) -> None:
+    v = world.y * _Y_SCALE + world.z * _Z_SCALE
+    finger_distance = _get_finger_distance(world)
+    finger_length = 0.075 * _Z_SCALE
+    palm = v + 2 * finger_length
+    canvas.box(world.x, palm + 0.06, 0.012, 0.05, _scale_colour(_STEEL, 1.5))
     for sign in (-1.0, 1.0):
-        canvas.box(world.x + sign * apart, v + long, 0.0065, long, _FINGER)
-        canvas.box(world.x + sign * (apart - 0.002), v + long, 0.0015, long, _shade(_FINGER, 2.0))
+        canvas.box(world.x + sign * finger_distance, v + finger_length, 0.0065, finger_length, _FINGER)
+        canvas.box(
+            world.x + sign * (finger_distance - 0.002),
+            v + finger_length,
+            0.0015,
+            finger_length,
+            _scale_colour(_FINGER, 2.0),
+        )
     canvas.box(world.x, palm, 0.054, 0.014, _STEEL)
     canvas.box(world.x, palm + 0.002, 0.03, 0.006, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
 
 
-def _finger_distance(world: World) -> float:
+def _get_finger_distance(world: World) -> float:
     if not world.closed:
         return _FINGER_OPEN
     return _FINGER_SHUT if world.held is None else _FINGER_HOLDING
 
 
-def _span(centre: float, half: float, size: int) -> slice:
+def _get_pixel_slice(centre: float, half: float, size: int) -> slice:
     """Return the slice of pixels of an interval, clipped to the image; empty outside the image."""
     start = min(max(int(centre - half), 0), size)
     return slice(start, max(min(int(centre + half) + 1, size), start))
 
 
-def _shade(colour: Colour, factor: float) -> Colour:
+def _scale_colour(colour: Colour, factor: float) -> Colour:
     red, green, blue = (min(channel * factor, 255.0) for channel in colour)
     return red, green, blue
 
 
 @lru_cache(maxsize=1)
-def _texture() -> ByteArray:
+def _get_texture() -> ByteArray:
     """Return a top view [rows, columns, 3] of the table and the floor; the first row is the far end."""
     count = int(2 * _TEXTURE_HALF * _TEXELS_PER_M)
     axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF
@@ -222,34 +228,34 @@ def _texture() -> ByteArray:
     grain = np.repeat(rng.normal(0.0, 3.0, (count, count // 120)), 120, axis=1)
     smooth = np.cumsum(np.pad(grain, ((0, 0), (120, 0)), mode="edge"), axis=1)
     grain = (smooth[:, 120:] - smooth[:, :-120]) / 120
-    picture = _WOOD + (tone + seam)[::-1, None, None] + grain[:, :, None]
+    image = _WOOD + (tone + seam)[::-1, None, None] + grain[:, :, None]
     outside = np.maximum(np.abs(axis)[:, None], np.abs(axis)) > _TABLE
-    picture[outside] = _TABLE_EDGE * 0.5
-    return picture.clip(0, 255).astype(np.uint8)
+    image[outside] = _TABLE_EDGE * 0.5
+    return image.clip(0, 255).astype(np.uint8)
 
 
-def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
+def _crop_texture(x: float, y: float, half: float, size: int) -> FloatArray:
     """Return the part of the top view around a point, up to `half` metres to each side."""
     offsets = ((np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF) * _TEXELS_PER_M
     columns = (offsets + x * _TEXELS_PER_M).astype(np.intp)
     rows = (offsets - y * _TEXELS_PER_M).astype(np.intp)
-    return _texture()[rows[:, None], columns].astype(np.float32)
+    return _get_texture()[rows[:, None], columns].astype(np.float32)
 
 
 @lru_cache(maxsize=4)
-def _front_background(size: int) -> FloatArray:
+def _get_front_background(size: int) -> FloatArray:
     """Return the background of the front view: wall, table top and the near edge of the table."""
     pixel = _FRONT_WIDTH / size
     centres = (np.arange(size, dtype=np.float32) + 0.5) * pixel
     u, v = centres - _FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH - centres
-    y = v / _SLANT
-    picture = np.empty((size, size, 3), np.float32)
-    picture[:] = _WALL - 26.0 * np.linspace(0.0, 1.0, size, dtype=np.float32)[:, None, None]
+    y = v / _Y_SCALE
+    image = np.empty((size, size, 3), np.float32)
+    image[:] = _WALL - 26.0 * np.linspace(0.0, 1.0, size, dtype=np.float32)[:, None, None]
     on_top = np.flatnonzero(np.abs(y) < _TABLE)
     rows = ((_TEXTURE_HALF - y[on_top]) * _TEXELS_PER_M).astype(np.intp)
     columns = np.flatnonzero(np.abs(u) < _TABLE)
     texels = ((u[columns] + _TEXTURE_HALF) * _TEXELS_PER_M).astype(np.intp)
-    picture[on_top[:, None], columns] = _texture()[rows[:, None], texels]
-    edge = np.flatnonzero((y <= -_TABLE) & (v > -_TABLE * _SLANT - 0.035))
-    picture[edge[:, None], columns] = _TABLE_EDGE
-    return picture
+    image[on_top[:, None], columns] = _get_texture()[rows[:, None], texels]
+    edge = np.flatnonzero((y <= -_TABLE) & (v > -_TABLE * _Y_SCALE - 0.035))
+    image[edge[:, None], columns] = _TABLE_EDGE
+    return image

@@ -77,7 +77,7 @@ class Task:
         return f"{self.skill} the {block} block {'to' if self.skill is Skill.push else 'on'} the {plate} plate"
 
     @property
-    def other_words(self) -> str:
+    def rephrased_instruction(self) -> str:
         """Rephrased instruction of the task."""
         block, plate = f"the {BLOCK_COLOURS[self.block]} cube", f"the {PLATE_COLOURS[self.plate]} dish"
         return {
@@ -119,7 +119,7 @@ class World:
         A held block moves with the gripper; a released block drops straight down. Open fingers straddle blocks, closed
         fingers push blocks away. Blocks do not collide with each other.
         """
-        before = self.x, self.y
+        previous = self.x, self.y
         self.x = _clip(self.x + STEP * _clip(dx, 1.0), REACH)
         self.y = _clip(self.y + STEP * _clip(dy, 1.0), REACH)
         self.z = min(max(self.z + STEP * _clip(dz, 1.0), 0.0), TOP)
@@ -127,13 +127,13 @@ class World:
             self.blocks[self.held] = self.x, self.y
         if close and not self.closed:
             # Only at the moment of closing: closed fingers push blocks.
-            self.held = self._between_fingers()
+            self.held = self._find_grasped_block()
             self.lifted |= self.held == self.task.block
         elif not close:
             self.held = None
         self.closed = close
         if close and self.z < PUSH_HEIGHT:
-            self._push(self.x - before[0], self.y - before[1])
+            self._push(self.x - previous[0], self.y - previous[1])
 
     def success(self) -> bool:
         """Return True if the goal of the task is reached."""
@@ -149,7 +149,7 @@ class World:
         """Return the horizontal distance of the gripper from a point."""
         return math.hypot(point[0] - self.x, point[1] - self.y)
 
-    def _between_fingers(self) -> int | None:
+    def _find_grasped_block(self) -> int | None:
         if self.z > GRASP_HEIGHT:
             return None
         nearest = min(range(len(self.blocks)), key=lambda i: self.distance(self.blocks[i]))
@@ -160,7 +160,7 @@ class World:
 
     def _push(self, dx: float, dy: float) -> None:
         """Move touched blocks with the gripper; blocks do not slide along the fingers."""
-        way = math.hypot(dx, dy)
+        distance = math.hypot(dx, dy)
         for index, block in enumerate(self.blocks):
             if index == self.held:
                 continue
@@ -168,8 +168,8 @@ class World:
             gap = math.hypot(ex, ey)
             if gap >= PUSH_RADIUS:
                 continue
-            if way > 1e-6:
-                ux, uy = dx / way, dy / way
+            if distance > 1e-6:
+                ux, uy = dx / distance, dy / distance
             elif gap > 1e-6:
                 ux, uy = ex / gap, ey / gap
             else:

@@ -230,7 +230,7 @@ def test_batched_simulation_matches_separate_slots(monkeypatch):
     rows = drawing_rows()
     monkeypatch.setattr(sims, "build", lambda *_: rows)
     cfg = config(obs_mode=ObsMode.state)
-    spec = replace(described._spec(cfg, replace(PANDA, state_dim=8)), simulator=SimulatorSpec(lockstep=True))
+    spec = replace(described._build_spec(cfg, replace(PANDA, state_dim=8)), simulator=SimulatorSpec(lockstep=True))
     env = ChunkedEnv(sims.BatchSims(spec, cfg, 4), 4, use_rel_reward=False, reward_coef=1.0)
     env.reset([2, 0, 3, 1], [start(reset_id) for reset_id in (7, 11, 5, 3)])
     assert env.solved_at_reset([0, 1, 2, 3]) == [2]
@@ -309,10 +309,10 @@ def test_observations_and_rewards_match_maniskill():
 
 @pytest.mark.parametrize(("env_id", "drawn"), [("PickCube-v1", False), ("PegInsertionSide-v1", True)])
 def test_tasks_with_randomly_chosen_objects_are_detected(env_id, drawn):
-    from embodyrl.envs.maniskill.simulator import build, draws_scene
+    from embodyrl.envs.maniskill.simulator import build, samples_scene
 
     env = build(config(env_id, control_mode=None), ObsMode.state)
-    assert draws_scene(env) is drawn
+    assert samples_scene(env) is drawn
     env.close()
 
 

@@ -48,11 +48,11 @@ def test_config_problems_are_reported_without_importing_the_simulator(changes, w
 def test_missing_camera_error_suggests_a_name():
     cfg = config(init_params=InitParams(camera_names=["bse_camera"]))
     with pytest.raises(ConfigError, match=r"no camera 'bse_camera'\. Did you mean 'base_camera'\?"):
-        described._spec(cfg, PANDA)
+        described._build_spec(cfg, PANDA)
 
 
 def test_images_and_states_are_declared_by_the_observation_mode():
-    rgb, state = (described._spec(config(obs_mode=mode), PANDA) for mode in (ObsMode.rgb, ObsMode.state))
+    rgb, state = (described._build_spec(config(obs_mode=mode), PANDA) for mode in (ObsMode.rgb, ObsMode.state))
     assert (rgb.cameras.names, rgb.cameras.size, state.cameras.names, state.cameras.size) == (
         ("base_camera",),
         (96, 128),
@@ -60,20 +60,20 @@ def test_images_and_states_are_declared_by_the_observation_mode():
         (0, 0),
     )
     assert (rgb.benchmark.unnorm_key, rgb.expert.tasks, rgb.num_reset_ids) == ("maniskill", (0,), 100_000)
-    assert described._spec(config(), replace(PANDA, control_mode="pd_joint_pos")).expert.tasks == ()
+    assert described._build_spec(config(), replace(PANDA, control_mode="pd_joint_pos")).expert.tasks == ()
     assert rgb.action.gripper is not None
     assert (rgb.action.gripper.open, rgb.action.gripper.closed) == (1.0, -1.0)
 
 
 def test_placements_of_the_bridge_tasks_are_numbered():
-    spec = described._spec(config(id="PutEggplantInBasketScene-v1"), PANDA)
+    spec = described._build_spec(config(id="PutEggplantInBasketScene-v1"), PANDA)
     assert (spec.num_reset_ids, spec.benchmark.unnorm_key, spec.expert.tasks) == (64, "bridge_orig", ())
 
 
 def test_bridge_preset_is_valid():
     cfg = load_config("train", ["env=maniskill_bridge"]).env
     assert FACTORY.validate(cfg) == []
-    spec = described._spec(cfg, replace(PANDA, cameras=("3rd_view_camera",)))
+    spec = described._build_spec(cfg, replace(PANDA, cameras=("3rd_view_camera",)))
     assert (spec.tasks, spec.num_reset_ids, spec.cameras.names) == (("put carrot on plate",), 24, ("3rd_view_camera",))
 
 
@@ -87,10 +87,10 @@ def test_every_task_has_an_instruction():
 def test_gpu_batch_is_refused_for_tasks_with_randomly_chosen_objects():
     batch = config(id="PegInsertionSide-v1", sim_backend=SimBackend.gpu)
     with pytest.raises(ConfigError, match="samples objects only when its scene is built"):
-        described._spec(batch, replace(PANDA, draws_scene=True))
-    spec = described._spec(batch, PANDA)
+        described._build_spec(batch, replace(PANDA, samples_scene=True))
+    spec = described._build_spec(batch, PANDA)
     assert (spec.simulator.lockstep, spec.simulator.on_gpu) == (True, True)
-    assert described._spec(config(), PANDA).simulator.on_gpu is False
+    assert described._build_spec(config(), PANDA).simulator.on_gpu is False
     (line,) = FACTORY.validate(config(id="PutCarrotOnPlateInScene-v1", sim_backend=SimBackend.gpu))
     assert "steps the whole batch until objects settle" in line
 

@@ -58,25 +58,25 @@ def test_solved_joint_angles_reach_the_pose(arm):
 
 def test_solved_joint_angles_respect_the_limits(kinematics, arm):
     arm, data = arm
-    angles = arm.solve(data, kinematics.Pose(np.array([-1.1, 0.0, 0.0]), kinematics.rotated((0, 0, 1), np.pi)))
+    angles = arm.solve(data, kinematics.Pose(np.array([-1.1, 0.0, 0.0]), kinematics.rotation_matrix((0, 0, 1), np.pi)))
     assert np.abs(angles).max() <= 2
 
 
 def test_rotations_match_hand_made_matrices(kinematics):
-    rotated, rotation_between = kinematics.rotated, kinematics.rotation_between
-    quarter = rotated((0, 0, 2), _HALF)
+    rotation_matrix, rotation_between = kinematics.rotation_matrix, kinematics.rotation_between
+    quarter = rotation_matrix((0, 0, 2), _HALF)
     np.testing.assert_allclose(quarter, [[0, -1, 0], [1, 0, 0], [0, 0, 1]], atol=1e-12)
     np.testing.assert_allclose(rotation_between(np.eye(3), quarter), [0, 0, _HALF], atol=1e-12)
     np.testing.assert_allclose(rotation_between(quarter, np.eye(3)), [0, 0, -_HALF], atol=1e-12)
 
 
 def test_step_towards_a_pose_is_limited_in_distance_and_angle(kinematics):
-    Pose, rotated = kinematics.Pose, kinematics.rotated
+    Pose, rotation_matrix = kinematics.Pose, kinematics.rotation_matrix
     start = Pose(np.zeros(3), np.eye(3))
-    goal = Pose(np.array([0.0, 2.0, 0.0]), rotated((0, 0, 1), _HALF))
-    way = start.towards(goal, 0.5, 0.1)
+    goal = Pose(np.array([0.0, 2.0, 0.0]), rotation_matrix((0, 0, 1), _HALF))
+    way = start.move_towards(goal, 0.5, 0.1)
     np.testing.assert_allclose(way.position, [0, 0.5, 0], atol=1e-12)
     np.testing.assert_allclose(kinematics.rotation_between(start.rotation, way.rotation), [0, 0, 0.1], atol=1e-12)
-    assert start.towards(goal, 3, 3).is_near(goal, 1e-9, 1e-6)
+    assert start.move_towards(goal, 3, 3).is_near(goal, 1e-9, 1e-6)
     assert not way.is_near(goal, 1.6, 1.0)
     assert not way.is_near(goal, 1.4, 2.0)

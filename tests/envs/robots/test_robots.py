@@ -15,7 +15,7 @@ from embodyrl.config import compose
 from embodyrl.controls import controls_of
 from embodyrl.envs.mujoco_rendering import draw_without_display
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.robots.factory import FACTORY, differences
+from embodyrl.envs.robots.factory import FACTORY, find_differences
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
@@ -98,9 +98,9 @@ def test_all_differences_between_preset_and_package_are_reported():
         state_dim=2,
         max_episode_steps=300,
     )
-    assert differences(preset, same) == []
+    assert find_differences(preset, same) == []
     other = replace(same, action=ActionSpec(dim=3), cameras=CameraSpec(), state_dim=5, max_episode_steps=200)
-    assert [text.partition(", expected")[0] for text in differences(preset, other)] == [
+    assert [text.partition(", expected")[0] for text in find_differences(preset, other)] == [
         "cameras: ()",
         "state columns: 5",
         "action dimensions: 3",
