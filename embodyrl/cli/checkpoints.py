@@ -87,10 +87,10 @@ def _prune(args: argparse.Namespace) -> int:
             "embodyrl ckpt prune needs --keep N, where N is the number of newest checkpoints to keep, at least 1."
         )
     store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
-    from embodyrl.commands.run_folder import locked
+    from embodyrl.commands.run_folder import lock_folder
 
     best = store.best()
-    with locked(store.root.parent):
+    with lock_folder(store.root.parent):
         gone = store.prune(int(args.keep), [] if best is None else [best])
     kept = f"and the best (step {best})" if best is not None else "no best checkpoint is recorded"
     text = (

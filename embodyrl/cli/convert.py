@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.cli.output import show_result
-from embodyrl.commands.run_folder import locked
+from embodyrl.commands.run_folder import lock_folder
 from embodyrl.config.compose import Setting, parse_override
 from embodyrl.config.settings import get_keys
 from embodyrl.data.conversion.settings import ConversionSettings, ConvertSettings
@@ -66,7 +66,7 @@ def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
     from embodyrl.data.conversion.plan import plan_conversion
 
     monitor = build_monitor(["console"])
-    with locked(out):
+    with lock_folder(out):
         opened = open_source(source, data)
         plan = plan_conversion(opened.description, data, str(source.resolve()))
         facts = plan.facts(source, out)

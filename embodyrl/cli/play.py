@@ -20,7 +20,7 @@ def play(args: argparse.Namespace) -> int:
         raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
-    from embodyrl.commands.run_folder import locked
+    from embodyrl.commands.run_folder import lock_folder
     from embodyrl.config.compose import format_override
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import run_config
@@ -34,7 +34,7 @@ def play(args: argparse.Namespace) -> int:
         policy, env = policy_with_env(run, trust, records=args.record is not None)
         stack.callback(env.close)
         if args.record is not None:
-            stack.enter_context(locked(Path(args.record)))
+            stack.enter_context(lock_folder(Path(args.record)))
             # Later evaluations of the data have the time limit of the run.
             environment = load_config("eval", [format_override("ckpt", str(run)), *trust], base=run_config(run))
             recording = Recording(Path(args.record), policy.run_plan, environment)

@@ -15,8 +15,8 @@ from embodyrl.cli.output import show_result
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.recap_arguments import Arguments, read_arguments
 from embodyrl.commands.recap_labelling import Stage, label_in_process
-from embodyrl.commands.run_folder import locked
-from embodyrl.commands.sft import DECIDES, FREE
+from embodyrl.commands.run_folder import lock_folder
+from embodyrl.commands.sft import MEMORY_KEYS, WEIGHT_KEYS
 from embodyrl.commands.sft_data import require_instructions
 from embodyrl.commands.unchanged_data import check_unchanged
 from embodyrl.config.compose import dir_flags, format_override
@@ -42,7 +42,7 @@ def recap(args: argparse.Namespace) -> int:
     arguments = read_arguments(args.words)
     with (
         contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext(),
-        locked(arguments.out),
+        lock_folder(arguments.out),
     ):
         try:
             rounds, lines = Rounds(arguments, args.config_dir).run()
@@ -80,7 +80,7 @@ class Rounds:
             self._collect(number, data, acting)
             learning, run = self._learning(number), out / f"round_{number}"
             values = self._label(number, learning.model)
-            check_unchanged(learning, run, keys=DECIDES, free=FREE, instead="recap.out")
+            check_unchanged(learning, run, keys=WEIGHT_KEYS, free=MEMORY_KEYS, instead="recap.out")
             if learning.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
                 COMMANDS.get("sft")(learning, resume=run if run.exists() else None)
             score = self._evaluate(run.name, [format_override("ckpt", str(run))])
@@ -143,7 +143,7 @@ class Rounds:
         return found or {}
 
     def _words(self, stage: str) -> tuple[str, ...]:
-        return self._arguments.words[stage]
+        return self._arguments.by_stage[stage]
 
     def _run_words(self, name: str) -> list[str]:
         folder = format_override("runner.output_dir", str(self._arguments.out))

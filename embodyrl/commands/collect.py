@@ -14,7 +14,7 @@ from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import step_of
 from embodyrl.commands.demonstration_episodes import demonstration_episodes
 from embodyrl.commands.facts import facts
-from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
+from embodyrl.commands.run_folder import RunFolder, first_weights, lock_folder, open_run, weight_facts
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
@@ -74,7 +74,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     run_plan = build_collection_plan(cfg)
     weights = first_weights(cfg, run_plan.env)
     with (
-        locked(Path(cfg.collect.out)),
+        lock_folder(Path(cfg.collect.out)),
         closing(open_run(cfg, "collect", overrides, None)) as folder,
         closing(build_console_monitor(cfg)) as monitor,
     ):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.collect import collect, collection_facts
-from embodyrl.commands.sft import DECIDES, FREE, sft
+from embodyrl.commands.sft import MEMORY_KEYS, WEIGHT_KEYS, sft
 from embodyrl.commands.unchanged_data import check_unchanged
 from embodyrl.data.settings import EpisodeFilter, Labels
 from embodyrl.data.writer import read_episodes
@@ -72,7 +72,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
             previous = runs[index - 1] if index else None
             training_cfg = _training_config(cfg, previous, run, data[: index + 1])
             check_unchanged(
-                training_cfg, run, keys=DECIDES, free=FREE, instead="runner.experiment_name and collect.out"
+                training_cfg, run, keys=WEIGHT_KEYS, free=MEMORY_KEYS, instead="runner.experiment_name and collect.out"
             )
             if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.commands.run_folder import locked
+from embodyrl.commands.run_folder import lock_folder
 from embodyrl.data.cards import stored_card
 from embodyrl.data.checks import check_layout, set_differences
 from embodyrl.data.layout import (
@@ -200,7 +200,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
                 f"{source.root}: episode {row['episode_index']} has {len(tasks)} instructions ({', '.join(tasks)}), "
                 "but a copied episode can have only one. Train on the original data set instead (data.path)."
             )
-    with locked(out):
+    with lock_folder(out):
         writer = DatasetWriter(out, _card(sources, selection))
         try:
             if (sources[0].root / ENVIRONMENT_PATH).is_file():

@@ -41,7 +41,7 @@ def with_every_step(run_plan: RunPlan) -> RunPlan:
 
 @contextmanager
 def open_writer(
-    run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
+    run_plan: RunPlan, arena: Arena, run: Path, write_line: Callable[[str], None]
 ) -> Iterator[EpisodeDatasetWriter | None]:
     """Open the writer of a run's episodes, and close it after the block; yield None if the run stores no episodes."""
     if not stores_episodes(run_plan):
@@ -49,7 +49,7 @@ def open_writer(
         return
     from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
-    writer = EpisodeDatasetWriter(run_plan, arena, run / EPISODES_FOLDER, say)
+    writer = EpisodeDatasetWriter(run_plan, arena, run / EPISODES_FOLDER, write_line)
     try:
         yield writer
     finally:

@@ -20,66 +20,70 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
     counted. Without such episodes, all finished episodes are counted; if no episode finished, all episodes are counted.
     With `continue_episodes`, the whole episodes that end in this step are counted, possibly none.
     """
-    tally = collection.tally
+    stats = collection.tally
     # Work during an earlier update counts only for the time that this step waited for it.
-    share = tally.wall_s / tally.span_s if tally.span_s else 1.0
-    every = collection.episodes + collection.filtered
-    finished = [e for e in every if e.counted]
+    waited_fraction = stats.wall_s / stats.span_s if stats.span_s else 1.0
+    episodes = collection.episodes + collection.filtered
+    finished = [episode for episode in episodes if episode.counted]
     if not collection.continues:
-        finished = finished or [e for e in every if not e.cut] or every
+        finished = finished or [episode for episode in episodes if not episode.cut] or episodes
     metrics = {
         "train/episodes": float(len(finished)),
         "train/groups_refilled": float(collection.refills),
-        "env/steps_per_s": tally.env_steps / tally.span_s if tally.span_s else 0.0,
-        "env/steps": float(tally.env_steps),
+        "env/steps_per_s": stats.env_steps / stats.span_s if stats.span_s else 0.0,
+        "env/steps": float(stats.env_steps),
         "env/restarts": float(restarts),
         "env/dropped_episodes": float(collection.dropped),
-        "rollout/infer_batch_size": tally.inferred / tally.inferences if tally.inferences else 0.0,
-        "time/rollout": tally.wall_s,
+        "rollout/infer_batch_size": stats.inferred / stats.inferences if stats.inferences else 0.0,
+        "time/rollout": stats.wall_s,
         # Mean over env workers, to be comparable with wall time.
-        "time/simulate": tally.sim_s * share / num_workers,
-        "time/render": tally.render_s * share / num_workers,
-        "time/reset": tally.reset_s * share / num_workers,
-        "time/infer": tally.infer_s * share,
+        "time/simulate": stats.sim_s * waited_fraction / num_workers,
+        "time/render": stats.render_s * waited_fraction / num_workers,
+        "time/reset": stats.reset_s * waited_fraction / num_workers,
+        "time/infer": stats.infer_s * waited_fraction,
     }
     if finished:
         metrics |= _episode_metrics(finished, env)
     if collection.greedy:
-        returns = [e.episode_return / env.reward.factor for e in collection.greedy.values()]
+        returns = [episode.episode_return / env.reward.factor for episode in collection.greedy.values()]
         metrics["train/greedy_return"] = float(np.mean(returns))
     if finished and env.reward.components:
-        parts = np.mean([e.whole.components for e in finished], axis=0)
+        component_means = np.mean([episode.whole.components for episode in finished], axis=0)
         metrics |= {
-            f"train/reward_{name}": float(part) for name, part in zip(env.reward.components, parts, strict=True)
+            f"train/reward_{name}": float(mean)
+            for name, mean in zip(env.reward.components, component_means, strict=True)
         }
     return metrics
 
 
 def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, float]:
-    count, wholes = len(episodes), [e.whole for e in episodes]
+    count, summaries = len(episodes), [episode.whole for episode in episodes]
     metrics = {
-        "train/return": sum(e.episode_return for e in wholes) / env.reward.factor / count,
-        "train/episode_len": sum(e.length for e in wholes) / count,
-        "train/episode_len_min": float(min(e.length for e in wholes)),
-        "train/episode_len_max": float(max(e.length for e in wholes)),
+        "train/return": sum(episode.episode_return for episode in summaries) / env.reward.factor / count,
+        "train/episode_len": sum(episode.length for episode in summaries) / count,
+        "train/episode_len_min": float(min(episode.length for episode in summaries)),
+        "train/episode_len_max": float(max(episode.length for episode in summaries)),
     }
     if env.limits_replies:
-        metrics["train/cut_off"] = sum(e.truncated for e in episodes) / count
-    if not env.reward.reports_success and not any(e.success_once for e in wholes):
+        metrics["train/cut_off"] = sum(episode.truncated for episode in episodes) / count
+    if not env.reward.reports_success and not any(episode.success_once for episode in summaries):
         return metrics
-    rate = Rate.of((e.spec.reset_id, e.success_once) for e in wholes)
+    rate = Rate.of((episode.spec.reset_id, episode.success_once) for episode in summaries)
     metrics |= {
         "train/success_once": rate.value,
-        "train/success_at_end": sum(e.success_at_end for e in episodes) / count,
+        "train/success_at_end": sum(episode.success_at_end for episode in episodes) / count,
         "train/effective_episodes": rate.effective or 0.0,
     }
-    for task in sorted({e.spec.task_id for e in wholes}):
-        own = [e.success_once for e in wholes if e.spec.task_id == task]
-        metrics[f"train/task_{task}/success_once"] = sum(own) / len(own)
+    for task in sorted({episode.spec.task_id for episode in summaries}):
+        task_successes = [episode.success_once for episode in summaries if episode.spec.task_id == task]
+        metrics[f"train/task_{task}/success_once"] = sum(task_successes) / len(task_successes)
     return metrics
 
 
-def split_clock_metrics(metrics: Mapping[str, float], further: Iterable[str] = ()) -> dict[str, float]:
-    """Rename clock-dependent metrics, including the names in `further`, to `time/<name>`, for deterministic mode."""
-    names = _CLOCK_DEPENDENT.union(further)
+def split_clock_metrics(metrics: Mapping[str, float], extra_names: Iterable[str] = ()) -> dict[str, float]:
+    """In deterministic mode, rename metrics that depend on wall-clock time to `time/<name>`.
+
+    `extra_names` are names of further such metrics.
+    """
+    names = _CLOCK_DEPENDENT.union(extra_names)
     return {f"time/{name}" if name in names else name: value for name, value in metrics.items()}

@@ -12,22 +12,22 @@ from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import validated
 
-OWN = "recap."
+RECAP_PREFIX = "recap."
 STAGES = {"collect", "sft", "eval"}
-_OF_STAGES = {
+_STAGES_BY_SECTION = {
     **{key: {"collect", "eval"} for key in ("env", "rollout", "algorithm", "reward")},
     **{key: {"sft"} for key in ("actor", "objective", "data", "checkpoint")},
     **{key: {"eval"} for key in ("eval", "video", "video_cfg")},
     "collect": {"collect"},
 }
 """Stages that use the keys of a config section; keys of other sections apply to all stages."""
-_SPLITS = {
+_STAGES_BY_PREFIX = {
     **{f"runner.{key}": {"sft"} for key in ("max_steps", "max_epochs", "save_interval", "val_check_interval")},
     "env.train.": {"collect"},
     "env.eval.": {"eval"},
 }
-"""Exceptions to `_OF_STAGES`: stages that use a key, or that use all keys with a prefix (which ends in a dot)."""
-_SET = {
+"""Exceptions to `_STAGES_BY_SECTION`: stages that use a key, or all keys with a prefix (which ends in a dot)."""
+_RESERVED_KEYS = {
     "ckpt": "each round trains from model.path=FOLDER; an exported run is such a folder",
     "collect.out": "episodes are in recap.out",
     "collect.filter": "all episodes are kept",
@@ -52,7 +52,7 @@ class Arguments:
     cfg: RecapSettings
     seed: int
     demos: str
-    words: Mapping[str, tuple[str, ...]]
+    by_stage: Mapping[str, tuple[str, ...]]
     """Arguments of each stage (`collect`, `sft`, `eval`), without the model arguments."""
     model: tuple[str, ...]
     """Arguments that select the model and its initial weights."""
@@ -63,47 +63,49 @@ class Arguments:
         return Path(self.cfg.out)
 
 
-def stages_of(name: str) -> set[str]:
+def get_stages(name: str) -> set[str]:
     """Return the stages that use a config key or config group."""
-    split = [stages for prefix, stages in _SPLITS.items() if name.startswith(prefix)]
-    return split[0] if split else _OF_STAGES.get(name.partition(".")[0], STAGES)
+    matches = [stages for prefix, stages in _STAGES_BY_PREFIX.items() if name.startswith(prefix)]
+    return matches[0] if matches else _STAGES_BY_SECTION.get(name.partition(".")[0], STAGES)
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
+def read_arguments(arguments: Sequence[str]) -> Arguments:
     """Assign the command-line arguments to the stages of a RECAP run.
 
     Raises:
         ConfigError: a required argument is missing, or an argument is invalid; one line per problem.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     model: list[str] = []
     stages: dict[str, list[str]] = {stage: [] for stage in sorted(STAGES)}
-    for word in words:
-        name, given_value = parse_override(word)
-        given[name] = given_value
+    for argument in arguments:
+        name, parsed = parse_override(argument)
+        values[name] = parsed
         section = name.partition(".")[0]
         if section == "model":
-            model.append(word)
-        elif section != OWN.rstrip("."):
-            for stage in stages_of(name):
-                stages[stage].append(word)
-    problems = [f"{name}: {reason}; remove the key." for name, reason in _SET.items() if name in given]
-    for name, what in (
+            model.append(argument)
+        elif section != RECAP_PREFIX.rstrip("."):
+            for stage in get_stages(name):
+                stages[stage].append(argument)
+    problems = [f"{name}: {reason}; remove the key." for name, reason in _RESERVED_KEYS.items() if name in values]
+    for name, expected in (
         ("data.path", "demonstrations: embodyrl collect env=... collect.out=DIR"),
         ("model", "the model of the initial weights, for example model=flow_small"),
         ("model.path", "the folder of the initial weights"),
         ("recap.out", "the folder of episodes, labels, runs and report"),
     ):
-        if given.get(name) is None:
-            problems.append(f"{name} is not set: {what}.")
-    own = {name.removeprefix(OWN): value for name, value in given.items() if name.startswith(OWN)}
-    cfg = validated(RecapSettings, {"out": "missing"} | own, problems)
+        if values.get(name) is None:
+            problems.append(f"{name} is not set: {expected}.")
+    recap_values = {
+        name.removeprefix(RECAP_PREFIX): value for name, value in values.items() if name.startswith(RECAP_PREFIX)
+    }
+    cfg = validated(RecapSettings, {"out": "missing"} | recap_values, problems)
     if problems or cfg is None:
         raise ConfigError(problems)
     return Arguments(
         cfg=cfg,
-        seed=int(given.get("seed", 0)),
-        demos=str(given["data.path"]),
-        words={stage: tuple(found) for stage, found in stages.items()},
+        seed=int(values.get("seed", 0)),
+        demos=str(values["data.path"]),
+        by_stage={stage: tuple(stage_arguments) for stage, stage_arguments in stages.items()},
         model=tuple(model),
     )

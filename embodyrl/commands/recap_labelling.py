@@ -44,7 +44,7 @@ from embodyrl.types import BoolArray, DoubleArray, EnvSpec, IntArray
 if TYPE_CHECKING:
     from embodyrl.data.recap.value import ValueModel
 
-_STAGE_S = 24 * 3600.0
+_TIMEOUT_S = 24 * 3600.0
 """Time limit of the value stage, in seconds."""
 
 
@@ -65,9 +65,9 @@ class Stage:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that determine the labels, by name, as JSON values."""
-        named = self.cfg.model_dump(mode="json", exclude={"out", "rounds", "evaluate"})
-        found = {f"recap.{name}": value for name, value in named.items()}
-        return found | {"seed": self.seed, "model.path": str(resolve_asset(str(self.model.weights)).resolve())}
+        values = self.cfg.model_dump(mode="json", exclude={"out", "rounds", "evaluate"})
+        stage_settings = {f"recap.{name}": value for name, value in values.items()}
+        return stage_settings | {"seed": self.seed, "model.path": str(resolve_asset(str(self.model.weights)).resolve())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +86,20 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
     """
     if not (stage.summary.is_file() and stage.labels.is_file()):
         try:
-            found = call_isolated(f"{__name__}:label", stage, kind=Labelled, timeout_s=_STAGE_S).metrics
+            metrics = call_isolated(f"{__name__}:label", stage, kind=Labelled, timeout_s=_TIMEOUT_S).metrics
         except NoAnswerError as error:
             raise WorkerError(
                 f"The value stage for {stage.labels} failed: {error}. To resume, run the same command again."
             ) from error
-        write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
-    found, wanted = read_json(stage.summary), stage.settings
-    written = found.get("settings", {})
-    if differs := [f"{name}={written.get(name)}" for name, value in wanted.items() if written.get(name) != value]:
+        write_file(stage.summary, (json.dumps(metrics, indent=2) + "\n").encode())
+    metrics, expected = read_json(stage.summary), stage.settings
+    stored = metrics.get("settings", {})
+    if differences := [f"{name}={stored.get(name)}" for name, value in expected.items() if stored.get(name) != value]:
         raise ConfigError(
-            f"{stage.labels} was written with {', '.join(differs)}. Use these settings, or choose another recap.out."
+            f"{stage.labels} was written with {', '.join(differences)}. Use these settings, or choose another "
+            "recap.out."
         )
-    return found
+    return metrics
 
 
 def label(stage: Stage) -> Labelled:
@@ -108,63 +109,66 @@ def label(stage: Stage) -> Labelled:
         ConfigError: a data set has other cameras, states or actions than `data.path`.
     """
     roots = [resolve_asset(folder) for folder in stage.folders]
-    first, *others = [(root, read_card(root)) for root in roots]
-    for other in others:
-        if differs := set_differences(other, first):
+    first, *other_sets = [(root, read_card(root)) for root in roots]
+    for other in other_sets:
+        if difference := set_differences(other, first):
             raise ConfigError(
-                f"{other[0]} and {first[0]} differ in {differs}. Collect data.path again with the settings of this run."
+                f"{other[0]} and {first[0]} differ in {difference}. Collect data.path again with the settings of this "
+                "run."
             )
     demos = join_demonstrations([load_demonstrations(root) for root in roots])
     outcomes, cfg = Outcomes.of(demos), stage.cfg
-    g = normalised_returns(outcomes, cfg.failure_penalty)
-    value = cross_fitted(demos, outcomes, g, stage)
-    advantage = advantages(outcomes, g, value, cfg.advantage_steps)
+    returns = normalised_returns(outcomes, cfg.failure_penalty)
+    value = predict_held_out_values(demos, outcomes, returns, stage)
+    advantage = advantages(outcomes, returns, value, cfg.advantage_steps)
     limits = thresholds(outcomes, advantage, cfg.positive_share)
-    sure = forced(demos)
+    forced_labels = forced(demos)
     ranked = ranked_labels(outcomes, advantage, limits)
-    positive = ranked | sure
+    positive = ranked | forced_labels
     if cfg.labels is LabelSource.shuffled:
-        positive = shuffled(outcomes, positive, ~sure, derive_small(stage.seed, "recap-shuffled"))
+        positive = shuffled(outcomes, positive, ~forced_labels, derive_small(stage.seed, "recap-shuffled"))
     episode, frame = places(demos)
     Labels(
         episode=episode,
         frame=frame,
-        returns=g.astype(np.float32),
+        returns=returns.astype(np.float32),
         value=value.astype(np.float32),
         advantage=advantage.astype(np.float32),
         positive=positive,
     ).save(stage.labels)
-    found = measured(outcomes, g, value) | shares(outcomes, ranked, positive, sure)
+    metrics = value_metrics(outcomes, returns, value) | label_fractions(outcomes, ranked, positive, forced_labels)
     names = {int(task): str(demos.instruction[start]) for task, start in zip(outcomes.task, demos.start, strict=True)}
-    found |= {
+    metrics |= {
         "settings": stage.settings,
         "held_out": cfg.value_folds > 1,
         "thresholds": {names[task]: limit for task, limit in limits.items()},
     }
-    return Labelled(metrics=found)
+    return Labelled(metrics=metrics)
 
 
-def cross_fitted(demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, stage: Stage) -> DoubleArray:
+def predict_held_out_values(
+    demos: Demonstrations, outcomes: Outcomes, returns: DoubleArray, stage: Stage
+) -> DoubleArray:
     """Return the value [N] of each frame, from a model not trained on the frame's episode (see `value_folds`).
 
     Frames after the first success, where the return is 0, have the value 0.
     """
     from embodyrl.data.recap.value import ValueTraining, rate, train_value
 
-    cfg, make = stage.cfg, _value_models(demos, stage)
+    cfg, build_model = stage.cfg, _value_models(demos, stage)
     count = min(cfg.value_folds, len(outcomes.start))
     fold = folds_of(len(outcomes.start), count, derive_small(stage.seed, "recap-folds"))
     value = np.zeros(outcomes.frames)
-    for number in range(count):
-        inside = _frames(outcomes, fold == number)
-        others = inside if count == 1 else _frames(outcomes, fold != number)
+    for index in range(count):
+        held_out_frames = _frame_indices(outcomes, fold == index)
+        training_frames = held_out_frames if count == 1 else _frame_indices(outcomes, fold != index)
         training = ValueTraining(
             steps=cfg.value_steps,
             batch_size=cfg.value_batch_size,
             lr=cfg.value_lr,
-            seed=derive_small(stage.seed, "recap-value", number),
+            seed=derive_small(stage.seed, "recap-value", index),
         )
-        value[inside] = rate(train_value(make, others, g, training), inside)
+        value[held_out_frames] = rate(train_value(build_model, training_frames, returns, training), held_out_frames)
     return value
 
 
@@ -200,39 +204,41 @@ def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: 
     return with_statistics(stage.model, folder, env, entry)
 
 
-def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
-    """Return the frame indices of the episodes in the mask `chosen` [E], each up to its first success."""
-    parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
+def _frame_indices(outcomes: Outcomes, mask: BoolArray) -> IntArray:
+    """Return the frame indices of the episodes in the mask `mask` [E], each up to its first success."""
+    parts = [np.arange(outcomes.start[index], outcomes.end[index]) for index in np.flatnonzero(mask)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def measured(outcomes: Outcomes, g: DoubleArray, value: DoubleArray) -> dict[str, float]:
+def value_metrics(outcomes: Outcomes, returns: DoubleArray, value: DoubleArray) -> dict[str, float]:
     """Return the error and rank correlation of values with returns, and the mean values of successes and failures."""
-    counted = outcomes.task_of_frame >= 0
-    won = np.zeros(outcomes.frames, np.bool_)
+    is_counted = outcomes.task_of_frame >= 0
+    is_success = np.zeros(outcomes.frames, np.bool_)
     for start, end, success in zip(outcomes.start, outcomes.end, outcomes.success, strict=True):
-        won[start:end] = success
-    found = {
-        "value_error": float(np.abs(g - value)[counted].mean()),
-        "value_rank_correlation": rank_correlation(g[counted], value[counted]),
+        is_success[start:end] = success
+    metrics = {
+        "value_error": float(np.abs(returns - value)[is_counted].mean()),
+        "value_rank_correlation": rank_correlation(returns[is_counted], value[is_counted]),
     }
-    for name, chosen in (("success", counted & won), ("failure", counted & ~won)):
-        if chosen.any():
-            found[f"value_of_{name}"] = float(value[chosen].mean())
-    return found
+    for name, mask in (("success", is_counted & is_success), ("failure", is_counted & ~is_success)):
+        if mask.any():
+            metrics[f"value_of_{name}"] = float(value[mask].mean())
+    return metrics
 
 
-def shares(outcomes: Outcomes, ranked: BoolArray, positive: BoolArray, sure: BoolArray) -> dict[str, float]:
+def label_fractions(
+    outcomes: Outcomes, ranked: BoolArray, positive: BoolArray, forced_labels: BoolArray
+) -> dict[str, float]:
     """Return counts of episodes and frames, and the fractions of positive labels by rank and in total.
 
     The total includes the actions of an expert or a person, which are always positive (see `forced`).
     """
-    counted = outcomes.task_of_frame >= 0
+    is_counted = outcomes.task_of_frame >= 0
     return {
         "episodes": float(len(outcomes.start)),
         "successes": float(outcomes.success.sum()),
-        "frames": float(counted.sum()),
-        "forced_frames": float((sure & counted).sum()),
-        "positive_by_rank": float(ranked[counted].mean()),
-        "positive": float(positive[counted].mean()),
+        "frames": float(is_counted.sum()),
+        "forced_frames": float((forced_labels & is_counted).sum()),
+        "positive_by_rank": float(ranked[is_counted].mean()),
+        "positive": float(positive[is_counted].mean()),
     }

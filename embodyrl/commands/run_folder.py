@@ -82,15 +82,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
-        wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
+        wall, cpu = (end - start for end, start in zip(_elapsed_times(), self.began, strict=True))
         # The largest of this process and its ended children; Linux counts KiB.
-        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        peak = max(resource.getrusage(target).ru_maxrss for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
         row["peak_mib"] = round(peak / 1024)
         # A full disk must not prevent the release of the lock.
         with contextlib.suppress(OSError), open(self.root / COSTS_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        _release(self.root / _LOCK_FILE, self.lock)
+        _release_lock(self.root / _LOCK_FILE, self.lock)
 
 
 def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
@@ -102,14 +102,14 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         CheckpointError: `model.path` is inside a damaged checkpoint.
     """
     for path in (cfg.model.weights, cfg.model.lora.path if isinstance(cfg.model, AdapterSettings) else None):
-        _verify_ours(resolve_asset(path or ""))
+        _verify_checkpoint(resolve_asset(path or ""))
     root = resume or Path(cfg.runner.output_dir)
     try:
         root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
-        began = _spent()
+        began = _elapsed_times()
         # Before anything is written: the folder may contain the files of an active run.
-        lock = _take(root / _LOCK_FILE, root)
+        lock = _acquire(root / _LOCK_FILE, root)
         remove_scratch(root)
         is_new = os.listdir(root) == [_LOCK_FILE]
         # Under the lock, so that attempts have different numbers.
@@ -117,10 +117,10 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         logs = root / "logs" / f"attempt_{attempt}"
         logs.mkdir(parents=True)
         save_config(cfg, root / CONFIG_FILE)
-        with open(root / "overrides.txt", "a", encoding="utf-8") as f:
+        with open(root / "overrides.txt", "a", encoding="utf-8") as file:
             # One line per attempt, so that the command can be copied into a shell.
-            words = " ".join(shlex.join([command, *overrides]).splitlines())
-            f.write(f"# attempt {attempt}: {words}\n")
+            arguments = " ".join(shlex.join([command, *overrides]).splitlines())
+            file.write(f"# attempt {attempt}: {arguments}\n")
         (root / "env.txt").write_text(_describe_machine(cfg), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
@@ -133,37 +133,37 @@ def _new_root(cfg: Config, command: str) -> Path:
     parent = Path(cfg.runner.output_dir)
     name = cfg.runner.experiment_name
     if name is None:
-        what = ""
+        subject = ""
         if cfg.acts:
-            what = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
+            subject = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
         if cfg.has("data") and cfg.data.path is not None:
-            what = Path(cfg.data.path.partition("@")[0]).resolve().name
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
-        return _free_name(parent / name)
+            subject = Path(cfg.data.path.partition("@")[0]).resolve().name
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{subject}".replace("/", "-").replace(":", "-")
+        return _create_unique_folder(parent / name)
     root = parent / name
     if not root.exists() or cfg.runner.on_existing == OnExisting.resume:
         return root
     if cfg.runner.on_existing == OnExisting.rename:
-        return _free_name(root)
+        return _create_unique_folder(root)
     raise ConfigError(
         f"Run {root} exists. Resume it with runner.on_existing=resume, keep both runs with runner.on_existing=rename, "
         "or choose another runner.experiment_name."
     )
 
 
-def _free_name(root: Path) -> Path:
+def _create_unique_folder(root: Path) -> Path:
     """Create the first of `root`, `root-2`, `root-3`, ... that does not exist; safe for concurrent runs."""
-    candidate, k = root, 2
+    candidate, number = root, 2
     while True:
         try:
             candidate.mkdir(parents=True)
             return candidate
         except FileExistsError:
-            candidate, k = root.with_name(f"{root.name}-{k}"), k + 1
+            candidate, number = root.with_name(f"{root.name}-{number}"), number + 1
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a run folder, or another folder, for this process.
 
     Another folder may not exist yet; its lock file is next to the folder.
@@ -175,16 +175,16 @@ def locked(folder: Path) -> Iterator[None]:
     lock = folder / _LOCK_FILE if is_run else folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = _take(lock, folder)
+        handle = _acquire(lock, folder)
     except OSError as error:
         raise EmbodyError(f"Cannot write to {lock.parent}: {error.strerror}. Choose another folder.") from error
     try:
         yield
     finally:
-        _release(lock, handle)
+        _release_lock(lock, handle)
 
 
-def _take(lock: Path, folder: Path) -> int:
+def _acquire(lock: Path, folder: Path) -> int:
     """Lock a file for this process; the system releases the lock when the process ends, even after a crash.
 
     Raises:
@@ -206,15 +206,15 @@ def _take(lock: Path, folder: Path) -> int:
     return handle
 
 
-def _release(lock: Path, handle: int) -> None:
+def _release_lock(lock: Path, handle: int) -> None:
     lock.unlink(missing_ok=True)
     os.close(handle)
 
 
-def _spent() -> tuple[float, float]:
+def _elapsed_times() -> tuple[float, float]:
     """Return the wall-clock time, and the CPU time of this process and its ended children, in seconds."""
-    used = os.times()
-    return time.time(), used.user + used.system + used.children_user + used.children_system
+    times = os.times()
+    return time.time(), times.user + times.system + times.children_user + times.children_system
 
 
 def _commit() -> str:
@@ -222,16 +222,16 @@ def _commit() -> str:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
-    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    arguments = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""  # git is not installed or failed
 
 
 def _describe_machine(cfg: Config) -> str:
     """Return lines (name, value) about the code and the machine of a run."""
-    lines = [f"embodyrl {__version__}", f"commit {_commit() or 'not known'}", f"processor {_processor()}"]
+    lines = [f"embodyrl {__version__}", f"commit {_commit() or 'not known'}", f"processor {_processor_name()}"]
     lines += [f"gpu {gpu}" for gpu in visible_gpus()]
     lines += [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
     for package in _PACKAGES:
@@ -246,18 +246,18 @@ def _describe_machine(cfg: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _verify_ours(path: Path) -> None:
+def _verify_checkpoint(path: Path) -> None:
     """Verify the checkpoint that contains the path against its manifest; do nothing for other paths."""
     for folder in (path, *path.parents):
         if folder.parent.name == "checkpoints" and (folder / MANIFEST_NAME).is_file():
             CheckpointStore(folder.parent).verify(folder)
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
@@ -275,16 +275,16 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
             raise ConfigError([f"model.path={model.weights}: {problem}" for problem in problems])
         return None
     folder = resolve_weights(cfg.ckpt)
-    _compare(cfg, env, folder, f"ckpt={cfg.ckpt}")
+    _check_weights(cfg, env, folder, f"ckpt={cfg.ckpt}")
     if not isinstance(model, AdapterSettings) or model.lora.path is None:
         return folder
     if model.path is not None and resolve_asset(model.path).resolve() == folder.resolve():
         return None  # built with the adapter
-    trained_on = cfg.trains and model.is_lora and not _is_adapter(folder)
+    trains_adapter = cfg.trains and model.is_lora and not _is_adapter(folder)
     run = run_config(resolve_run(cfg.ckpt))
     saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
     # The weights of a run that began with an adapter contain this adapter.
-    if saved.get("model.lora.path") == model.lora.path or trained_on:
+    if saved.get("model.lora.path") == model.lora.path or trains_adapter:
         return folder
     raise ConfigError(
         f"ckpt={cfg.ckpt} replaces the weights that the adapter model.lora.path={model.lora.path} is merged into. "
@@ -302,31 +302,31 @@ def weight_facts(cfg: Config, weights: Path | None, env: EnvSpec | None = None) 
         env: environment of the run, whose instructions are compared with the instructions in training.
     """
     model = cfg.model
-    given = model.lora.path if isinstance(model, AdapterSettings) else None
+    adapter_path = model.lora.path if isinstance(model, AdapterSettings) else None
     trains = cfg.trains and model.adapted
     if "path" not in type(model).model_fields:
         return []
     base = str(cfg.ckpt or model.weights or "random")
     if weights is not None and _is_adapter(weights):
-        how = f"{model.weights} + adapter {base}, {'trained further' if trains else 'merged'}"
-    elif given is not None and (weights is None or trains):
-        how = f"{base} + adapter {given}, {'trained further' if trains else 'merged'}"
+        description = f"{model.weights} + adapter {base}, {'trained further' if trains else 'merged'}"
+    elif adapter_path is not None and (weights is None or trains):
+        description = f"{base} + adapter {adapter_path}, {'trained further' if trains else 'merged'}"
     else:
-        how = f"{base}, new adapters are trained on it" if trains else base
-    lines = [("weights", how)]
+        description = f"{base}, new adapters are trained on it" if trains else base
+    lines = [("weights", description)]
     folder = weights if weights is not None or model.weights is None else resolve_asset(model.weights)
     if folder is not None and env is not None:
-        chosen = {task for split in cfg.env.splits.values() for task in split.task_ids or range(len(env.tasks))}
+        task_ids = {task for split in cfg.env.splits.values() for task in split.task_ids or range(len(env.tasks))}
         limits = {f"env.{name}.max_episode_steps": split.time_limit(env) for name, split in cfg.env.splits.items()}
-        warnings = unknown_instructions(folder, env, chosen), short_limits(folder, limits)
+        warnings = unknown_instructions(folder, env, task_ids), short_limits(folder, limits)
         lines += [("warning", warning) for warning in warnings if warning is not None]
     return lines
 
 
 def _is_adapter(folder: Path) -> bool:
     """Return True if a folder contains an adapter without full weights."""
-    adapter = any((place / "adapter_config.json").exists() for place in (folder, folder / "lora_adapter"))
-    return adapter and not any(folder.glob("model*.safetensors*"))
+    has_adapter = any((path / "adapter_config.json").exists() for path in (folder, folder / "lora_adapter"))
+    return has_adapter and not any(folder.glob("model*.safetensors*"))
 
 
 def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
@@ -337,20 +337,20 @@ def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
     """
     # Checked before `open_run` saves the config, because a wrong saved config would prevent resuming.
     if newest := CheckpointStore(run / "checkpoints").latest():
-        _compare(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
+        _check_weights(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
 
 
-def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
+def _check_weights(cfg: Config, env: EnvSpec, folder: Path, source: str) -> None:
     factory = POLICIES.get(cfg.model.model_type)
     if hasattr(factory, "compare"):
         try:
             factory.compare(cfg.model, env, folder)
         except CheckpointError as error:
             raise ConfigError(
-                f"{asked}: {error} Without env or model keys, the settings of the run apply; other folders need both."
+                f"{source}: {error} Without env or model keys, the settings of the run apply; other folders need both."
             ) from error
     if problems := weight_problems(cfg.model, env, folder):
-        raise ConfigError([f"{asked}: {problem}" for problem in problems])
+        raise ConfigError([f"{source}: {problem}" for problem in problems])
 
 
 def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:

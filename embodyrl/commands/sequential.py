@@ -31,9 +31,9 @@ from embodyrl.plan.schema import Config
 from embodyrl.reports.history import JUDGED, other_worlds
 from embodyrl.reports.paired import SIGNIFICANT
 
-_OWN = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")
+_RESERVED_KEYS = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")
 """Keys that the test sets for each of the two evaluations."""
-_FIRST, _GROWTH = 20, 1.5
+_FIRST_TEST_PAIRS, _GROWTH = 20, 1.5
 """Number of pairs at the first interim test, and the factor by which this number grows from test to test."""
 
 
@@ -63,7 +63,7 @@ class Verdict:
     """Anytime-valid p-value: the inverse of the largest e-value."""
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         """True if the policies differ at the 5 % level."""
         return self.p_value <= SIGNIFICANT
 
@@ -87,64 +87,72 @@ def run_test(differences: Iterable[int]) -> Verdict:
     return Verdict(pairs, wins[-1], wins[1], round(math.exp(-largest), 10))
 
 
-def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
+def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
     """Run `embodyrl eval --until-significant RUN_A RUN_B`; return the exit code.
 
     Raises:
         ConfigError: the runs have different initial states, horizons or success keys, the initial states are too
             few or occur several times, or an argument names a run or a folder.
     """
-    if own := [word for word in words if word.partition("=")[0] in _OWN or "=" not in word]:
-        raise ConfigError(f"--until-significant evaluates two runs in folders of their own; remove {' '.join(own)}.")
-    sides = [_Side(run, words, config_dirs) for run in runs]
-    first, second = (side.compose() for side in sides)
-    if differs := other_worlds(to_builtin(first), to_builtin(second), {*state_keys(), *JUDGED}):
+    if reserved := [
+        override for override in overrides if override.partition("=")[0] in _RESERVED_KEYS or "=" not in override
+    ]:
         raise ConfigError(
-            f"--until-significant: the runs have different initial states, horizons or success keys ({differs}). Set "
-            "these keys to one value for both."
+            f"--until-significant evaluates two runs in folders of their own; remove {' '.join(reserved)}."
         )
-    most = min(map(_most_pairs, (first, second)))
-    say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
-    say(f"at most {most} episodes of each policy; level 5 % at every number of episodes")
+    evaluations = [_PolicyEvaluation(run, overrides, config_dirs) for run in runs]
+    first, second = (evaluation.compose() for evaluation in evaluations)
+    if differences := other_worlds(to_builtin(first), to_builtin(second), {*state_keys(), *JUDGED}):
+        raise ConfigError(
+            f"--until-significant: the runs have different initial states, horizons or success keys ({differences}). "
+            "Set these keys to one value for both."
+        )
+    max_pairs = min(map(_max_pairs, (first, second)))
+    print_line = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+    print_line(f"at most {max_pairs} episodes of each policy; level 5 % at every number of episodes")
     verdict = run_test([])
-    for count in _looks(most):
+    for count in _test_sizes(max_pairs):
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            for side in sides:
-                side.play(count)
-        verdict = run_test(_differences(*(side.rows for side in sides)))
-        if verdict.decided:
+            for evaluation in evaluations:
+                evaluation.run_episodes(count)
+        verdict = run_test(_differences(*(evaluation.rows for evaluation in evaluations)))
+        if verdict.is_decided:
             break
-        say(f"{count} of {most} episodes: no decision, p = {verdict.p_value:.3g}")
-    lines = [*(side.line() for side in sides), _sentence(verdict, runs, most)]
+        print_line(f"{count} of {max_pairs} episodes: no decision, p = {verdict.p_value:.3g}")
+    lines = [*(evaluation.line() for evaluation in evaluations), _sentence(verdict, runs, max_pairs)]
     values = {"pairs": verdict.pairs, "only_first": verdict.only_first, "only_second": verdict.only_second}
-    found = values | {"p": verdict.p_value, "most": most, "folders": [str(side.folder) for side in sides]}
-    print(json_text(found) if as_json else "\n".join(lines), end="" if as_json else "\n")
+    result = values | {
+        "p": verdict.p_value,
+        "most": max_pairs,
+        "folders": [str(evaluation.folder) for evaluation in evaluations],
+    }
+    print(json_text(result) if as_json else "\n".join(lines), end="" if as_json else "\n")
     return 0
 
 
-def _sentence(verdict: Verdict, runs: Sequence[str], most: int) -> str:
+def _sentence(verdict: Verdict, runs: Sequence[str], max_pairs: int) -> str:
     counts = f"only {runs[0]} succeeds {verdict.only_first}, only {runs[1]} {verdict.only_second}"
     test = f"sequential test p = {verdict.p_value:.3g}"
-    if not verdict.decided:
+    if not verdict.is_decided:
         return f"{verdict.pairs} episodes: {counts}; {test}: no significant difference"
     better = runs[verdict.only_second > verdict.only_first]
-    return f"{verdict.pairs} of at most {most} episodes: {counts}; {test}: {better} succeeds more often"
+    return f"{verdict.pairs} of at most {max_pairs} episodes: {counts}; {test}: {better} succeeds more often"
 
 
-def _looks(most: int) -> Iterator[int]:
-    count = float(_FIRST)
-    while count < most:
+def _test_sizes(max_pairs: int) -> Iterator[int]:
+    count = float(_FIRST_TEST_PAIRS)
+    while count < max_pairs:
         yield int(count)
         count *= _GROWTH
-    yield most
+    yield max_pairs
 
 
-def _fewest_pairs() -> int:
+def _min_pairs() -> int:
     """Return the number of pairs that decide if the same policy wins all of them."""
     return next(wins for wins in itertools.count() if math.exp(-log_e_value(wins, 0)) <= SIGNIFICANT)
 
 
-def _most_pairs(cfg: Config) -> int:
+def _max_pairs(cfg: Config) -> int:
     """Return the maximum number of episode pairs of the test.
 
     Raises:
@@ -153,10 +161,10 @@ def _most_pairs(cfg: Config) -> int:
     run_plan = build_run_plan(cfg, training=False)
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     states = len({episode.reset_id for episode in plan.episodes})
-    if states < (fewest := _fewest_pairs()):
+    if states < (min_pairs := _min_pairs()):
         raise ConfigError(
-            f"--until-significant: {states} initial states are too few for a significant difference. At least {fewest} "
-            "are needed, if one policy wins all of them. Raise eval.episodes, or evaluate more states "
+            f"--until-significant: {states} initial states are too few for a significant difference. At least "
+            f"{min_pairs} are needed, if one policy wins all of them. Raise eval.episodes, or evaluate more states "
             "(env.eval.state_ids)."
         )
     if states < plan.num_episodes:
@@ -164,10 +172,10 @@ def _most_pairs(cfg: Config) -> int:
             f"--until-significant: {plan.num_episodes} episodes have only {states} initial states, so pairs are not "
             f"independent. Set eval.samples=1 eval.episodes={states}, or evaluate more states (env.eval.state_ids)."
         )
-    return covering(plan)
+    return count_planned_episodes(plan)
 
 
-def covering(plan: EpisodeList) -> int:
+def count_planned_episodes(plan: EpisodeList) -> int:
     """Return the smallest `eval.episodes` that includes all episodes of `plan`: the highest episode id plus 1.
 
     A plan can skip episode ids, because repeated episodes are evaluated once.
@@ -175,25 +183,27 @@ def covering(plan: EpisodeList) -> int:
     return max(episode.episode_id for episode in plan.episodes) + 1
 
 
-class _Side:
+class _PolicyEvaluation:
     """Evaluation of one of the two policies under test; each interim test adds episodes."""
 
-    def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
+    def __init__(self, run: str, overrides: Sequence[str], config_dirs: Sequence[Path]) -> None:
         self.run = run
         self.rows: Sequence[EpisodeRow] = ()
         self.folder: Path | None = None
-        self._words = [*words, format_override("ckpt", run)]
+        self._overrides = [*overrides, format_override("ckpt", run)]
         self._config_dirs = config_dirs
 
-    def compose(self, *more: str) -> Config:
-        """Return the config of the evaluation, composed with the additional overrides `more`."""
-        words = [*self._words, *more]
-        return load_with_ckpt("eval", words, config_dirs=self._config_dirs)
+    def compose(self, *extra: str) -> Config:
+        """Return the config of the evaluation, composed with the additional overrides `extra`."""
+        overrides = [*self._overrides, *extra]
+        return load_with_ckpt("eval", overrides, config_dirs=self._config_dirs)
 
-    def play(self, count: int) -> None:
+    def run_episodes(self, count: int) -> None:
         """Evaluate the policy until the first `count` episodes are finished."""
-        more, flags = (f"eval.episodes={count}",), dir_flags(self._config_dirs)
-        result: EvalResult = evaluate(self.compose(*more), overrides=[*self._words, *more, *flags], resume=self.folder)
+        extra, flags = (f"eval.episodes={count}",), dir_flags(self._config_dirs)
+        result: EvalResult = evaluate(
+            self.compose(*extra), overrides=[*self._overrides, *extra, *flags], resume=self.folder
+        )
         self.folder = result.folder.parents[1]
         self.rows = read_episodes(result.folder / EPISODES_FILE)
 
@@ -213,6 +223,6 @@ def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> l
         raise ConfigError(
             "--until-significant needs an environment that reports success; compare returns with `embodyrl report`."
         )
-    before = {(row.reset_id, row.seed): bool(row.success_once) for row in first}
-    pairs = ((before.get((row.reset_id, row.seed)), bool(row.success_once)) for row in second)
-    return [now - then for then, now in pairs if then is not None]
+    first_successes = {(row.reset_id, row.seed): bool(row.success_once) for row in first}
+    pairs = ((first_successes.get((row.reset_id, row.seed)), bool(row.success_once)) for row in second)
+    return [second_success - first_success for first_success, second_success in pairs if first_success is not None]

@@ -89,12 +89,12 @@ class Session:
         self._warnings = self._store.set_aside()
         self.restarts = 0
         """Number of env worker restarts in earlier processes of the run."""
-        self._row: dict[str, Any] = {}
-        self._telling = False
+        self._last_row: dict[str, Any] = {}
+        self._in_callback = False
         """True while a user's callback runs, and after a callback raised an exception."""
         # One thread, so that checkpoints are committed in order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._saving: Future[None] | None = None
+        self._pending_save: Future[None] | None = None
 
     def find_start(self) -> Path | None:
         """Return the newest checkpoint and restore step counter and best score from it; None: start at step 0.
@@ -108,9 +108,9 @@ class Session:
             newest = max((row.get("step", 0) for row in rows), default=0)
             # The folder exists from the start. A row is written before its checkpoint, which may be pending for one
             # more interval.
-            gone = newest and not self._store.root.is_dir()
-            late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
-            if self._warnings or gone or late:
+            is_deleted = newest and not self._store.root.is_dir()
+            is_late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
+            if self._warnings or is_deleted or is_late:
                 raise CheckpointError(
                     f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to "
                     f"resume from{''.join(f'; {line}' for line in self._warnings)}. Restore the checkpoints, choose a "
@@ -122,9 +122,9 @@ class Session:
         self._store.verify(latest)
         self.step, self._best, self._best_step = read_loop(latest)
         # Rows of steps after the checkpoint are from an interrupted attempt; these steps are repeated.
-        before = [row for row in rows if row.get("step", 0) <= self.step]
-        self._row = before[-1] if before and before[-1].get("step") == self.step else {}
-        self.restarts = int(before[-1].get("env/restarts") or 0) if before else 0
+        earlier = [row for row in rows if row.get("step", 0) <= self.step]
+        self._last_row = earlier[-1] if earlier and earlier[-1].get("step") == self.step else {}
+        self.restarts = int(earlier[-1].get("env/restarts") or 0) if earlier else 0
         return latest
 
     def interrupted_validation_metrics(self, interval: int) -> dict[str, float]:
@@ -132,7 +132,7 @@ class Session:
 
         The step is logged again with the results.
         """
-        row = {name: math.nan if value is None else value for name, value in self._row.items() if name != "step"}
+        row = {name: math.nan if value is None else value for name, value in self._last_row.items() if name != "step"}
         return row if self.step and self.due(interval) and "time/validate" not in row else {}
 
     def print_banner(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
@@ -170,15 +170,15 @@ class Session:
         """Return True every `interval` steps and after the last step; False if `interval` is -1."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
-    def tell(self, callback: Callable[[int, Any], bool | None] | None, news: Any) -> None:
+    def run_callback(self, callback: Callable[[int, Any], bool | None] | None, value: Any) -> None:
         """Call a user's callback, if given; the run ends after this step if the callback returns True."""
         if callback is None:
             return
-        self._telling = True
-        answer: object = callback(self.step, news)
-        self._telling = False
+        self._in_callback = True
+        result: object = callback(self.step, value)
+        self._in_callback = False
         # Numpy booleans count, too: `np.mean(returns) > 0.9` is not a `bool`.
-        if isinstance(answer, (bool, np.bool_)) and answer and self.step < self.total:
+        if isinstance(result, (bool, np.bool_)) and result and self.step < self.total:
             self.monitor.text(f"step {self.step}: a callback ended the run")
             self.total = self.step
 
@@ -196,15 +196,19 @@ class Session:
                     path = save()
                     self.wait_for_save()
                     saved = path
-                except (WorkerError, CheckpointError, OSError) as failed:  # for example, a rank is lost, too
-                    self.monitor.text(f"warning: step {self.step} could not be saved: {failed}")
-            found = saved or self._store.latest()
-            kept = f"{'saved' if saved else 'the newest checkpoint is'} {found}" if found else "there is no checkpoint"
-            error.args = (f"{error}\n{kept}; {self._resume_line()}",)
+                except (WorkerError, CheckpointError, OSError) as save_error:  # for example, a rank is lost, too
+                    self.monitor.text(f"warning: step {self.step} could not be saved: {save_error}")
+            checkpoint = saved or self._store.latest()
+            state = (
+                f"{'saved' if saved else 'the newest checkpoint is'} {checkpoint}"
+                if checkpoint
+                else "there is no checkpoint"
+            )
+            error.args = (f"{error}\n{state}; {self._resume_line()}",)
             raise
         except Exception as error:
             # An error of the caller: the trained weights are intact.
-            if self._telling and self.step:
+            if self._in_callback and self.step:
                 saved = save()
                 self.wait_for_save()
                 command = f"embodyrl.{self._command}"
@@ -219,24 +223,24 @@ class Session:
         if self.step and self.due(self.cfg.runner.save_interval) and (self._best is None or [*score] > self._best):
             self._best, self._best_step = [*score], self.step
 
-    def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
+    def save(self, write_state: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
         """Write the checkpoint of the current step if it is missing, delete old checkpoints, and return the path.
 
         With `checkpoint.async_save` the checkpoint is complete when `wait_for_save` returns.
         """
-        self._tolerate(self.wait_for_save)
+        self._warn_on_error(self.wait_for_save)
         path = self._store.path(self.step)
         if self.step in self._store.steps():
             return path
         loop = {"step": self.step, "best": self._best, "best_step": self._best_step, "version": __version__}
 
         def write(folder: Path) -> None:
-            fill(folder)
+            write_state(folder)
             write_atomically(folder / LOOP_FILE, json.dumps(loop, indent=2) + "\n")
 
         self._store.stage(self.step, write)
         protect = [self._best_step] if self.cfg.checkpoint.keep_best and self._best_step is not None else []
-        self._saving = self._writer.submit(self._commit, self.step, meta, protect)
+        self._pending_save = self._writer.submit(self._commit, self.step, meta, protect)
         if not self.cfg.checkpoint.async_save:
             self.wait_for_save()
         return path
@@ -251,9 +255,9 @@ class Session:
         Raises:
             CheckpointError: the checkpoint could not be written, or takes longer than `faults.update_timeout_s`.
         """
-        if self._saving is None or not (wait or self._saving.done()):
+        if self._pending_save is None or not (wait or self._pending_save.done()):
             return
-        limit, saving, self._saving = self._save_timeout_s, self._saving, None
+        limit, saving, self._pending_save = self._save_timeout_s, self._pending_save, None
         clock = RunClock()
         while not futures.wait([saving], 1.0).done:
             if clock.now() > limit:
@@ -265,14 +269,14 @@ class Session:
 
     def save_if_due(self, save: Callable[[], Path]) -> None:
         """Save a checkpoint every `runner.save_interval` steps; the caller saves after the last step."""
-        self._tolerate(partial(self.wait_for_save, wait=False))
+        self._warn_on_error(partial(self.wait_for_save, wait=False))
         if self.due(self.cfg.runner.save_interval) and self.step < self.total:
-            self._tolerate(save)
+            self._warn_on_error(save)
 
-    def _tolerate(self, act: Callable[[], object]) -> None:
-        """Call `act`; a CheckpointError becomes a warning if `checkpoint.on_error=continue`."""
+    def _warn_on_error(self, action: Callable[[], object]) -> None:
+        """Call `action`; a CheckpointError becomes a warning if `checkpoint.on_error=continue`."""
         try:
-            act()
+            action()
         except (CheckpointError, OSError) as error:
             if self.cfg.checkpoint.on_error == OnSaveError.stop:
                 raise
@@ -288,12 +292,14 @@ class Session:
         return interruption
 
     def _resume_line(self) -> str:
-        again = [self._command, "--resume", str(self.folder.root), *trust_overrides(self.cfg)]
-        return f"resume with: {format_shell_command(again, self.cfg)}"
+        arguments = [self._command, "--resume", str(self.folder.root), *trust_overrides(self.cfg)]
+        return f"resume with: {format_shell_command(arguments, self.cfg)}"
 
-    def print_summary(self, checkpoint: Path, *uses: Sequence[str]) -> None:
+    def print_summary(self, checkpoint: Path, *commands: Sequence[str]) -> None:
         """Print the folders of a finished run, and suggest commands for the next steps."""
-        known = [format_shell_command(use, self.cfg) for use in uses if use[0] in COMMANDS.names()]
-        said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
-        for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):
+        suggestions = [
+            format_shell_command(command, self.cfg) for command in commands if command[0] in COMMANDS.names()
+        ]
+        suggestion_lines = [f"{'' if index else 'next':<10} {line}" for index, line in enumerate(suggestions)]
+        for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *suggestion_lines):
             self.monitor.text(line)

@@ -36,9 +36,9 @@ LOG_EVERY = 10
 """Number of optimizer steps per row of metrics."""
 VALIDATION_SAMPLES = 512
 
-DECIDES = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
-"""Config sections and keys that determine the weights of a run, except the keys in `FREE`."""
-FREE = (
+WEIGHT_KEYS = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
+"""Config sections and keys that determine the weights of a run, except the keys in `MEMORY_KEYS`."""
+MEMORY_KEYS = (
     *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
     *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
 )
@@ -67,8 +67,8 @@ def sft(
     facts = sft_facts(cfg)
     if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, resume)
-    typed = "dagger" if cfg.command == "dagger" else "sft"
-    with closing(open_run(cfg, typed, overrides, resume)) as folder:
+    command = "dagger" if cfg.command == "dagger" else "sft"
+    with closing(open_run(cfg, command, overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()
 
 
@@ -81,8 +81,8 @@ class _Sft:
         self.on_step = on_step
         self.session = Session(cfg, folder, "sft")
         self.monitor = self.session.monitor
-        self.measured: dict[str, float] = {}
-        self._orders: dict[int, IntArray] = {}
+        self.last_metrics: dict[str, float] = {}
+        self._epoch_orders: dict[int, IntArray] = {}
 
     def run(self) -> SftResult:
         session, folder = self.session, self.session.folder
@@ -92,15 +92,15 @@ class _Sft:
         except EmbodyError:  # the data or the model cannot be used
             folder.discard()
             raise
-        told = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
-        if told.is_file():
-            shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)
+        env_file = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
+        if env_file.is_file():
+            shutil.copyfile(env_file, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.material.validation or ())
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
-        where = [("output", str(folder.root)), folder.following]
+        output_lines = [("output", str(folder.root)), folder.following]
         scaled = [("scaling", self.material.scaled)] if self.material.scaled else []
         warnings = [("warning", warning) for warning in self.material.warnings]
-        session.print_banner([*self.facts, samples, *scaled, *warnings, *where], self._total_steps())
+        session.print_banner([*self.facts, samples, *scaled, *warnings, *output_lines], self._total_steps())
         request = PolicyRequest(
             env=self.material.env,
             device="auto",
@@ -138,16 +138,16 @@ class _Sft:
             checkpoint = self._save(actors)
             self.session.wait_for_save()
         root = self.session.folder.root
-        told = root / ENVIRONMENT_FILE
-        shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
-        weights, trust = format_override("ckpt", str(root)), trust_overrides(self.cfg, shown)
+        env_file = root / ENVIRONMENT_FILE
+        env_settings = {setting.key: setting.value for setting in read_saved(env_file)} if env_file.is_file() else {}
+        weights, trust = format_override("ckpt", str(root)), trust_overrides(self.cfg, env_settings)
         # Rows of text and third-party data name no environment.
-        where = [] if told.is_file() else ["env=..."]
-        uses = [["eval", weights, *where, *trust], ["train", weights, *where, *trust]]
+        env_override = [] if env_file.is_file() else ["env=..."]
+        commands = [["eval", weights, *env_override, *trust], ["train", weights, *env_override, *trust]]
         if self.cfg.objective.rates:
-            uses = [["train", "env=...", format_override("reward.path", str(checkpoint / POLICY_FOLDER))]]
-        self.session.print_summary(checkpoint, *uses, ["report", str(root)])
-        return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
+            commands = [["train", "env=...", format_override("reward.path", str(checkpoint / POLICY_FOLDER))]]
+        self.session.print_summary(checkpoint, *commands, ["report", str(root)])
+        return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.last_metrics)
 
     def _loop(self, actors: SupervisedActors) -> None:
         session, runner = self.session, self.cfg.runner
@@ -162,19 +162,19 @@ class _Sft:
             with actors.supervisor.defer_signals():
                 row = self._update(actors)
                 session.step += 1
-            session.tell(self.on_step, row)
+            session.run_callback(self.on_step, row)
             losses += [row["actor/loss"]] if "actor/loss" in row else []
-            last = session.step == session.total
-            checks = session.due(runner.val_check_interval)
+            is_last = session.step == session.total
+            validates = session.due(runner.val_check_interval)
             self.monitor.progress(session.step, session.total, "steps")
-            if checks or last or session.step % LOG_EVERY == 0:
+            if validates or is_last or session.step % LOG_EVERY == 0:
                 seconds = (time.perf_counter() - began) / max(1, len(losses))
                 if losses:
                     row["actor/loss"] = math.fsum(losses) / len(losses)
                 row["time/step"] = seconds
                 row["time/samples_per_s"] = self.cfg.actor.global_batch_size / seconds
                 try:
-                    if checks:
+                    if validates:
                         row |= self._measure(actors)
                 finally:
                     # The step is done and will not be repeated, even if its validation was interrupted.
@@ -188,9 +188,9 @@ class _Sft:
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
-        with actors.holding(self.material.train, rows, self._plain(step)) as tickets:
-            done = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
-        return {f"actor/{name}": value for name, value in done.metrics.items()}
+        with actors.holding(self.material.train, rows, self._no_suffix_mask(step)) as tickets:
+            reply = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
+        return {f"actor/{name}": value for name, value in reply.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
         """Return the sample indices of the batch of a step, from one seeded permutation per epoch."""
@@ -205,7 +205,7 @@ class _Sft:
             position, missing = position + len(part), missing - len(part)
         return np.concatenate(parts)
 
-    def _plain(self, step: int) -> BoolArray | None:
+    def _no_suffix_mask(self, step: int) -> BoolArray | None:
         """Return the mask of samples in a step's batch that get no instruction suffix (label dropout)."""
         if not self.material.train.tags:
             return None
@@ -214,22 +214,22 @@ class _Sft:
         return rng.random(self.cfg.actor.global_batch_size) < self.cfg.objective.label_dropout
 
     def _order(self, epoch: int) -> IntArray:
-        if epoch not in self._orders:
+        if epoch not in self._epoch_orders:
             count = len(self.material.train)
             rng = np.random.default_rng(derive(self.cfg.seed, "sft-order", epoch))
-            self._orders = {epoch: rng.permutation(count) if self.cfg.data.shuffle else np.arange(count)}
-        return self._orders[epoch]
+            self._epoch_orders = {epoch: rng.permutation(count) if self.cfg.data.shuffle else np.arange(count)}
+        return self._epoch_orders[epoch]
 
     def _measure(self, actors: SupervisedActors) -> dict[str, float]:
         """Return the loss and the accuracy on held-out samples, and on training samples without augmentation."""
         started = time.perf_counter()
         metrics = self._score(actors, self.material.train, "train")
-        judged = metrics["train/loss"]
+        score = metrics["train/loss"]
         if self.material.validation is not None:
             metrics |= self._score(actors, self.material.validation, "eval")
-            judged = metrics["eval/loss"]
-        self.session.record_score(-judged)
-        self.measured = dict(metrics)
+            score = metrics["eval/loss"]
+        self.session.record_score(-score)
+        self.last_metrics = dict(metrics)
         return metrics | {"time/validate": time.perf_counter() - started}
 
     def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
@@ -239,14 +239,14 @@ class _Sft:
         sums: dict[str, float] = {}
         for start in range(0, len(rows), size):
             with actors.holding(samples, rows[start : start + size]) as tickets:
-                done = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
-            sums = {key: sums.get(key, 0.0) + value for key, value in done.metrics.items()}
+                reply = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
+            sums = {key: sums.get(key, 0.0) + value for key, value in reply.metrics.items()}
         if "error" in sums:  # continuous actions have an error instead of an accuracy
-            right, total = "action_error", sums["error"]
+            accuracy_name, total = "action_error", sums["error"]
         else:
-            right = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"
+            accuracy_name = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"
             total = sums["accuracy"]
-        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{right}": total / len(rows)}
+        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{accuracy_name}": total / len(rows)}
 
     def _save(self, actors: SupervisedActors) -> Path:
         meta = {"model": self.material.policy.name, "data": self.cfg.data.path}

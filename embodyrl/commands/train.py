@@ -242,7 +242,7 @@ class _Training:
                 self.monitor.log(session.step, split_clock_metrics(metrics, clock) if deterministic else metrics)
             for line in self.check_step(session.step, metrics):
                 self.monitor.text(line)
-            session.tell(self.on_step, metrics)
+            session.run_callback(self.on_step, metrics)
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a learning signal; the weights are unchanged")
             session.save_if_due(lambda: self._save(workers, actors))
@@ -275,7 +275,7 @@ class _Training:
         if result.videos:
             self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
         session.record_score(result.overall.success_once or 0.0, result.overall.mean_return)
-        session.tell(self.on_eval, result)
+        session.run_callback(self.on_eval, result)
         return result
 
     def _save(self, workers: Workers, actors: Actors) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.cli.main import main
-from embodyrl.commands.sequential import _differences, covering, log_e_value, run_test
+from embodyrl.commands.sequential import _differences, count_planned_episodes, log_e_value, run_test
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.types import ActionSpec, EnvSpec, PolicySpec
@@ -90,7 +90,7 @@ def test_last_interim_test_includes_all_states_of_unequal_tasks(tmp_path: Path) 
     cfg = toy_config(tmp_path, "eval.episodes=12", command="eval")
     policy = PolicySpec(name="greedy", num_action_chunks=1, action_dim=1, tokens_per_chunk=1, takes_noise=False)
     plan = eval_episodes(cfg, env, policy)
-    needed = covering(plan)
+    needed = count_planned_episodes(plan)
     again = eval_episodes(cfg.updated({"eval.episodes": needed}), env, policy)
     assert (plan.num_episodes, needed) == (7, 10)
     assert [*again.episodes] == [*plan.episodes]

@@ -166,7 +166,7 @@ def test_arguments_are_passed_to_the_stages_that_use_them() -> None:
          "env.train.task_ids=[0]", "eval.episodes=3", "runner.max_steps=5"]
     )  # fmt: skip
     assert found.seed == 3
-    assert set(found.words["sft"]) == {"data.path=d", "seed=3", "actor.optim.lr=1", "runner.max_steps=5"}
-    assert set(found.words["collect"]) == {"env=tabletop", "seed=3", "env.train.task_ids=[0]"}
-    assert set(found.words["eval"]) == {"env=tabletop", "seed=3", "eval.episodes=3"}
+    assert set(found.by_stage["sft"]) == {"data.path=d", "seed=3", "actor.optim.lr=1", "runner.max_steps=5"}
+    assert set(found.by_stage["collect"]) == {"env=tabletop", "seed=3", "env.train.task_ids=[0]"}
+    assert set(found.by_stage["eval"]) == {"env=tabletop", "seed=3", "eval.episodes=3"}
     assert np.array_equal(found.model, ["model=flow_small", "model.path=x"])

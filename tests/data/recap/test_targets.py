@@ -220,5 +220,5 @@ def test_values_come_from_models_trained_on_other_episodes(monkeypatch: pytest.M
     stage = Stage(
         folders=(), cfg=cfg, model=model_of("flow_small"), seed=0, labels=tmp_path / "a", summary=tmp_path / "b"
     )
-    assert labelling.cross_fitted(found, outcomes, np.array(G), stage).tolist() == [1.0] * 15
+    assert labelling.predict_held_out_values(found, outcomes, np.array(G), stage).tolist() == [1.0] * 15
     assert sorted(len(own) for own in trained) == [15 - 6, 15 - 5, 15 - 4]
