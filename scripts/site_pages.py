@@ -1,4 +1,4 @@
-"""MkDocs hook that generates pages while the site is built: keys, commands, Python API, parts, checkpoints."""
+"""MkDocs hook that generates pages while the site is built: keys, commands, API, parts, environments, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ from embodyrl import parts
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.output import about
 from embodyrl.config import compose
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import Key, Settings, field_docs, format_value
+from embodyrl.envs.robots.presets import PIXEL_PRESETS
+from embodyrl.errors import MissingDependencyError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
+from embodyrl.plan.schema import Config
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, RewardSpec
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the generated pages."""
-    for page in (configuration, commands, api, registered, zoo):
+    for page in (configuration, commands, api, registered, environments, zoo):
         name = "parts" if page is registered else page.__name__
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
     return files
@@ -115,7 +122,7 @@ API = tuple(
             import numpy as np
 
             from embodyrl.envs.simulators import PerSlot, SimStep
-            from embodyrl.specs import ActionSpec, EnvSpec
+            from embodyrl.specs import ActionSpec, EnvSpec, RewardSpec
 
 
             class Line(PerSlot):
@@ -247,6 +254,112 @@ def registered() -> str:
         lines += ["", f"## {title}", "", f"Entry-point group `embodyrl.{group}`.", ""]
         lines += [f"`{name}`\n:   `{target}`\n" for name, target in table.items()]
     return "\n".join(lines) + "\n"
+
+
+EXAMPLES = {
+    "functional": ("env.id=gymnax:CartPole-v1",),
+    "gym": ("env.id=CartPole-v1",),
+    "maniskill": ("env.id=PushCube-v1",),
+    "metaworld": ("env.id=MT10",),
+}
+"""Further arguments of options that select one of many environments."""
+GIVEN = {"text/gsm8k": "data.path", "text/math": "data.path", "text/openenv": "env.url"}
+"""Key that determines an option completely: rows of the user, or a server."""
+COLUMNS = ("`env=`", "observation", "action", "reward", "success", "initial states")
+
+
+def environments() -> str:
+    """Return the page of all environments, with the specs and settings that a run uses."""
+    lines = [
+        "# Environments",
+        "",
+        "All options of `env=` with their defaults. Options in one row differ in their tasks.",
+    ]
+    lines += ["Presets of a policy may select other cameras (`embodyrl show env=NAME model=NAME`)."]
+    lines += ["`embodyrl check-env env=NAME` checks an environment on your machine.", ""]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in compose.options("env"):
+        label = " ".join((_family(name), *EXAMPLES.get(name, ())))
+        labels = rows.setdefault(_environment(name), [])
+        labels += [label] if label not in labels else []
+    lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for cells, labels in rows.items():
+        lines.append(f"| {_codes(labels)} | {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _family(option: str) -> str:
+    """Return the common pattern of perturbed suites, for example libero_pro_*; return other options unchanged."""
+    families = read_plain_yaml(compose.conf_dir() / "variants.yaml")["env"]
+    return next(
+        (f"{name}_*" for name, of in families.items() if "axes" in of and option.startswith(f"{name}_")), option
+    )
+
+
+def _environment(option: str) -> tuple[str, ...]:
+    """Return observation, action, reward, success and initial states of an option of `env=`."""
+    if option in GIVEN:
+        return (f"determined by `{GIVEN[option]}`", *[""] * 4)
+    command, model = ("train", ["model=causal_lm_tiny"]) if option.startswith("text/") else ("check-env", [])
+    cfg = load_config(command, [f"env={option}", *EXAMPLES.get(option, ()), *model])
+    if preset := getattr(cfg.env, "preset", None):  # each run compares the installed package with the preset
+        seen = f"state: {sum(preset.state.values())} numbers"
+        if pixels := PIXEL_PRESETS.get(option):
+            seen += f"; with `env.pixels=true` images: {_codes(pixels.cameras)}; state: {sum(pixels.state.values())}"
+        action = f"{len(preset.action)} numbers: {preset.meaning}"
+        return seen, action, _reward(cfg, dense=preset.dense), preset.success, _states(cfg)
+    try:
+        spec = env_spec(cfg)
+    except MissingDependencyError:
+        return "not installed here", *[""] * 4
+    reward = _reward(cfg, spec.reward, dense=spec.reward.dense)
+    return _seen(spec), _action(spec.action), reward, spec.reward.success, _states(cfg, spec)
+
+
+def _seen(spec: EnvSpec) -> str:
+    height, width = spec.cameras.size
+    parts = [f"{height} x {width} images: {_codes(spec.cameras.names)}"] if spec.cameras.names else []
+    parts += [f"state: {spec.state_dim} numbers"] if spec.state_dim else []
+    text = "prompt" if spec.action.kind is ActionKind.text else "instruction"
+    return "; ".join([*parts, text] if spec.text.instructed else parts)
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _action(action: ActionSpec) -> str:
+    if action.kind is ActionKind.text:
+        return "reply (text)"
+    if action.kind is not ActionKind.box:
+        return f"categories: {' x '.join(map(str, action.sizes))}"
+    low, high = action.bounds
+    same = len({*low}) == len({*high}) == 1
+    gripper = f"; gripper {action.gripper.open:+g} opens" if action.gripper else ""
+    return f"{action.dim} numbers" + (f", {low[0]:g} to {high[0]:g}" if same else "") + gripper
+
+
+def _reward(cfg: Config, reward: RewardSpec | None = None, *, dense: bool) -> str:
+    """Return the reward of a step: weighted components, or the reward of the simulator."""
+    pairs = zip(reward.components, reward.weights, strict=True) if reward else ()
+    text = " + ".join(f"{weight:g} {name}" for name, weight in pairs if weight)
+    text = text or ("of the simulator" + (", also without success" if dense else ""))
+    changes = "; change between steps" if getattr(cfg.env, "use_rel_reward", False) else ""
+    factor = getattr(cfg.env, "reward_coef", 1.0)
+    return text + changes + (f"; times {factor:g}" if factor != 1 else "")
+
+
+def _states(cfg: Config, spec: EnvSpec | None = None) -> str:
+    """Return the numbers of tasks and initial states, and the ranges for training and validation."""
+    counts = {*spec.states_per_task} if spec else set()
+    tasks = f"{len(spec.tasks)} tasks x " if spec and len(spec.tasks) > 1 else ""
+    parts = [f"{tasks}{' or '.join(map(str, sorted(counts)))}"] if counts else []
+    ids = {"training": cfg.env.train.state_ids, "validation": cfg.env.eval.state_ids}
+    parts += [f"{name} {value[0]} to {value[1]}" for name, value in ids.items() if value]
+    share = getattr(getattr(cfg, "data", None), "val_share", None)
+    return "; ".join(
+        parts + ([f"validation: the last {share:g} of the rows"] if share and not any(ids.values()) else [])
+    )
 
 
 def _key_list(keys: Iterable[Key]) -> Iterator[str]:

@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from fnmatch import fnmatch
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -29,7 +31,7 @@ from embodyrl.plan.keys import all_keys
 DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = SOURCE / "examples"
-GENERATED = ("configuration", "commands", "api", "parts", "zoo")
+GENERATED = ("configuration", "commands", "api", "parts", "environments", "zoo")
 """Reference pages generated during the build of the site."""
 
 COMPOSED = {
@@ -53,6 +55,7 @@ COMPOSED = {
     "algorithm=iql": "needs demonstrations; tests/learners/iql collects some",
     "env=metaworld": "needs the package; tests/envs/metaworld runs it",
     "env=functional": "needs the package; tests/envs/functional runs it",
+    "minigrid:": "needs the package; docs/results has its cards",
     "env=fetch_": "needs the package; tests/envs/robots runs it",
     "env=pusht": "the same",
     "pusht_diffusion": "the same",
@@ -295,14 +298,31 @@ def test_pages_are_in_the_navigation_and_links_resolve() -> None:
     assert len(listed) == len(set(listed))
     dead = []
     for page in [*PAGES, SOURCE / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if not (page.parent / target).exists():  # also the generated pages: GitHub does not have them
+        for target, anchor in links_of(page):
+            file = (page.parent / target).resolve() if target else page
+            if not file.exists():  # also the generated pages: GitHub does not have them
                 dead.append(f"{page.name}: {target}")
-            if page.is_relative_to(DOCS) and not (page.parent / target).resolve().is_relative_to(DOCS):
+            elif anchor and file.suffix == ".md" and anchor not in anchors_of(file):
+                dead.append(f"{page.name}: {target}#{anchor}")
+            if page.is_relative_to(DOCS) and not file.is_relative_to(DOCS):
                 dead.append(f"{page.name}: {target} is outside the site")
-            if page in pages and (page.parent / target).resolve().parent == DOCS / "lab":
+            if page in pages and file.parent == DOCS / "lab":
                 dead.append(f"{page.name}: {target} is not part of the site")
     assert dead == []
+
+
+def links_of(page: Path) -> list[tuple[str, str]]:
+    """Return the relative links of a page as (file, anchor); links within the page have an empty file."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", text)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page on GitHub: of headings, and of `<a id="...">`."""
+    text = page.read_text(encoding="utf-8")
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    named = re.findall(r'<a id="([\w-]+)">', text)
+    return {*named, *(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles)}
 
 
 def test_diagrams_match_their_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,13 +394,52 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, cwd=SOURCE, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=SOURCE, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return place
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(700)
+def test_links_of_the_built_site_resolve(site: Path) -> None:
+    html = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
+    assert len(html) > len(PAGES) / 10
+    dead = []
+    for page, text in html.items():
+        body = text.partition("<article")[2].partition("</article>")[0]
+        for link in re.findall(r'(?:href|src)="([^"]+)"', body):
+            target, _, anchor = link.partition("#")
+            if re.match(r"\w+:|//", link):
+                continue
+            file = (page.parent / unquote(target)).resolve() if target else page
+            file = file / "index.html" if file.is_dir() else file
+            if not file.is_file() or (anchor and f'id="{anchor}"' not in html.get(file, "")):
+                dead.append(f"{page.relative_to(site)}: {link}")
+    assert dead == []
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(700)
+def test_table_of_environments_equals_their_settings(site: Path) -> None:
+    text = (site / "reference" / "environments" / "index.html").read_text(encoding="utf-8")
+    rows = [re.findall(r"<td>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)]
+    cells = {name.split()[0]: row[1:] for row in rows if row for name in re.findall(r"<code>(.*?)</code>", row[0])}
+    unknown = [name for name in options("env") if not any(fnmatch(name, shown) for shown in cells)]
+    assert unknown == []
+    height = getattr(load_config("check-env", ["env=tabletop"]).env, "init_params").camera_heights
+    assert cells["tabletop"][0] == (
+        f"{height} x {height} images: <code>front</code>, <code>wrist</code>; state: 4 numbers; instruction"
+    )
+    assert cells["tabletop"][1] == "7 numbers, -1 to 1; gripper -1 opens"
+    assert cells["tabletop"][4].startswith("21 tasks x 4000; training 0 to 2999; validation 3000 to 3499")
+    assert cells["pusht"][0].startswith(
+        "state: 5 numbers; with <code>env.pixels=true</code> images: <code>pixels</code>"
+    )
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(700)
 def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None:
     pages = {name: (site / "reference" / name / "index.html").read_text() for name in GENERATED}
     assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []
@@ -393,6 +452,7 @@ def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(700)
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_generated_pages_do_not_scroll_horizontally(site: Path, tmp_path: Path, width: int) -> None:
@@ -404,3 +464,12 @@ def test_generated_pages_do_not_scroll_horizontally(site: Path, tmp_path: Path, 
             window.open((site / page / "index.html").as_uri())
             assert window.run("return innerWidth") == width
             assert window.run(wide) == [], page
+
+
+def test_manual_and_results_stay_short() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in DOCS.rglob("*.md")}
+    results = {page: count for page, count in words.items() if page.parent == DOCS / "results"}
+    manual = {page: n for page, n in words.items() if page.relative_to(DOCS).parts[0] not in ("results", "lab")}
+    assert sum(manual.values()) <= 22_000
+    assert sum(results.values()) <= 10_000
+    assert [page.name for page, count in results.items() if count > 500 and page.name != "index.md"] == []

@@ -68,17 +68,3 @@ def test_every_supported_part_links_to_a_guide() -> None:
 
 def test_readme_has_at_most_800_words() -> None:
     assert len(README.split()) <= 800
-
-
-def slugs(page: str) -> set[str]:
-    """Return the anchors of a page on GitHub: of headings, and of `<a id="...">`."""
-    text = (SOURCE / page).read_text(encoding="utf-8")
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    named = re.findall(r'<a id="([\w-]+)">', text)
-    return {*named, *(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles)}
-
-
-def test_anchors_of_readme_links_exist() -> None:
-    links = re.findall(r"\]\(([\w/.]+\.md)#([\w-]+)\)", README)
-    assert len(links) >= 6
-    assert [link for link in links if link[1] not in slugs(link[0])] == []
